@@ -114,7 +114,8 @@ class NativeLayers:
             gelu_tanh=form.activation == "gelu_tanh",
         )
         self._run = declare(library, f"layers_run_{types}", [Pointer, Pointer, Pointer, Size, Size])
-        self._row_numbers = _scratch_numbers(library, self._shape, records)
+        scratch = declare(library, "layers_scratch", [Pointer, Pointer, Size], Size)
+        self._row_numbers = int(scratch(ctypes.byref(self._shape), self._layers, len(layers)))
         self._scratch = torch.empty(0)  # for the largest step so far
 
     def takes(self, attentions: Sequence[PagedAttention]) -> bool:
@@ -191,9 +192,3 @@ def _address(tensor: Tensor | None) -> int | None:
 def _plan_address(attention: PagedAttention) -> int:
     assert isinstance(attention, NativeAttention)
     return ctypes.addressof(attention.plan)
-
-
-def _scratch_numbers(library: ctypes.CDLL, shape: _Shape, layers: list[_Layer]) -> int:
-    """For each row of a step; layers may differ."""
-    scratch = declare(library, "layers_scratch", [Pointer, Pointer], Size)
-    return max(int(scratch(ctypes.byref(shape), ctypes.byref(layer))) for layer in layers)

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "elementwise_rows.h"
+#include "team.h"
 
 namespace legato {
 
@@ -17,25 +18,23 @@ constexpr int64_t kGateColumns = 1024;  // of one piece of work: a single row ma
 template <typename X, typename W>
 void rms_norm(const X* x, int64_t rows, int64_t row_stride, int64_t heads, int64_t width, const W* weight, float eps,
               X* out) {
-#pragma omp parallel for if (rows * heads * width >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) {
+  share_evenly(rows, rows * heads * width >= kWorthThreads, [&](int64_t row) {
     for (int64_t head = 0; head < heads; ++head) {
       const int64_t at = head * width;
       rms_norm_row(x + row * row_stride + at, weight + at, width, eps, out + row * heads * width + at);
     }
-  }
+  });
 }
 
 // All `[rows, width]`; the norm is that of the rounded sum. `total` may be `residual`.
 template <typename X, typename W>
 void add_rms_norm(const X* residual, const X* y, int64_t rows, int64_t width, const W* weight, float eps, X* normed,
                   X* total) {
-#pragma omp parallel for if (rows * width >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) {
+  share_evenly(rows, rows * width >= kWorthThreads, [&](int64_t row) {
     const int64_t at = row * width;
     add_row(residual + at, y + at, width, total + at);
     rms_norm_row(total + at, weight, width, eps, normed + at);
-  }
+  });
 }
 
 template <typename X>
@@ -66,21 +65,19 @@ struct Rotation {
 template <typename X>
 void rotate_and_store(const Rotation<X>& rotation, int64_t tokens) {
   const int64_t width = (rotation.num_heads + 2 * rotation.num_kv_heads) * rotation.head_dim;
-#pragma omp parallel for if (tokens * width >= kWorthThreads)
-  for (int64_t token = 0; token < tokens; ++token) rotation.take(token);
+  share_evenly(tokens, tokens * width >= kWorthThreads, [&](int64_t token) { rotation.take(token); });
 }
 
 // `gate_up [rows, 2 * width]`, `out [rows, width]`.
 template <__m512 (*kActivation)(__m512), typename X>
 void gated_activation(const X* gate_up, int64_t rows, int64_t width, X* out) {
-#pragma omp parallel for collapse(2) if (rows * width >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = 0; column < width; column += kGateColumns) {
-      const X* gate = gate_up + row * width * 2 + column;
-      const int64_t count = width - column < kGateColumns ? width - column : kGateColumns;
-      gate_row<kActivation>(gate, gate + width, count, out + row * width + column);
-    }
-  }
+  const int64_t pieces = (width + kGateColumns - 1) / kGateColumns;
+  share_evenly(rows * pieces, rows * width >= kWorthThreads, [&](int64_t piece) {
+    const int64_t row = piece / pieces, column = piece % pieces * kGateColumns;
+    const X* gate = gate_up + row * width * 2 + column;
+    const int64_t count = width - column < kGateColumns ? width - column : kGateColumns;
+    gate_row<kActivation>(gate, gate + width, count, out + row * width + column);
+  });
 }
 
 }  // namespace legato

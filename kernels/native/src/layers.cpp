@@ -5,9 +5,11 @@
 // after each, which the system has to fill with zeros first. Here all layers share one piece of it.
 
 #include <algorithm>
+#include <vector>
 
 #include "calls.h"
 #include "elementwise.h"
+#include "team.h"
 
 using legato::bf16;
 
@@ -76,15 +78,19 @@ void attend(const legato::Plan* plan, const float* q, const float* cache, int64_
                 out);
 }
 
-// What a step needs between a layer's projections, in numbers per row.
+// What a step needs between a layer's projections, in numbers per row: for all layers the same places, since one thread
+// may have begun the next layer while another one finishes this one.
 struct Widths {
-  int64_t projected, rotated, attended, activated, normed;
-  Widths(const Shape& shape, const Layer& layer)
-      : projected(std::max(layer.qkv.outputs, layer.gate_up.outputs)),
-        rotated((shape.num_heads + shape.num_kv_heads) * shape.head_dim),
-        attended(shape.num_heads * shape.head_dim),
-        activated(layer.down.inputs),
-        normed(std::max(rotated, layer.output.outputs)) {}
+  int64_t projected = 0, rotated = 0, attended = 0, activated = 0, normed = 0;
+  Widths(const Shape& shape, const Layer* layers, int64_t num_layers) {
+    rotated = (shape.num_heads + shape.num_kv_heads) * shape.head_dim;
+    attended = shape.num_heads * shape.head_dim;
+    for (const Layer* layer = layers; layer < layers + num_layers; ++layer) {
+      projected = std::max({projected, layer->qkv.outputs, layer->gate_up.outputs});
+      activated = std::max(activated, layer->down.inputs);
+      normed = std::max({normed, rotated, layer->output.outputs});
+    }
+  }
   int64_t sum() const { return projected + rotated + attended + activated + normed; }
 };
 
@@ -99,81 +105,155 @@ struct Scratch {
         normed(activated + rows * widths.activated) {}
 };
 
+// Rows of a step; `at` is the first row of scratch memory for what is only theirs.
+struct Part {
+  int64_t first, rows, at;
+};
+
 // One step through one layer; `X` is the type of activations, `W` that of norms' weights.
 template <typename X, typename W>
 class Pass {
  public:
-  Pass(const Shape& shape, const Step& step, const Layer& layer, int64_t index)
+  Pass(const Shape& shape, const Widths& widths, const Step& step, const Layer& layer, int64_t index)
       : shape_(shape),
+        widths_(widths),
         step_(step),
         layer_(layer),
         group_(index / shape.layers_per_group),
         keys_(static_cast<X*>(step.cache) + index % shape.layers_per_group * shape.layer_numbers),
-        x_(static_cast<X*>(step.x)),
-        normed_(static_cast<X*>(step.normed)),
-        scratch_(Widths(shape, layer), step.rows, step.scratch) {}
+        scratch_(widths, step.rows, step.scratch) {}
 
-  void run(const W* following) const {
-    project(layer_.qkv, normed_, step_.rows, nullptr, scratch_.projected);
-    rotate_and_store();
+  // Up to the keys and values in the cache.
+  void begin(const Part& part) const {
+    X* projected = scratch_.projected + part.at * widths_.projected;
+    project(layer_.qkv, row(step_.normed, part), part.rows, nullptr, projected);
+    rotate_and_store(part, projected);
+  }
+
+  // The only place where rows meet.
+  void attend_all() const {
     attend(step_.attention_plans[layer_.attention], scratch_.rotated, keys_, group_, shape_, scratch_.attended);
-    add(layer_.output, scratch_.attended, layer_.attention_output_norm, static_cast<const W*>(layer_.mlp_norm));
-    project(layer_.gate_up, normed_, step_.rows, nullptr, scratch_.projected);
-    activate();
-    add(layer_.down, scratch_.activated, layer_.mlp_output_norm, following);
+  }
+
+  // The rest of the layer.
+  void finish(const Part& part, const W* following) const {
+    X* projected = scratch_.projected + part.at * widths_.projected;
+    X* activated = scratch_.activated + part.at * widths_.activated;
+    add(part, layer_.output, scratch_.attended + part.first * widths_.attended, layer_.attention_output_norm,
+        static_cast<const W*>(layer_.mlp_norm));
+    project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected);
+    activate(projected, part.rows, activated);
+    add(part, layer_.down, activated, layer_.mlp_output_norm, following);
   }
 
  private:
-  void rotate_and_store() const {
+  // Of the residual stream or its norm.
+  X* row(void* rows, const Part& part) const { return static_cast<X*>(rows) + part.first * layer_.output.outputs; }
+
+  void rotate_and_store(const Part& part, const X* qkv) const {
     const int64_t rotated_heads = shape_.num_heads + shape_.num_kv_heads, stride = layer_.qkv.outputs;
-    const X *qk = scratch_.projected, *v = qk + rotated_heads * shape_.head_dim;
+    const int64_t heads_width = shape_.num_heads * shape_.head_dim, kv_width = shape_.num_kv_heads * shape_.head_dim;
+    const X *qk = qkv, *v = qk + rotated_heads * shape_.head_dim;
     int64_t qk_stride = stride;
     if (layer_.qk_norm) {
-      legato::rms_norm(qk, step_.rows, stride, rotated_heads, shape_.head_dim, static_cast<const W*>(layer_.qk_norm),
-                       shape_.eps, scratch_.normed);
-      qk = scratch_.normed;
+      X* normed = scratch_.normed + part.at * widths_.normed;
+      legato::rms_norm(qk, part.rows, stride, rotated_heads, shape_.head_dim, static_cast<const W*>(layer_.qk_norm),
+                       shape_.eps, normed);
+      qk = normed;
       qk_stride = rotated_heads * shape_.head_dim;
     }
     const Rotary& rotary = step_.rotations[layer_.rotation];
-    X* q = scratch_.rotated;
+    const int64_t turned = part.first * shape_.head_dim;
+    X *q = scratch_.rotated, *k = q + step_.rows * heads_width;
     legato::rotate_and_store<X>(
-        {qk, v, static_cast<const X*>(rotary.cos), static_cast<const X*>(rotary.signed_sin), qk_stride, stride,
-         shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, step_.slots + group_ * step_.rows, q,
-         q + step_.rows * shape_.num_heads * shape_.head_dim, keys_, keys_ + shape_.layer_numbers / 2},
-        step_.rows);
+        {qk, v, static_cast<const X*>(rotary.cos) + turned, static_cast<const X*>(rotary.signed_sin) + turned,
+         qk_stride, stride, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,
+         step_.slots + group_ * step_.rows + part.first, q + part.first * heads_width, k + part.first * kv_width, keys_,
+         keys_ + shape_.layer_numbers / 2},
+        part.rows);
   }
 
-  void activate() const {
+  void activate(const X* gate_up, int64_t rows, X* out) const {
     const auto gate = shape_.gelu_tanh ? legato::gated_activation<legato::gelu_tanh, X>
                                        : legato::gated_activation<legato::silu, X>;
-    gate(scratch_.projected, step_.rows, layer_.down.inputs, scratch_.activated);
+    gate(gate_up, rows, layer_.down.inputs, out);
   }
 
   // To the residual stream the projection of `y`, which has its own norm in some families; then the stream's norm.
-  void add(const Projection& projection, const X* y, const void* norm, const W* following) const {
-    const int64_t rows = step_.rows, width = projection.outputs;
+  void add(const Part& part, const Projection& projection, const X* y, const void* norm, const W* following) const {
+    const int64_t width = projection.outputs;
+    X *x = row(step_.x, part), *normed = row(step_.normed, part);
     if (!norm) {
-      project(projection, y, rows, x_, x_);
-      return legato::rms_norm(x_, rows, width, 1, width, following, shape_.eps, normed_);
+      project(projection, y, part.rows, x, x);
+      return legato::rms_norm(x, part.rows, width, 1, width, following, shape_.eps, normed);
     }
-    X* own = scratch_.normed;
-    project(projection, y, rows, nullptr, own);
-    legato::rms_norm(own, rows, width, 1, width, static_cast<const W*>(norm), shape_.eps, own);
-    legato::add_rms_norm(x_, own, rows, width, following, shape_.eps, normed_, x_);
+    X* own = scratch_.normed + part.at * widths_.normed;
+    project(projection, y, part.rows, nullptr, own);
+    legato::rms_norm(own, part.rows, width, 1, width, static_cast<const W*>(norm), shape_.eps, own);
+    legato::add_rms_norm(x, own, part.rows, width, following, shape_.eps, normed, x);
   }
 
   const Shape& shape_;
+  const Widths& widths_;
   const Step& step_;
   const Layer& layer_;
   int64_t group_;
-  X *keys_, *x_, *normed_;
+  X* keys_;
   Scratch<X> scratch_;
+};
+
+// Between two attentions no row needs another one. So with many rows each thread takes some of them all the way, through
+// all projections, and they wait for each other twice in a layer, not nine times: where others need the cores as well,
+// each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
+class Parts {
+ public:
+  explicit Parts(int64_t rows) : rows_(rows), largest_(kRowsPerThread * legato::team_size()) {
+    const int64_t threads = legato::team_size();
+    if (threads == 1 || rows < 2 * threads * largest_) return;  // nobody to wait for, or too few
+    for (int64_t first = 0; first < rows;) {
+      // Smaller ones come last, and as many of each size as there are threads, so that all end together.
+      const int64_t fair = (rows - first + threads - 1) / threads;
+      const int64_t half = (fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
+      const int64_t size = fair <= 2 * kMultiple ? fair : std::min(half, largest_);
+      for (int64_t thread = 0; thread < threads && first < rows; ++thread, first += parts_.back().rows) {
+        parts_.push_back({first, std::min(size, rows - first), 0});
+      }
+    }
+  }
+
+  template <class Body>
+  void each(const Body& body) const {
+    if (parts_.empty()) return body(Part{0, rows_, 0});
+    legato::share(static_cast<int64_t>(parts_.size()), 1, [&](int64_t index) {
+      Part part = parts_[index];
+      part.at = omp_get_thread_num() * largest_;
+      body(part);
+    });
+  }
+
+ private:
+  // Every part reads all weights of a layer, which may come from memory. Asked of all threads together, it gives no more
+  // of them in a second than one thread alone would ask for with so many rows.
+  static constexpr int64_t kRowsPerThread = 48;
+  static constexpr int64_t kMultiple = 12;  // rows of a projection's tile
+
+  int64_t rows_, largest_;
+  std::vector<Part> parts_;
 };
 
 template <typename X, typename W>
 void run(const Shape& shape, const Step& step, const Layer* layers, int64_t first, int64_t stop) {
+  if (first == stop) return;
+  const Widths widths(shape, layers, stop);
+  const Parts parts(step.rows);
+  const auto pass = [&](int64_t index) { return Pass<X, W>(shape, widths, step, layers[index], index); };
+  parts.each([&](const Part& part) { pass(first).begin(part); });
   for (int64_t index = first; index < stop; ++index) {
-    Pass<X, W>(shape, step, layers[index], index).run(static_cast<const W*>(layers[index + 1].attention_norm));
+    pass(index).attend_all();
+    parts.each([&](const Part& part) {
+      pass(index).finish(part, static_cast<const W*>(layers[index + 1].attention_norm));
+      if (index + 1 < stop) pass(index + 1).begin(part);
+    });
   }
 }
 
@@ -181,8 +261,10 @@ void run(const Shape& shape, const Step& step, const Layer* layers, int64_t firs
 
 extern "C" {
 
-// Numbers of scratch memory that a layer takes for each row of a step.
-int64_t layers_scratch(const Shape* shape, const Layer* layer) { return Widths(*shape, *layer).sum(); }
+// Numbers of scratch memory that layers take for each row of a step.
+int64_t layers_scratch(const Shape* shape, const Layer* layers, int64_t num_layers) {
+  return Widths(*shape, layers, num_layers).sum();
+}
 
 // Layers [first, stop) of `layers`, which has one more: what follows the last has a norm, too.
 void layers_run_bf16_by_bf16(const Shape* shape, const Step* step, const Layer* layers, int64_t first, int64_t stop) {

@@ -3,8 +3,6 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
-#include <omp.h>
-
 #include "calls.h"
 #include "panels.h"
 
@@ -74,33 +72,35 @@ void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel, const 
 }
 
 template <typename T, int kRows, bool kAhead>
-void compute_rows(const Linear<T>& job, int64_t first_row, int64_t panel, const char* ahead) {
-  const int64_t rows = job.rows - first_row;
-  if (rows >= kRows) return compute_tile<T, kRows, kAhead>(job, first_row, panel, ahead);
-  if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead>(job, first_row, panel, ahead);
+void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t panel, const char* ahead) {
+  if (rows == kRows) return compute_tile<T, kRows, kAhead>(job, first_row, panel, ahead);
+  if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead>(job, first_row, rows, panel, ahead);
 }
 
-// The first tile reads the panel from memory; while the second and the third compute with it, memory has time for the
-// thread's next one.
+// In tiles that are as equal as may be: few rows left over would take longer than their share. The first tile reads the
+// panel from memory; while the second and the third compute with it, memory has time for the thread's next one.
 template <typename T>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
   const int64_t half = job.inputs * kPanel / 2 * static_cast<int64_t>(sizeof(T));
-  for (int64_t row = 0; row < job.rows; row += kTile) {
-    if (row == kTile || row == 2 * kTile) {
-      compute_rows<T, kTile, true>(job, row, panel, ahead);
+  const int64_t tiles = (job.rows + kTile - 1) / kTile;
+  for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+    const int64_t rows = (job.rows - row) / (tiles - tile);
+    if (tile == 1 || tile == 2) {
+      compute_rows<T, kTile, true>(job, row, rows, panel, ahead);
       ahead += half;
     } else {
-      compute_rows<T, kTile, false>(job, row, panel, nullptr);
+      compute_rows<T, kTile, false>(job, row, rows, panel, nullptr);
     }
+    row += rows;
   }
 }
 
 template <typename T>
 void compute(const Linear<T>& job) {
-  const int64_t panels = num_panels(job.to.outputs), threads = omp_get_max_threads();
-#pragma omp parallel for schedule(dynamic, panels_at_once(panels, job.rows <= kTile))
-  for (int64_t panel = 0; panel < panels; ++panel) compute_panel(job, panel, std::min(panel + threads, panels - 1));
+  const int64_t panels = num_panels(job.to.outputs), threads = team_size();
+  share(panels, panels_at_once(panels, job.rows <= kTile),
+        [&](int64_t panel) { compute_panel(job, panel, std::min(panel + threads, panels - 1)); });
 }
 
 template <typename T>

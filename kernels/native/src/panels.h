@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bf16.h"
+#include "team.h"
 
 namespace legato {
 

@@ -145,12 +145,11 @@ void compute_rest(const Layout& layout, const Job& job, int64_t panel, int64_t f
 
 template <class Codes, int kBytes>
 void compute(const Layout& layout, const Job& job) {
-#pragma omp parallel for schedule(dynamic, panels_at_once(layout.panels(), job.x.rows <= kTile))
-  for (int64_t panel = 0; panel < layout.panels(); ++panel) {
+  share(layout.panels(), panels_at_once(layout.panels(), job.x.rows <= kTile), [&](int64_t panel) {
     int64_t row = 0;
     for (; row + kTile <= job.x.rows; row += kTile) compute_tile<kTile, Codes, kBytes>(layout, job, panel, row);
     if (row < job.x.rows) compute_rest<kTile - 1, Codes, kBytes>(layout, job, panel, row);
-  }
+  });
 }
 
 template <class Codes>

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bf16.h"
+#include "team.h"
 
 namespace legato {
 
@@ -84,10 +85,9 @@ inline const WholeActivations& whole_activations(const bf16* x, int64_t rows, in
   into.values.resize(rows * groups * bytes * group);
   into.units.resize(rows * groups);
   into.sums.resize(rows * groups);
-#pragma omp parallel for if (rows > 16)
-  for (int64_t at = 0; at < rows * groups; ++at) {
+  share_evenly(rows * groups, rows > 16, [&](int64_t at) {
     make_whole(x + at * group, group, bytes, &into.values[at * bytes * group], &into.units[at], &into.sums[at]);
-  }
+  });
   return into;
 }
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.triton.sampling.edits import edited
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
-from kernels.triton.sampling.rows import NUM_FIELDS, Field, PackedRows
+from kernels.triton.sampling.rows import EDIT_WORDS, NUM_FIELDS, Field, PackedRows
 from kernels.triton.shipped import Shipped
 
 SPLIT = 2048
@@ -110,7 +110,7 @@ def choose_kernel(
             score = tl.load(scores + at, mask=there, other=float("-inf"))
             place = tl.argmax(score, 0, tie_break_left=True)
             chosen = tl.load(score_ids + row * num_splits + place)
-    valid = (raw_best > float("-inf")) & (raw_best < float("inf"))
+    valid = (raw_best > float("-inf")) & (raw_best < float("inf")) & (tl.max(value, 0) > float("-inf"))
     tl.store(token_ids + row, tl.where(valid, chosen, -1).to(tl.int64))
 
 
@@ -126,7 +126,8 @@ def sample(logits: Tensor, packed: PackedRows, words: Tensor) -> tuple[Tensor, R
     raw_best = best_of_splits(logits)
     allowed, best = logits, raw_best
     if packed.edits:
-        allowed = edited(logits, rows, words[len(rows) :])
+        masks = len(rows) + packed.num_edits * EDIT_WORDS
+        allowed = edited(logits, rows, words[len(rows) : masks], words[masks:])
         best = best_of_splits(allowed)
     drawn = _draw(allowed, rows, best, packed) if packed.draws else best
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
