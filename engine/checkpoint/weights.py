@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,25 @@ is the embedding. Who builds a model takes the tensors out, so that none is held
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+
+@dataclass(slots=True)
+class LoadProgress:
+    """How much of a checkpoint a process has loaded, in bytes of its files: written by the thread that loads, read by
+    who tells of it.
+
+    `read_bytes` have been read, as far as they are not only mapped; `placed_bytes` of them lie as the kernels want
+    them. Who passes over the weights once more, as the first one to pack them does, adds nothing. All 0: not begun.
+    """
+
+    total_bytes: int = 0
+    read_bytes: int = 0
+    placed_bytes: int = 0
+
+
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_BASE = "model."
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -46,29 +63,64 @@ def load_weights(
     dtype: torch.dtype,
     shard: Shard = WHOLE,
     device: torch.device = CPU,
+    progress: LoadProgress | None = None,
 ) -> Weights:
     """Every tensor of the model, or what a shard has of it, as `dtype` where it is not quantised.
 
     A shard's values are those of the whole. They go to `device` one by one, straight from the file: host memory never
     holds more than one of them beside those that belong there. Raises ValueError if one lacks, has a wrong shape, or is
     unknown, if the model is to be rounded by `quantisation` and is quantised already, and as `Quantisation.quantise`.
+    `progress` is told of each tensor that is read, and of each that is taken out of what this gives.
     """
     if dtype not in LOADABLE_DTYPES:
         raise ValueError(f"weights can be loaded as float32, bfloat16 or float16, not as {dtype}")
-    weights: Weights = {}
+    weights = _Counted(progress or LoadProgress(), Path(folder), config)
     # What is rounded is rounded on the CPU.
     for name, stored in _stored(Path(folder), config, quantisation, CPU if quantisation else device):
         is_quantised = quantisation is not None or isinstance(stored, QuantisedWeight)
         is_head_too = is_quantised and name == _EMBEDDING and config.tied_embeddings
         for target in (name, _HEAD) if is_head_too else (name,):
             part = shard.part(target, config)
-            if part is not None:
+            if part is None:
+                weights.placed(target)
+            else:
                 weight = _part_of(stored, part, quantisation, target)
                 if isinstance(weight, QuantisedWeight) and not is_projection(target):
                     weight = weight.dequantise(dtype)
                 # Some columns are not contiguous, as they are read.
                 weights[target] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
+        weights.read(name)
     return weights
+
+
+class _Counted(dict[str, Tensor | QuantisedWeight]):
+    """Weights that tell how many of them were put in, and taken out again. Counted by tensors' sizes in the model: what
+    each takes in a file is its format's affair."""
+
+    def __init__(self, progress: LoadProgress, folder: Path, config: ModelConfig) -> None:
+        super().__init__()
+        files = [path for kind in ("*.safetensors", GGUF_NAME) for path in folder.glob(kind)]
+        progress.total_bytes = sum(path.stat().st_size for path in files)
+        self._progress = progress
+        self._sizes = {name: prod(shape) for name, shape in expected_shapes(config).items()}
+        self._num_values = sum(self._sizes.values())
+        self._num_read = self._num_placed = 0
+
+    def read(self, name: str) -> None:
+        self._num_read += self._sizes.get(name, 0)
+        self._progress.read_bytes = max(self._progress.read_bytes, self._bytes(self._num_read))
+
+    def placed(self, name: str) -> None:
+        self._num_placed += self._sizes.get(name, 0)
+        self._progress.placed_bytes = max(self._progress.placed_bytes, self._bytes(self._num_placed))
+
+    def pop(self, name: str, *default: Any) -> Any:
+        weight = super().pop(name, *default)
+        self.placed(name)
+        return weight
+
+    def _bytes(self, num_values: int) -> int:
+        return self._progress.total_bytes * num_values // self._num_values
 
 
 def is_projection(name: str) -> bool:
@@ -185,7 +237,9 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     optional = {_HEAD} if config.tied_embeddings else set()
     found: set[str] = set()
     unknown: list[str] = []
-    for name, tensor in stored:
+    for given, tensor in stored:
+        # A model that was saved without its head, as most that are made for embeddings.
+        name = f"{_BASE}{given}" if f"{_BASE}{given}" in expected else given
         if name in expected:
             found.add(name)
             if (shape := tuple(tensor.shape)) != expected[name]:

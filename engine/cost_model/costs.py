@@ -6,6 +6,8 @@ loop reports each step; schedulers, LayerKV and the worker's snapshots ask.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of, scaled
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
@@ -111,7 +113,7 @@ class StepCosts:
             error = self._learnt.error("prefill")
             scatter = min(_NEARLY_ALL * (self._seed_error if error is None else error), _MOST_SCATTER)
             stretch = max(1.0, self._learnt.stretch("prefill"))
-            self._cautious = scaled(self._learnt.cost(), stretch * (1 + scatter))
+            self._cautious = replace(scaled(self._learnt.cost(), stretch * (1 + scatter)), margin=1 + scatter)
         return self._cautious
 
     def error(self, kind: StepKind) -> float:

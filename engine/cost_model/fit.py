@@ -133,8 +133,8 @@ class StepCostFit:
 
     def noise(self, kind: StepKind) -> StepNoise:
         """How the latest steps scatter around the one model that is known now."""
-        deviations = self._kinds[kind].steps.deviations(self._shares)
-        return StepNoise.of(np.minimum(deviations, math.log(_STRETCH_MOST)))
+        deviations, predicted_s = self._kinds[kind].steps.deviations(self._shares)
+        return StepNoise.of(np.minimum(deviations, math.log(_STRETCH_MOST)), predicted_s)
 
     def _relative_error(self) -> float:
         errors = np.concatenate([residuals.steps.errors for residuals in self._kinds.values()])
@@ -328,11 +328,15 @@ class RecentSteps:
         """[steps], in no order."""
         return self._errors[: len(self)]
 
-    def deviations(self, shares: Array) -> Array:
-        """[steps], oldest first: log(seconds / what it takes if its parts count so much)."""
+    def deviations(self, shares: Array) -> tuple[Array, Array]:
+        """[steps] each, oldest first: log(seconds / predicted), and predicted seconds, if its parts count so much."""
         filled = len(self)
-        deviations: Array = self._log_s[:filled] - np.log(self._parts[:filled] @ shares)
-        return np.roll(deviations, -(self._num_ever % self._size)) if filled == self._size else deviations
+        predicted_s: Array = self._parts[:filled] @ shares
+        deviations: Array = self._log_s[:filled] - np.log(predicted_s)
+        if filled < self._size:
+            return deviations, predicted_s
+        oldest = self._num_ever % self._size
+        return np.roll(deviations, -oldest), np.roll(predicted_s, -oldest)
 
 
 def quantile(values: Array, share: float) -> float:

@@ -80,7 +80,8 @@ def tokens_within(room_s: Any, prefill_token_s: Any, prefill_pair_s: Any, num_ca
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Seconds: of any step, and per unit of its work. `prefill_base_s`: of any step with prompt tokens, beside
-    `base_s`; few of them are less efficient than many. `relative_error`: typical |actual / predicted - 1|."""
+    `base_s`; few of them are less efficient than many. `relative_error`: typical |actual / predicted - 1|. `margin`:
+    these seconds are so many times what steps take in the mean, so that nearly all stay below them."""
 
     base_s: float
     prefill_token_s: float
@@ -89,6 +90,7 @@ class StepCost:
     context_token_s: float
     prefill_base_s: float = 0.0
     relative_error: float = 0.0
+    margin: float = 1.0
 
     def step_s(self, work: StepWork) -> float:
         return (

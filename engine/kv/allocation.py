@@ -213,8 +213,9 @@ class BlockAllocator:
         return True
 
     def publish(self, seq: Sequence) -> None:
-        """Make the blocks that became full and computed findable for later sequences with the same prefix."""
-        if not self.prefix_caching:
+        """Make the blocks that became full and computed findable for later sequences with the same prefix; not those of
+        what is pooled, whose text hardly comes again."""
+        if not self.prefix_caching or seq.pooling is not None:
             return
         num_full = seq.num_computed // self.block_size
         if num_full > seq.num_published:

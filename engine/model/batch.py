@@ -30,6 +30,10 @@ PromptSpan = tuple[int, list[int]]
 for."""
 
 
+PooledSpan = tuple[int, int]
+"""Output rows of one item, by its index into the plan, of which a vector is asked for, and how many these are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Packed rows: first the items of one token, by growing context, then the longer ones."""
@@ -38,9 +42,11 @@ class Batch:
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [G, T] int64, addresses for `KVCache.store`
     segments: tuple[Segment, ...]  # in packed order
-    output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs'
+    output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs',
+    # then what is pooled
     sampling_items: tuple[int, ...]  # indices into the plan, one for each of the first output rows
-    prompt_spans: tuple[PromptSpan, ...]  # cover the other output rows in order
+    prompt_spans: tuple[PromptSpan, ...]  # these and the next cover the other output rows in order
+    pooled_spans: tuple[PooledSpan, ...] = ()
     awaited_rows: Tensor = _NO_ROWS  # [A] int64, rows whose token the step before samples; `token_ids` says 0 there
     awaited_from: Tensor = _NO_ROWS  # [A] int64, which of that step's sampled tokens it is
 
@@ -73,7 +79,7 @@ def build_batch(
     starts = np.array([item.start for item in items])
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
     segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
-    rows, sampling_items, spans = _outputs(items, order, first_rows.tolist())
+    rows, sampling_items, spans, pooled_spans = _outputs(items, order, first_rows.tolist())
     token_ids, awaited_rows, awaited_from = _token_ids(items, first_rows, awaited)
     slots = _slot_mapping(segments, positions, kv_cache)
     on_device = _to_device((token_ids, positions, slots, rows, awaited_rows, awaited_from), device)
@@ -87,6 +93,7 @@ def build_batch(
         awaited_from=on_device[5],
         sampling_items=sampling_items,
         prompt_spans=spans,
+        pooled_spans=pooled_spans,
     )
 
 
@@ -153,8 +160,8 @@ def _slot_mapping(
 
 def _outputs(
     items: list[ScheduledSequence], order: list[int], first_rows: list[int]
-) -> tuple[npt.NDArray[np.int64], tuple[int, ...], tuple[PromptSpan, ...]]:
-    """Output rows, the plan's items that sample, and the spans of prompt logprobs."""
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], tuple[PromptSpan, ...], tuple[PooledSpan, ...]]:
+    """Output rows, the plan's items that sample, and the spans of prompt logprobs and of what is pooled."""
     sampling = [k for k, item in enumerate(items) if item.samples]
     rows = [np.array([first_rows[k] + items[k].num_tokens - 1 for k in sampling], dtype=np.int64)]
     spans = []
@@ -165,4 +172,9 @@ def _outputs(
         next_ids = item.seq.prompt_token_ids[following : following + item.num_tokens]
         spans.append((order[k], next_ids))
         rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))
-    return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans)
+    pooled = [k for k, item in enumerate(items) if item.num_pooled]
+    for k in pooled:
+        stop = first_rows[k] + items[k].num_tokens
+        rows.append(np.arange(stop - items[k].num_pooled, stop))
+    pooled_spans = tuple((order[k], items[k].num_pooled) for k in pooled)
+    return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans), pooled_spans

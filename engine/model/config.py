@@ -103,11 +103,13 @@ class ModelConfig:
 
 
 def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
-    named = raw.get("architectures") or ["(none)"]
-    if named[0] not in SUPPORTED_ARCHITECTURES:
+    named = str((raw.get("architectures") or ["(none)"])[0])
+    # One that was saved without its head is the same model; the weights tell whether it can do without.
+    whole = named.removesuffix("Model") + "ForCausalLM" if named.endswith("Model") else named
+    if whole not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ValueError(f"the model in {folder} has the architecture {named[0]}; supported are {supported}")
-    return str(named[0])
+        raise ValueError(f"the model in {folder} has the architecture {named}; supported are {supported}")
+    return whole
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
-from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError
+from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, mask_of
 from engine.sequence import SampledToken, Sequence, TokenLogprobs
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
 from kernels.triton.sampling.rows import (
@@ -44,7 +45,7 @@ def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> W
     # Marked in an array of the vocabulary's size: sorting a long prompt's tokens would take several times as long.
     marks = np.zeros(vocab_size, dtype=np.uint8)
     marks[repeated] = REPEATED
-    marks[within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)] |= BANNED
+    marks[_banned(seq, eos_token_ids, vocab_size)] |= BANNED
     changed = marks != 0
     changed[biased] = changed[counted] = True
     token_ids = np.flatnonzero(changed)
@@ -56,6 +57,17 @@ def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> W
         _spread(token_ids, biased, biases),
         _spread(token_ids, counted, penalties),
     )
+
+
+def _banned(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> TokenIds:
+    """All bans together, of which the kernel lifts all if nothing is left: what else is banned gives way here where it
+    would leave nothing of what is allowed."""
+    banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
+    allowed = within_vocabulary(seq.params.allowed_token_ids, vocab_size)
+    if not len(allowed):
+        return banned
+    others = np.delete(np.arange(vocab_size), allowed)
+    return others if np.isin(allowed, banned).all() else np.concatenate((others, banned))
 
 
 def _tokens_if(wanted: bool, token_ids: list[int], vocab_size: int) -> TokenIds:
@@ -106,13 +118,14 @@ class PendingSample:
 class DeviceSampler:
     """Samples the next token of sequences of one model. Satisfies `engine.steps.runner.TokenSampler`."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), masks: GrammarMasks | None = None) -> None:
         self.vocab_size = vocab_size
+        self.masks = masks
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def begin(self, logits: Tensor, rows: list[Sequence]) -> PendingSample:
         """Have the next token of each sequence sampled, from `logits [len(rows), vocab_size]`, float32, without waiting
-        for it. There must be rows."""
+        for it. There must be rows. Raises GrammarError for one whose grammar fails."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
         return PendingSample(rows, *sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
@@ -147,6 +160,7 @@ class DeviceSampler:
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             repetition=params.repetition_penalty,
             edits=edits_of(seq, self.eos_token_ids, self.vocab_size),
+            mask=mask_of(seq, self.masks),
             num_top=-1 if params.logprobs is None else params.logprobs,
         )
 

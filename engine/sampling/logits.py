@@ -5,7 +5,9 @@ In this order, and each a function of the row and the request alone:
 1. `logit_bias` is added;
 2. the repetition penalty, of every token in prompt and output (CTRL, arXiv:1909.05858; the sign rule of Hugging Face);
 3. presence and frequency penalties, of output tokens only (OpenAI);
-4. tokens that would end the sequence are banned while it has fewer than `min_tokens`;
+4. tokens are banned: those that the request's grammar does not allow; then, each time unless nothing would be left,
+   those that are not among its `allowed_token_ids`, and those that would end the sequence while it has fewer than
+   `min_tokens`, or complete one of its `bad_words`;
 5. `temperature`;
 6. to 8. top-k, top-p and min-p filtering, in the order of Hugging Face's logits warpers.
 
@@ -19,12 +21,13 @@ temperature; a token's mass is the exponential of that, and a radius is a distan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.sampling.grammar import Allowed
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from kernels.native.sampling import top_logits
@@ -38,13 +41,18 @@ _UNCERTAIN: Final = 3e-6  # of the row's mass, which C++ knows to 1e-6: whoever 
 
 
 def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:
-    """Whether steps 1 to 4 change anything for the sequence's next token."""
+    """Whether steps 1 to 4 change anything for the sequence's next token, but for a grammar."""
     params = seq.params
-    return bool(params.logit_bias) or params.has_penalties or bool(banned_ids(seq, eos_token_ids))
+    limited = bool(params.logit_bias) or bool(params.allowed_token_ids) or params.has_penalties
+    return limited or bool(banned_ids(seq, eos_token_ids))
 
 
-def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
-    """Steps 1 to 4 applied to a copy of the row. Ids beyond the vocabulary name no token and change nothing."""
+def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int], allowed: Allowed | None = None) -> Row:
+    """Steps 1 to 4 applied to a copy of the row. Ids beyond the vocabulary name no token and change nothing.
+
+    `allowed`: by the request's grammar, if it has one. The logits of all others become minus infinity, whatever else
+    the request says.
+    """
     params = seq.params
     changed = row.copy()
     if params.logit_bias:
@@ -54,8 +62,12 @@ def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int]) -> Row:
         _penalise_repetition(changed, seq, params.repetition_penalty)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         _penalise_output(changed, seq)
+    if allowed is not None:
+        changed[~allowed] = -np.inf
+    if params.allowed_token_ids:
+        _ban(changed, np.delete(np.arange(len(row)), within_vocabulary(params.allowed_token_ids, len(row))))
     if banned := banned_ids(seq, eos_token_ids):
-        _ban(changed, banned)
+        _ban(changed, within_vocabulary(banned, len(row)))
     return changed
 
 
@@ -84,16 +96,23 @@ def _penalise_output(row: Row, seq: Sequence) -> None:
 
 
 def banned_ids(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
-    """Step 4: tokens that would end the sequence too early. May name one twice."""
+    """Of step 4: tokens that would end the sequence too early, or complete a bad word. May name one twice."""
     params = seq.params
-    if len(seq.output_token_ids) >= params.min_tokens:
-        return []
-    return [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    banned = _completing(params.bad_words, seq) if params.bad_words else []
+    if len(seq.output_token_ids) < params.min_tokens:
+        banned += [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    return banned
 
 
-def _ban(row: Row, token_ids: Collection[int]) -> None:
+def _completing(words: tuple[tuple[int, ...], ...], seq: Sequence) -> list[int]:
+    """The last tokens of those words of which prompt and output end with all others."""
+    longest = max(map(len, words)) - 1
+    end = seq.tokens(max(0, seq.num_tokens - longest), seq.num_tokens)
+    return [word[-1] for word in words if len(word) <= len(end) + 1 and end[len(end) - len(word) + 1 :] == [*word[:-1]]]
+
+
+def _ban(row: Row, ids: TokenIds) -> None:
     """Make tokens impossible, unless nothing would be left: some token has to be sampled."""
-    ids = within_vocabulary(token_ids, len(row))
     spared = row[ids]
     row[ids] = -np.inf
     if row.max() == -np.inf:

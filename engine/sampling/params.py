@@ -13,6 +13,9 @@ from pydantic import Strict
 MAX_LOGPROBS: Final = 20  # OpenAI's limit on `top_logprobs`
 MAX_LOGIT_BIAS: Final = 1024  # entries; OpenAI's limit is 300
 MAX_STOP_TOKEN_IDS: Final = 1024  # every choice brings them to its workers
+MAX_GRAMMAR_CHARS: Final = 2**17  # likewise
+MAX_ALLOWED_TOKEN_IDS: Final = 1024  # likewise
+MAX_BAD_WORD_TOKENS: Final = 1024  # of all words together; likewise
 GREEDY_BELOW: Final = 1e-5  # a lower temperature could not be told from greedy, and would overflow float32
 
 _MAX_INT: Final = 2**31 - 1  # token ids and counts are 32 bits wide in the engine
@@ -21,6 +24,7 @@ _MAX_INT: Final = 2**31 - 1  # token ids and counts are 32 bits wide in the engi
 Int = Annotated[int, Strict()]
 Real = Annotated[float, Strict()]
 Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,16 @@ class SamplingParams:
     min_tokens: Int = 0
     ignore_eos: Flag = False
     stop_token_ids: tuple[Int, ...] = ()
+    grammar: Text | None = None  # that the output must follow, as llguidance reads it: see `engine.sampling.grammar`
+    allowed_token_ids: tuple[Int, ...] = ()  # no others are sampled; empty: all are
+    bad_words: tuple[tuple[Int, ...], ...] = ()  # runs of tokens of which none is completed, none of them empty
 
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_penalties()
         self._check_token_ids()
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"a grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}")
 
@@ -91,6 +100,19 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids names {num_stops} tokens; at most {MAX_STOP_TOKEN_IDS} are possible")
         for token_id in self.stop_token_ids:
             _require_within("a token id in stop_token_ids", token_id, 0, _MAX_INT)
+        if (num_allowed := len(self.allowed_token_ids)) > MAX_ALLOWED_TOKEN_IDS:
+            raise ValueError(
+                f"allowed_token_ids names {num_allowed} tokens; at most {MAX_ALLOWED_TOKEN_IDS} are possible"
+            )
+        for token_id in self.allowed_token_ids:
+            _require_within("a token id in allowed_token_ids", token_id, 0, _MAX_INT)
+        if (num_tokens := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words have {num_tokens} tokens; at most {MAX_BAD_WORD_TOKENS} are possible")
+        if not all(self.bad_words):
+            raise ValueError("bad_words has a word without tokens; leave it out")
+        for word in self.bad_words:
+            for token_id in word:
+                _require_within("a token id in bad_words", token_id, 0, _MAX_INT)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""

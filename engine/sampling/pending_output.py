@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -47,7 +49,8 @@ def nothing_to_check() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutput:
-    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`.
+    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`; `pooled` is
+    as in `StepOutput`.
 
     `copies`: the end of what a device still copies for the step, None where nothing is: until then nobody else may have
     the blocks at either end.
@@ -57,6 +60,7 @@ class PendingOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     sampling_items: tuple[int, ...] = ()
     tokens: SampledTokens = KnownTokens([])
+    pooled: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
     copies: Event | None = None
     check: Callable[[], None] = nothing_to_check
 
@@ -76,4 +80,4 @@ class PendingOutput:
             self.check()
         for index, token in zip(self.sampling_items, tokens, strict=True):
             sampled[index] = token
-        return StepOutput(sampled, self.prompt_logprobs)
+        return StepOutput(sampled, self.prompt_logprobs, self.pooled)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.sampling.grammar import Bits, GrammarMasks, allowed_by
 from engine.sampling.logits import Row, adjusted, is_adjusted, is_filtered, kth_largest, survivors, tempered
 from engine.sampling.pending_output import KnownTokens
 from engine.sampling.philox import gumbel, noise
@@ -45,10 +46,11 @@ class InvalidLogitsError(ArithmeticError):
 
 
 class Sampler:
-    """Samples the next token of sequences of one model."""
+    """Samples the next token of sequences of one model. `masks` None: none of them has a grammar."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), masks: GrammarMasks | None = None) -> None:
         self.vocab_size = vocab_size
+        self.masks = masks
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> KnownTokens:
@@ -58,7 +60,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: list[Sequence]) -> list[SampledToken]:
         """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, on the CPU.
 
-        Raises InvalidLogitsError for rows of which no token can be chosen.
+        Raises InvalidLogitsError for rows of which no token can be chosen, GrammarError for one whose grammar fails.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         logits_BV = _array(logits)
@@ -66,7 +68,8 @@ class Sampler:
         best_values = logits_BV[np.arange(len(rows)), best_ids]
         _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
         return [
-            self._sample_row(row, best, seq) for row, best, seq in zip(logits_BV, best_ids.tolist(), rows, strict=True)
+            self._sample_row(index, row, best, seq)
+            for index, (row, best, seq) in enumerate(zip(logits_BV, best_ids.tolist(), rows, strict=True))
         ]
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -80,17 +83,31 @@ class Sampler:
         _require_distributions(best_values, lambda index: f"prompt position {index}")
         return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
 
-    def _sample_row(self, row: Row, best: int, seq: Sequence) -> SampledToken:
+    def _sample_row(self, index: int, row: Row, best: int, seq: Sequence) -> SampledToken:
         params = seq.params
-        changed = is_adjusted(seq, self.eos_token_ids)
+        bits = mask_of(seq, self.masks)
+        changed = bits is not None or is_adjusted(seq, self.eos_token_ids)
         if params.greedy and not changed and params.logprobs is None:
             return SampledToken(best)
-        allowed = adjusted(row, seq, self.eos_token_ids) if changed else row
-        best = int(allowed.argmax()) if changed else best
+        allowed = row
+        if changed:
+            mask = None if bits is None else allowed_by(bits, len(row))
+            allowed = adjusted(row, seq, self.eos_token_ids, mask)
+            best = int(allowed.argmax())
+            if allowed[best] == -np.inf:
+                raise InvalidLogitsError([index], [f"request {seq.request_id}"])
         token_id = best if params.greedy else _draw(allowed, allowed[best], seq)
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
+
+
+def mask_of(seq: Sequence, masks: GrammarMasks | None) -> Bits | None:
+    """None: the sequence has no grammar."""
+    if seq.params.grammar is None:
+        return None
+    assert masks is not None, "this sampler was made for no grammars"
+    return masks.bits(seq)
 
 
 def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:

@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import Weights, load_weights
+from engine.checkpoint.weights import LoadProgress, Weights, load_weights
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
@@ -31,6 +31,7 @@ from engine.model.shards import WHOLE
 from engine.model.transformer import Model
 from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
+from engine.sampling.grammar import GrammarMasks
 from engine.sampling.sampler import Sampler
 from engine.steps.decode_graphs import DecodeGraphLimits
 from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_with
@@ -94,7 +95,12 @@ class EngineConfig:
     activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
 
 
-def load_runner(folder: Path, engine: EngineConfig, host_memory: HostMemory | None = None) -> ModelRunner:
+def load_runner(
+    folder: Path,
+    engine: EngineConfig,
+    host_memory: HostMemory | None = None,
+    progress: LoadProgress | None = None,
+) -> ModelRunner:
     """A runner for the model in `folder`, whatever `engine.model_ref` says; what it took is logged. See `load_model`.
 
     Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
@@ -104,7 +110,7 @@ def load_runner(folder: Path, engine: EngineConfig, host_memory: HostMemory | No
     require_devices(device, engine.tensor_parallel)
     require_whole_cache(device, engine.tensor_parallel, engine.host_bytes)
     config = ModelConfig.from_folder(folder)
-    layout = _layout(config, engine, _dtype(engine.dtype, folder))
+    layout = layout_of(config, engine, dtype_of(engine.dtype, folder))
     memory = KVMemory(
         kv_blocks=engine.kv_blocks,
         kv_bytes=engine.kv_bytes,
@@ -118,7 +124,7 @@ def load_runner(folder: Path, engine: EngineConfig, host_memory: HostMemory | No
         sizes = sizes_to_measure_with(layout, memory, engine.largest_step)
     _set_threads(engine.num_threads, engine.tensor_parallel)
     keep_freed_memory()
-    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory)
+    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory, progress)
     return _made_ready(loading, loading.runner(sizes))
 
 
@@ -134,6 +140,7 @@ class _Loading:
     device: torch.device
     kernels: Kernels
     host_memory: HostMemory | None
+    progress: LoadProgress | None
 
     def runner(self, sizes: KVSizes) -> ModelRunner:
         """Of one process, or of a group of them, which are up when this returns. Raises GroupError."""
@@ -190,7 +197,12 @@ class _Loading:
             self.config,
             self._weights(group),
             kv_cache,
-            sampler=sampler_for(self.device, self.config.vocab_size, self.config.eos_token_ids),
+            sampler=sampler_for(
+                self.device,
+                self.config.vocab_size,
+                self.config.eos_token_ids,
+                GrammarMasks(self.folder, self.config.vocab_size, self.config.eos_token_ids),
+            ),
             host_cache=self._host_cache(sizes.host_blocks),
             ring=sizes.ring,
             group=group,
@@ -211,6 +223,7 @@ class _Loading:
             dtype=self.layout.dtype,
             shard=WHOLE if group is None else group.ranks.shard,
             device=self.device,
+            progress=self.progress,
         )
 
     def _host_cache(self, num_blocks: int) -> KVCache | None:
@@ -223,7 +236,8 @@ class _Loading:
         return KVCache(self.layout, num_blocks, memory=memory)
 
 
-def _layout(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
+def layout_of(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
+    """How a worker's KV blocks are cut."""
     layers_per_group = engine.layers_per_group
     if layers_per_group is None:
         layers_per_group = layers_per_group_for(config.num_layers) if engine.host_bytes else config.num_layers
@@ -352,13 +366,16 @@ class LoadedModel:
         return frozenset(self.runner.config.eos_token_ids)
 
 
-def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, host_memory: HostMemory | None = None, progress: LoadProgress | None = None
+) -> LoadedModel:
     """Fetch the model if need be and load it. Raises ValueError where the configuration cannot be met.
 
-    `host_memory` gives the memory of the host's KV cache, if there is to be one; None: private memory.
+    `host_memory` gives the memory of the host's KV cache, if there is to be one; None: private memory. `progress` is
+    told how much of the checkpoint is loaded; of a group, by its first process.
     """
     folder = resolve_model(config.model_ref)
-    runner = load_runner(folder, config, host_memory)
+    runner = load_runner(folder, config, host_memory, progress)
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
@@ -366,7 +383,9 @@ def load_model(config: EngineConfig, host_memory: HostMemory | None = None) -> L
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
-        max_model_len=_max_model_len(config, runner),
+        max_model_len=context_length(
+            config.max_model_len, made_for=runner.config.max_position_embeddings, held=_longest_held(runner)
+        ),
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
     )
@@ -398,7 +417,8 @@ def _estimated_cost(runner: ModelRunner) -> StepCost:
     return roofline_cost(shape, CPU_CORE if runner.kv_cache.tensor.device.type == "cpu" else H100_SXM)
 
 
-def _dtype(name: DtypeName, folder: Path) -> torch.dtype:
+def dtype_of(name: DtypeName, folder: Path) -> torch.dtype:
+    """What the weights in a folder are computed in, where the configuration says `name`."""
     if name == "auto":
         raw = json.loads((folder / "config.json").read_text())
         stated = raw.get("dtype") or raw.get("torch_dtype")
@@ -406,10 +426,11 @@ def _dtype(name: DtypeName, folder: Path) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _max_model_len(config: EngineConfig, runner: ModelRunner) -> int:
-    held = _longest_held(runner)
-    made_for = runner.config.max_position_embeddings
-    wanted = config.max_model_len or min(made_for, held)
+def context_length(wanted: int | None, *, made_for: int, held: int) -> int:
+    """Of a worker: as many tokens as were asked for, or as the model was made for and the KV memory holds. Raises
+    ValueError where that is too much."""
+    if wanted is None:
+        return min(made_for, held)
     if wanted > made_for:
         raise ValueError(f"max_model_len is {wanted}, but the model was made for {made_for} tokens; lower it")
     if wanted > held:
@@ -428,10 +449,12 @@ def _longest_held(runner: ModelRunner) -> int:
     return columns * layout.block_size
 
 
-def sampler_for(device: torch.device, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Sampler | DeviceSampler:
+def sampler_for(
+    device: torch.device, vocab_size: int, eos_token_ids: Iterable[int] = (), masks: GrammarMasks | None = None
+) -> Sampler | DeviceSampler:
     """The sampler for logits on `device`: the same tokens from either."""
     if device.type != "cuda":
-        return Sampler(vocab_size, eos_token_ids)
+        return Sampler(vocab_size, eos_token_ids, masks)
     from engine.sampling.device_sampler import DeviceSampler  # an installation for CPUs only has no Triton
 
-    return DeviceSampler(vocab_size, eos_token_ids)
+    return DeviceSampler(vocab_size, eos_token_ids, masks)

@@ -15,10 +15,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from engine.cost_model.costs import StepCosts
+from engine.cost_model.fit import StepKind, kind_of
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepOutput, StepPlan
@@ -51,6 +53,14 @@ class Runner(Protocol):
     def run(
         self, step: PreparedStep, on_layer: OnLayer | None = None, before_sampling: Callable[[], None] = ...
     ) -> PendingOutput: ...
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Steps of one kind that succeeded, and the tokens that they computed."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
 
 
 class StepSkippedError(Exception):
@@ -202,7 +212,7 @@ class StepLoop:
     it hit, and after it that of the step which was planned ahead, if there is one. After MAX_CONSECUTIVE_FAILURES in a
     row, or while a step hangs, the loop counts as unhealthy. `costs` learns from every step, planning and taking in
     included, where they do not overlap with another one. `on_overdue(is_overdue)` is told when a step takes several
-    times as long as predicted, and `overdue_s` longer, and when it has ended after all.
+    times as long as predicted, and `overdue_s` longer, and when it has ended after all. `counts` is for others to read.
     """
 
     def __init__(
@@ -232,6 +242,7 @@ class StepLoop:
         self._watch = _StepWatch(costs, on_overdue, overdue_s)
         self._task: asyncio.Task[None] | None = None
         self.costs = costs
+        self.counts: dict[StepKind, StepCounts] = {"prefill": StepCounts(), "decode": StepCounts()}
 
     @property
     def healthy(self) -> bool:
@@ -283,6 +294,7 @@ class StepLoop:
                 ended = time.perf_counter()
                 if succeeded:
                     self.costs.observe(step.work, ended - began)
+                    self._count(step.work)
                 if following is None:
                     return
                 step, following, began = following, None, ended
@@ -290,6 +302,12 @@ class StepLoop:
             for left in (step, following):
                 if left is not None:
                     left.abort()
+
+    def _count(self, work: StepWork) -> None:
+        if num_tokens := int(work.prefill_tokens + work.decodes):  # else it has copied blocks, and nothing more
+            counts = self.counts[kind_of(work)]
+            counts.num_steps += 1
+            counts.num_tokens += num_tokens
 
     def _submit_ahead(self, step: InFlightStep) -> InFlightStep | None:
         if self._plan_ahead is None or not step.can_be_followed:

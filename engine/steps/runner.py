@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -257,13 +259,18 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
         num_samples = len(batch.sampling_items)
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden[num_samples:])
+        pooled = _pooled(plan, batch, hidden)
         if not num_samples:
-            return PendingOutput(prompt_logprobs=prompt_logprobs, check=self._check)
+            return PendingOutput(prompt_logprobs=prompt_logprobs, pooled=pooled, check=self._check)
         rows = [plan.items[index].seq for index in batch.sampling_items]
         tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows)
         self._sampled = tokens
         return PendingOutput(
-            prompt_logprobs=prompt_logprobs, sampling_items=batch.sampling_items, tokens=tokens, check=self._check
+            prompt_logprobs=prompt_logprobs,
+            sampling_items=batch.sampling_items,
+            tokens=tokens,
+            pooled=pooled,
+            check=self._check,
         )
 
     def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
@@ -282,6 +289,22 @@ class ModelRunner:
             logits = self.model.logits(hidden[start : start + len(ids)])
             logprobs.extend(self.sampler.prompt_logprobs(logits, ids, num_top))
         return logprobs
+
+
+def _pooled(plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, npt.NDArray[np.float64]]:
+    """By item, the sum over those of its rows of `hidden` `[R, E]` that are pooled, in float64: however a prompt is cut
+    into chunks, it comes to the same. Waits for the device. Raises FloatingPointError where a vector is none."""
+    found: dict[int, npt.NDArray[np.float64]] = {}
+    at = len(hidden) - sum(count for _, count in batch.pooled_spans)
+    for item, count in batch.pooled_spans:
+        found[item] = hidden[at : at + count].sum(0, dtype=torch.float64).cpu().numpy()
+        at += count
+        if not np.isfinite(found[item]).all():
+            raise FloatingPointError(
+                f"the hidden states of request {plan.items[item].seq.request_id} hold NaN or infinity: the weights or"
+                " the KV cache of this worker are broken for it; fail this request and check the weights"
+            )
+    return found
 
 
 def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:

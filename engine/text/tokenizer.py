@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import tokenizers
 from jinja2 import TemplateError
@@ -28,6 +29,12 @@ from jinja2 import TemplateError
 from engine.checkpoint.cache import Json, remembered
 
 Message = dict[str, Any]
+
+NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})
+# What a template's code raises on what it did not expect: its own words, or Python's of a text where a list should be,
+# a division by nothing, a range that the sandbox forbids.
+_REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_MAX_REFUSAL = 300  # characters of what it says
 
 Spelling = Callable[[str], bytes]
 """A token as the vocabulary writes it -> the bytes it stands for."""
@@ -100,10 +107,11 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError where the folder has no tokenizer of a supported kind."""
-        known = remembered("tokenizer", _files(folder), lambda: _read(folder))
+        known = _known(folder)
         self._backend = tokenizers.Tokenizer.from_str(known["backend"])
         self._chat_templates: dict[str, str] = known["chat_templates"]
         self._special_tokens: dict[str, Any] = known["special_tokens"]
+        self.response_template: dict[str, Any] | None = known["response_template"]  # how it says that it writes calls
         if self.has_chat_template:
             _chat_renderer()  # now, and not when the first chat waits for it
         self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
@@ -113,6 +121,12 @@ class Tokenizer:
         self.vocab_size: int = known["vocab_size"]
         self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
         self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
+
+    @property
+    def json(self) -> str:
+        """As tokenizer.json writes one, with all added tokens."""
+        text: str = self._backend.to_str()
+        return text
 
     @property
     def has_chat_template(self) -> bool:
@@ -147,6 +161,10 @@ class Tokenizer:
             known = self._bytes[token_id] = b"" if token is None else self._spell(token)
         return known
 
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary writes it, its spaces marked; "" for an id that it lacks."""
+        return self._backend.id_to_token(token_id) or ""
+
     def text_end(self, token_ids: Sequence[int]) -> list[int]:
         """Enough of the last tokens that have text to know whether it stops inside a character, or is any at all: for
         `IncrementalDetokenizer` they are as good as the whole prompt, which may be searched for long."""
@@ -161,21 +179,61 @@ class Tokenizer:
         end.reverse()
         return end
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a chat, ending where the answer begins.
+    @property
+    def chat_template(self) -> str:
+        """ "": it has none."""
+        return self._chat_templates.get("default", "")
 
-        Raises ValueError where the model has no template, or where the template refuses the messages.
+    def special_ids_of(self, marks: Iterable[str]) -> frozenset[int]:
+        """Those of the marks that are special tokens, which a text lacks unless they are asked for."""
+        ids = map(self._backend.token_to_id, marks)
+        return self.special_token_ids.intersection(token_id for token_id in ids if token_id is not None)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template has a word such as `enable_thinking`: one that it lacks would change nothing."""
+        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        max_chars: int | None = None,
+    ) -> list[int]:
+        """The prompt of a chat, ending where the answer begins, or with the last message's content where that is to be
+        continued. `variables` are what the template may ask for besides, of JSON's types.
+
+        Raises ValueError where the model has no template, where the template refuses what it is given, and where it
+        makes more than `max_chars` of it.
         """
         if not self.has_chat_template:
             raise ValueError(
                 "this model has no chat template: it is a base model, made to continue text; use /v1/completions"
             )
+        if taken := self._special_tokens.keys() & variables.keys():
+            raise ValueError(f"the chat template gets {min(taken)!r} from the model; leave it out")
+        settings = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
-            prompt = _render_chat(self._chat_templates, self._special_tokens, messages)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+            prompt = _render_chat(self._chat_templates, {**self._special_tokens, **variables}, messages, **settings)
+        except _REFUSALS as error:
+            told = str(error).split("\n")[0][:_MAX_REFUSAL]  # it may hold the whole prompt
+            raise ValueError(f"the model's chat template refuses these messages: {told}") from error
+        if max_chars is not None and len(prompt) > max_chars:
+            raise ValueError(f"the model's chat template makes {len(prompt)} characters of them")
         # The template spells out the special tokens, the first one included.
         return self.encode(prompt, add_special_tokens=False)
+
+
+def tokenizer_json(folder: Path) -> str:
+    """The tokenizer of a checkpoint folder as tokenizer.json writes one, with all added tokens."""
+    backend: str = _known(folder)["backend"]
+    return backend
+
+
+def _known(folder: Path) -> Json:
+    return remembered("tokenizer", _files(folder), lambda: _read(folder))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -202,6 +260,7 @@ def _read(folder: Path) -> Json:
         "eos_token_id": tokenizer.eos_token_id,
         "chat_templates": {"default": templates} if isinstance(templates, str) else templates or {},
         "special_tokens": tokenizer.special_tokens_map,
+        "response_template": getattr(tokenizer, "response_template", None),
     }
 
 
@@ -216,22 +275,22 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
 
 
-def _render_chat(templates: Mapping[str, str], special_tokens: Mapping[str, Any], messages: Sequence[Message]) -> str:
+def _render_chat(
+    templates: Mapping[str, str], variables: Mapping[str, Any], messages: Sequence[Message], **settings: bool
+) -> str:
     """The text of a chat's prompt, rendered by transformers, in its sandbox: templates come with checkpoints, from
     anybody.
 
-    `templates`: by name, "default" and perhaps others. `special_tokens` are known to them by name. Members of messages
-    that are None count as absent, as templates expect it. Raises ValueError or what jinja2 raises where the template
-    refuses the messages.
+    `templates`: by name, "default" and perhaps others. `variables`, special tokens among them, are known to them by
+    name. Members of messages that are None count as absent, as templates expect it. Raises ValueError, or whatever the
+    template's code raises, where it refuses the messages.
     """
     if not messages:
         raise ValueError("there is nothing for the chat template to render: a chat needs at least one message")
     if "default" not in templates:
         raise ValueError(f"the model has chat templates {sorted(templates)}, but none that is the default")
     given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    (text,), _ = _chat_renderer()(
-        conversations=[given], chat_template=templates["default"], add_generation_prompt=True, **special_tokens
-    )
+    (text,), _ = _chat_renderer()(conversations=[given], chat_template=templates["default"], **settings, **variables)
     return str(text)
 
 
@@ -250,16 +309,28 @@ class IncrementalDetokenizer:
     begins the output is kept if the prompt has text, and a character that begins in the prompt is completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """With `skip_special_tokens` these have no text, but for those that are `shown`."""
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        if shown:
+            self._skipped -= shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = b"".join(map(tokenizer.token_bytes, tokenizer.text_end(prompt_token_ids)))
         self._decoder.decode(tail)
         self._strip_next = tokenizer.strips_leading_space and not tail
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes; empty for a special token, and while a character is incomplete."""
-        if token_id in self._tokenizer.special_token_ids:
+        """The text that this token completes; empty for a token that is skipped, and while a character is
+        incomplete."""
+        if token_id in self._skipped:
             return ""
         return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
@@ -279,29 +350,41 @@ class StopChecker:
 
     First is the one that ends first, and of those the longest; so how the text is cut into pieces changes nothing.
     Holds back only what could be the start of a stop string. After a match every further piece is dropped.
+    `matched` is the one that was met; it is cut off, unless `include` keeps it.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         """Raises ValueError for an empty stop string."""
         if "" in stop:
             raise ValueError("a stop string must not be empty")
-        self._matchers = [_Matcher(string) for string in stop]
+        self._beginning: dict[str, list[_Matcher]] = {}  # by their first characters
+        for string in stop:
+            self._beginning.setdefault(string[0], []).append(_Matcher(string))
+        self._begun: list[_Matcher] = []  # the text ends with a part of theirs
+        self._include = include
         self._held = ""
-        self._matched = False
+        self.matched: str | None = None
 
     def append(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to emit now, and whether a stop string was met. It and what follows is cut off."""
-        if self._matched or not self._matchers:
-            return ("" if self._matched else text), self._matched
+        """The text that is safe to emit now, and whether a stop string was met. What follows it is cut off."""
+        if self.matched is not None:
+            return "", True
         text = self._held + text
         for index in range(len(self._held), len(text)):
-            length = max(matcher.advance(text[index]) for matcher in self._matchers)
-            if length:
-                self._matched, self._held = True, ""
-                return text[: index + 1 - length], True
-        num_held = max(matcher.num_matched for matcher in self._matchers)
+            if met := self._advance(text[index]):
+                self.matched, self._held = met, ""
+                return text[: index + 1 - (0 if self._include else len(met))], True
+        num_held = max((matcher.num_matched for matcher in self._begun), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
+
+    def _advance(self, character: str) -> str:
+        """The longest stop string that the text now ends with, or nothing."""
+        # Who has nothing of its string yet begins with this character or goes on having nothing.
+        advanced = [*self._begun, *(new for new in self._beginning.get(character, ()) if new.num_matched == 0)]
+        met = max((matcher.advance(character) for matcher in advanced), key=len, default="")
+        self._begun = [matcher for matcher in advanced if matcher.num_matched]
+        return met
 
     def flush(self) -> str:
         """After the last piece: what was held back and became no stop string."""
@@ -317,10 +400,10 @@ class _Matcher:
         self._fallback = _fallbacks(string)
         self.num_matched = 0
 
-    def advance(self, character: str) -> int:
-        """Take one more character of the text. Gives the length of the string if the text now ends with it, else 0."""
+    def advance(self, character: str) -> str:
+        """Take one more character of the text. Gives the string if the text now ends with it, else nothing."""
         self.num_matched = _extended(self._string, self._fallback, self.num_matched, character)
-        return self.num_matched if self.num_matched == len(self._string) else 0
+        return self._string if self.num_matched == len(self._string) else ""
 
 
 @lru_cache(maxsize=64)

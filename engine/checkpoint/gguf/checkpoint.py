@@ -88,12 +88,19 @@ def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | Q
     reader, metadata, architecture = _opened(gguf_file, without=vocabulary)
     for tensor in reader.tensors:
         name = hugging_face_name(tensor.name, architecture.norm_names)
-        weight = None if tensor.name.endswith("norm.weight") else quantised_weight(tensor.data, tensor.tensor_type)
-        if weight is None:
-            yield name, torch.from_numpy(_restored(tensor, architecture, metadata))
-            continue
-        order = architecture.row_order(tensor.name, weight.shape[0], metadata)
-        yield name, weight if order is None else weight.rows(torch.from_numpy(order))
+        try:
+            weight = _stored(tensor, architecture, metadata)
+        except ValueError as error:  # such as numpy's, of a damaged file
+            raise ValueError(f"tensor {tensor.name!r} of the GGUF file {gguf_file} cannot be used: {error}") from error
+        yield name, weight
+
+
+def _stored(tensor: Any, architecture: Architecture, metadata: Metadata) -> torch.Tensor | QuantisedWeight:
+    weight = None if tensor.name.endswith("norm.weight") else quantised_weight(tensor.data, tensor.tensor_type)
+    if weight is None:
+        return torch.from_numpy(_restored(tensor, architecture, metadata))
+    order = architecture.row_order(tensor.name, weight.shape[0], metadata)
+    return weight if order is None else weight.rows(torch.from_numpy(order))
 
 
 def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[Any, Metadata, Architecture]:
