@@ -43,6 +43,11 @@ class LocalPrefill:
         return len(self._waiting)
 
     @property
+    def oldest_wait_s(self) -> float:
+        """Since the first of those came that have no blocks and never had any; 0 without any."""
+        return max((seq.waited_s for seq in self._waiting if seq.began_at is None), default=0.0)
+
+    @property
     def num_waiting_tokens(self) -> int:
         """That they need room for, in whole columns."""
         size = self._allocator.block_size
@@ -113,7 +118,7 @@ class LocalPrefill:
             host_groups = self._host_groups_for(seq.num_tokens)
             if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
                 break  # one prompt at a time has the ring
-            copies = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
+            copies = self._allocator.open(seq, use_cache=seq.skips_prefix, host_groups=host_groups)
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
             self._computing.append(self._waiting.popleft())

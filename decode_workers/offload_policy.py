@@ -61,6 +61,8 @@ class OffloadPolicy:
         self._host_bytes_per_s = host_bytes_per_s
         self.num_offloads = 0
         self.num_restores = 0
+        self.num_offloaded_blocks = 0
+        self.num_restored_blocks = 0
 
     # --- where a newcomer goes ---
 
@@ -204,6 +206,7 @@ class OffloadPolicy:
         if copies is None:
             return 0
         self.num_offloads += 1
+        self.num_offloaded_blocks += _num_blocks(copies)
         self._deselect(selection, seq)
         selection.move(seq, copies)
         return columns * len(groups)
@@ -240,6 +243,7 @@ class OffloadPolicy:
         copies = self._allocator.begin_restore(seq, frozenset(sorted(seq.host_groups)[:num_groups]))
         if copies is not None:
             self.num_restores += 1
+            self.num_restored_blocks += _num_blocks(copies)
             selection.move(seq, copies)
 
     def _outgrown(self, seq: Sequence) -> bool:
@@ -261,13 +265,17 @@ class OffloadPolicy:
         return self._allocator.pool.num_available - sum(map(self._num_device_groups, running))
 
 
+def _num_blocks(copies: tuple[BlockCopy, ...]) -> int:
+    return sum(len(copy.source) for copy in copies)
+
+
 class NoOffload:
     """What takes the place of `OffloadPolicy` without host memory: nothing moves, and who cannot grow is preempted.
 
     No more sequences are in flight than a step may hold.
     """
 
-    num_offloads = num_restores = 0
+    num_offloads = num_restores = num_offloaded_blocks = num_restored_blocks = 0
     staging_columns = 0
 
     def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int) -> None:

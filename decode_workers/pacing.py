@@ -87,25 +87,29 @@ class Pacer:
         assert tpot_s is not None, "slack of a sequence without a schedule"
         return self._ahead_s(seq, tpot_s, now, 0)
 
-    def longest_step_s(self, seqs: Iterable[Sequence], begins_at: float, decodes_s: float) -> float:
+    def longest_step_s(
+        self, seqs: Iterable[Sequence], begins_at: float, decodes_s: float, margin: float = 1.0
+    ) -> float:
         """How long a step that begins then may last, for the next token of all of these to come in time.
 
         By the promised gap, since the last token; by the promised TPOT, with all that is saved up: the mean is as
-        promised at every token, since any may be the last. `decodes_s`: what the step takes without prompts. Who is
-        late cannot be helped by more than a step without any: a late gap is late whatever its length, and who is
-        behind by its TPOT catches up by no more than half of it in a step. Who could not be in time even by such steps
-        holds nobody up.
+        promised at every token, since any may be the last. `decodes_s`: what nearly all such steps take at most
+        without prompts, `margin` times what they take in the mean; so is what is returned. Who is late cannot be helped
+        by more than a step without any: a late gap is late whatever its length, and who is behind by its TPOT catches
+        up by no more than half of it in a step. Who could not be in time even by such steps holds nobody up: a gap by
+        what nearly all take, a mean by the mean.
         """
-        return min((self._bears_s(seq, begins_at, decodes_s) for seq in seqs), default=math.inf)
+        return min((self._bears_s(seq, begins_at, decodes_s, margin) for seq in seqs), default=math.inf)
 
-    def _bears_s(self, seq: Sequence, begins_at: float, decodes_s: float) -> float:
+    def _bears_s(self, seq: Sequence, begins_at: float, decodes_s: float, margin: float) -> float:
         course = self._courses.get(seq.key)
         bears_s = math.inf
         if course is None:
             return bears_s
-        if seq.tpot_s is not None and decodes_s <= (tpot_s := KEPT * seq.tpot_s):
+        if seq.tpot_s is not None and decodes_s <= margin * seq.tpot_s:
+            tpot_s = KEPT * seq.tpot_s
             ahead_s = self._ahead_s(seq, tpot_s, begins_at, seq.num_awaited)
-            bears_s = tpot_s + max(ahead_s, -_CAUGHT_UP * tpot_s)
+            bears_s = margin * (tpot_s + max(ahead_s, -_CAUGHT_UP * tpot_s))
         if seq.gap_s is not None and decodes_s <= (gap_s := KEPT * seq.gap_s):
             waited_s = 0.0 if seq.num_awaited else begins_at - course.last_at
             left_s = gap_s - waited_s

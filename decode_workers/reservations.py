@@ -97,6 +97,11 @@ class Reservations:
         """Reservations that have no blocks yet."""
         return len(self._queue)
 
+    @property
+    def oldest_wait_s(self) -> float:
+        """Since the first of those was asked for; 0 without any."""
+        return max(0.0, time.monotonic() - self._queue[0].deadline + self._wait_s) if self._queue else 0.0
+
     # --- what the worker wants ---
 
     def refusal(self, request: RequestSpec) -> str | None:

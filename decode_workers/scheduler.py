@@ -55,7 +55,7 @@ class Entry:
 @dataclass(slots=True)
 class Emission:
     """A token that a step brought. With `finish` set the sequence has ended. `sampled` None: no token, but the part of
-    it is computed that another worker goes on from."""
+    it is computed that another worker goes on from, or the sequence has its `embedding`."""
 
     seq: Sequence
     index: int
@@ -122,6 +122,7 @@ class DecodeScheduler:
         self._in_flight: deque[StepInFlight] = deque()  # one, or two where the next is planned ahead; they end in order
         self._was_alone = False  # the step planned last was a suspect's
         self.num_preemptions = 0
+        self.on_preempted: Callable[[Sequence], None] = lambda seq: None
         self.num_host_landings = 0
 
     def __contains__(self, key: SequenceKey) -> bool:
@@ -134,6 +135,11 @@ class DecodeScheduler:
     @property
     def num_waiting(self) -> int:
         return self._local.num_waiting
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """See `LocalPrefill`."""
+        return self._local.oldest_wait_s
 
     @property
     def num_paused(self) -> int:
@@ -360,9 +366,8 @@ class DecodeScheduler:
         for step in self._in_flight:
             ends_at = (now if step.began_at is None else step.began_at) + cost.step_s(StepWork.of_plan(step.plan))
             begins_at = max(begins_at, ends_at)
-        allowed_s = min(
-            self._pacer.longest_step_s(running, begins_at, decodes_s), longest_before_s(self._coming, decodes_s)
-        )
+        longest_s = self._pacer.longest_step_s(running, begins_at, decodes_s, cost.margin)
+        allowed_s = min(longest_s, longest_before_s(self._coming, decodes_s))
         is_due = self._pacer.prefill_is_overdue
         return StepRoom(
             cost,
@@ -389,6 +394,8 @@ class DecodeScheduler:
         emissions = []
         step = self._end_step(ok=True)
         assert step.plan is plan, "steps are finished in the order in which they were planned"
+        for index, part in output.pooled.items():
+            plan.items[index].seq.pool(plan.items[index].start, part)
         for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
             entry = self._entries[item.seq.key]
             if entry.state is DecodeState.ENDED:
@@ -403,6 +410,9 @@ class DecodeScheduler:
                 self._local.remove(item.seq)
                 entry.state = DecodeState.HANDING_OVER
                 emissions.append(Emission(item.seq, 0, None, None, None))
+            elif item.seq.pooling is not None and item.seq.num_uncomputed == 0:
+                self._end(entry)
+                emissions.append(Emission(item.seq, 0, None, "stop", None))
         self._release_ended(step)
         return emissions
 
@@ -484,6 +494,7 @@ class DecodeScheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""
         self.num_preemptions += 1
+        self.on_preempted(seq)
         self._running.remove(seq)
         self.allocator.release(seq)
         self._put_back(seq)

@@ -21,11 +21,11 @@ from engine.steps.loading import LoadedModel
 from engine.steps.loop import StepLoop
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Start, Ticket
+from kv_transfer.messages.requests import Cancel, Preempted, RequestSpec, Reserve, Start, Ticket
 from kv_transfer.messages.workers import WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
-from kv_transfer.worker.sequences import sequence_of, token_event
+from kv_transfer.worker.sequences import embedding_event, sequence_of, token_event
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class DecodeWorker(Worker):
             token_budget=config.token_budget,
             layerkv=config.layerkv,
         )
+        self.scheduler.on_preempted = self._tell_preempted
 
     async def _open(self) -> StepLoop:
         self.reservations = Reservations(
@@ -97,6 +98,8 @@ class DecodeWorker(Worker):
             snapshot.tiers,
             num_offloads=scheduler.tiers.num_offloads,
             num_restores=scheduler.tiers.num_restores,
+            num_offloaded_blocks=scheduler.tiers.num_offloaded_blocks,
+            num_restored_blocks=scheduler.tiers.num_restored_blocks,
             num_preemptions=scheduler.num_preemptions,
         )
         return replace(
@@ -108,6 +111,7 @@ class DecodeWorker(Worker):
             context_tokens=scheduler.num_context_tokens,
             num_local_waiting=self.prefix.num_loading + scheduler.num_uncomputed,
             num_pending=self.reservations.num_waiting,
+            oldest_wait_s=max(self.reservations.oldest_wait_s, scheduler.oldest_wait_s),
         )
 
     def give_up(self, reason: str) -> None:
@@ -130,7 +134,7 @@ class DecodeWorker(Worker):
                 logger.warning("a gateway sent %s, which a decode worker has no use for", type(message).__name__)
 
     def _acceptable(self, gateway: GatewayId, request: RequestSpec) -> bool:
-        if request.num_tokens >= self.info.max_model_len:
+        if request.num_tokens + (request.pooling is None) > self.info.max_model_len:
             reason = f"{request.num_tokens} tokens leave no room in {self.info.max_model_len}"
             self._port.refuse(gateway, request, reason, None)
             return False
@@ -231,6 +235,11 @@ class DecodeWorker(Worker):
             return StepPlan(())
         return self._begin_step(self.scheduler.plan_ahead(time.monotonic()))
 
+    def _tell_preempted(self, seq: Sequence) -> None:
+        if (gateway := self.gateway_of.get(seq.key)) is not None:
+            index = len(seq.output_token_ids) + seq.num_awaited
+            self._port.post(gateway, Preempted(request_id=seq.request_id, attempt=seq.attempt, index=index))
+
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         completed = self.prefix.completed_by(plan)
         emissions = self.scheduler.finish_step(plan, output)
@@ -243,6 +252,8 @@ class DecodeWorker(Worker):
             if gateway is not None and emission.sampled is not None:
                 event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
                 self._port.emit(gateway, event)
+            elif gateway is not None and seq.pooling is not None:
+                self._port.emit(gateway, embedding_event(seq))
             if self.sender.hands_over(seq.key):
                 self.prefix.ended(seq)
                 self._hand_over(seq.key, emission.sampled, emission.index, emission.finish)

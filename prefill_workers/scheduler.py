@@ -92,6 +92,11 @@ class PrefillScheduler:
         return len(self._waiting)
 
     @property
+    def oldest_wait_s(self) -> float:
+        """Since the first of those that wait came; 0 without any."""
+        return max((entry.seq.waited_s for entry in self._waiting.values()), default=0.0)
+
+    @property
     def num_running(self) -> int:
         return len(self._entries) - len(self._waiting)
 
@@ -268,7 +273,7 @@ class PrefillScheduler:
         return self._allocator.num_blocks_for(seq.num_tokens) - num_found <= pool.num_available
 
     def _try(self, seq: Sequence, host_groups: frozenset[int]) -> tuple[BlockCopy, ...] | None:
-        copies = self._allocator.open(seq, use_cache=not seq.wants_prompt_logprobs, host_groups=host_groups)
+        copies = self._allocator.open(seq, use_cache=seq.skips_prefix, host_groups=host_groups)
         if self._allocator.grow(seq, seq.num_tokens):
             return copies
         self._allocator.release(seq)

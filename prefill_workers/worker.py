@@ -19,7 +19,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
-from kv_transfer.worker.sequences import sequence_of, token_event
+from kv_transfer.worker.sequences import embedding_event, sequence_of, token_event
 from prefill_workers.scheduler import PrefillScheduler, host_groups
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
 class PrefillWorker(Worker):
     """Accepts `Start`; answers with the first token (of a request that is split, with nothing), or `Refused`, or a
-    failure. Without a ticket the prompt is computed and kept here, until a `Start` with one follows."""
+    failure. Without a ticket the prompt is computed and kept here, until a `Start` with one follows; where a vector is
+    asked for in place of tokens, none is waited for, and that is the answer."""
 
     role: ClassVar[Role] = "prefill"
     scheduler: PrefillScheduler
@@ -104,11 +105,12 @@ class PrefillWorker(Worker):
             return
         seq = sequence_of(request, hands_over=True)
         self.gateway_of[key] = gateway
-        self.scheduler.add(seq, loading=self.prefix.begin(seq), is_reserved=ticket is not None)
-        if ticket is None:
-            self.sender.keep(seq)
-        else:
+        is_pooled = seq.pooling is not None
+        self.scheduler.add(seq, loading=self.prefix.begin(seq), is_reserved=is_pooled or ticket is not None)
+        if ticket is not None:
             self.sender.begin(ticket, seq)
+        elif not is_pooled:
+            self.sender.keep(seq)
         self.steps.wake()
 
     def _take_ticket(self, key: SequenceKey, ticket: Ticket) -> None:
@@ -125,7 +127,15 @@ class PrefillWorker(Worker):
     def _cancel(self, keys: list[SequenceKey], reason: str) -> None:
         for key in keys:
             self.gateway_of.pop(key, None)  # it may have gone with a later attempt's end
+            self._release(key, reason)
+
+    def _release(self, key: SequenceKey, reason: str) -> None:
+        """Its blocks are free as soon as no step and no hand-off uses them."""
+        seq = self.scheduler.sequence(key)
+        if seq is None or seq.pooling is None:
             self.sender.cancel(key, reason)
+        else:
+            self.on_source_released(key)
 
     # --- steps ---
 
@@ -140,6 +150,8 @@ class PrefillWorker(Worker):
         for item, logprobs in zip(plan.items, output.prompt_logprobs, strict=True):
             if logprobs and item.seq.wants_prompt_logprobs:
                 item.seq.prompt_logprobs += logprobs
+        for index, part in output.pooled.items():
+            plan.items[index].seq.pool(plan.items[index].start, part)
         completed = self.prefix.completed_by(plan)
         computed = self.scheduler.finish_step(plan, output)
         self.prefix.stored(completed)
@@ -148,7 +160,10 @@ class PrefillWorker(Worker):
             self.prefix.ended(seq)
             if seq.key not in self.gateway_of:
                 continue
-            if sampled is None:
+            if seq.pooling is not None:
+                self._port.emit(self.gateway_of[seq.key], embedding_event(seq))
+                self.on_source_released(seq.key)
+            elif sampled is None:
                 self._hand_over(seq.key, None, 0, None)
             else:
                 self._first_token(seq, sampled)
@@ -166,7 +181,7 @@ class PrefillWorker(Worker):
 
     def _let_go(self, key: SequenceKey, reason: str) -> None:
         self.scheduler.give_up(key)
-        self.sender.cancel(key, reason)
+        self._release(key, reason)
 
     # --- what becomes of hand-offs (`SourceOwner`) ---
 

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,11 +29,13 @@ from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads, fill_
 from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Verified
 from kv_transfer.messages.requests import Endpoint, Ticket
+from kv_transfer.messages.workers import LinkReport
 from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+_MAX_LINKS = 64  # that are told of: in a long life there are many peers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,6 +211,8 @@ class KvSender:
         self._handoffs: dict[SequenceKey, _HandOff] = {}
         self._peers: dict[str, _Peer] = {}
         self._endpoints: dict[str, Endpoint] = {}
+        self._links: dict[str, LinkReport] = {}  # who was sent to last is last
+        self.num_failed = 0
         self._copying = copying_threads("kv-copies-out")
         self.home = HomeLoop()
         self._timer = DeadlineTimer(self._on_deadline)
@@ -215,6 +220,11 @@ class KvSender:
     @property
     def num_handing_over(self) -> int:
         return len(self._handoffs)
+
+    @property
+    def links(self) -> Mapping[str, LinkReport]:
+        """What came of hand-offs, by the decode worker; of those that were sent to last."""
+        return self._links
 
     def hands_over(self, key: SequenceKey) -> bool:
         """Whether the sequence's blocks are still read, or will be."""
@@ -324,8 +334,20 @@ class KvSender:
         if isinstance(message, Verified) and actions:  # else it is not believed, or a repetition
             timeline = self._handoffs[SequenceKey(message.request_id, message.fence.generation)].timeline
             timeline.verified_s = time.monotonic()
+            self._count(peer.worker_id, timeline)
             self._owner.on_handed_over(timeline)
         self._do(actions)
+
+    def _count(self, worker_id: str, timeline: HandoffTimeline) -> None:
+        before = self._links.pop(worker_id, None) or LinkReport()
+        if len(self._links) == _MAX_LINKS:
+            del self._links[next(iter(self._links))]
+        self._links[worker_id] = LinkReport(
+            num_handoffs=before.num_handoffs + 1,
+            num_bytes=before.num_bytes + timeline.num_bytes,
+            num_hidden_bytes=before.num_hidden_bytes + timeline.num_hidden_bytes,
+            exposed_s=before.exposed_s + max(0.0, timeline.exposed_s),
+        )
 
     def on_peer_lost(self, peer: _Peer, reason: str) -> None:
         logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
@@ -347,6 +369,7 @@ class KvSender:
                     del self._handoffs[action.key]
                     self._owner.on_source_released(action.key)
                 case Fail():
+                    self.num_failed += 1
                     self._owner.on_handoff_failed(action.key, action.reason)
         self._timer.arm(self.machine.next_deadline())
 

@@ -39,5 +39,15 @@ def _whole_hashes(joined: bytes) -> bytes:
 # Hashes of columns (see `engine.kv.prefix`), joined: one value instead of thousands.
 Hashes = Annotated[bytes, Field(strict=True, max_length=MAX_HASHES * HASH_BYTES), AfterValidator(_whole_hashes)]
 
+
+def _whole_floats(values: bytes) -> bytes:
+    if len(values) % 4:
+        raise ValueError(f"{len(values)} bytes are not a number of floats of 4 bytes")
+    return values
+
+
+# A vector of length 1, as little-endian float32: a list of numbers would take ten times as long to read.
+Embedding = Annotated[bytes, Field(strict=True, max_length=2**20), AfterValidator(_whole_floats)]
+
 # Encoded by whoever says it, for whoever knows how to read it.
 Opaque = Annotated[bytes, Field(strict=True, max_length=4 * 2**20)]

@@ -11,15 +11,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from engine.sampling.params import SamplingParams
-from engine.sequence import FinishReason
+from engine.sequence import FinishReason, Pooling
 from kv_transfer.digest import DigestKind
 from kv_transfer.messages.codec import Message, message, record
-from kv_transfer.messages.fields import Count, Flag, Items, NonNegative, Real, Text, TokenId
+from kv_transfer.messages.fields import Count, Embedding, Flag, Items, NonNegative, Real, Text, TokenId
 
 
 @record
 class RequestSpec:
-    """One sequence to generate. `output_token_ids` were already emitted by earlier attempts."""
+    """One sequence to generate. `output_token_ids` were already emitted by earlier attempts. With `pooling` nothing is
+    generated: its vector comes in place of the first token, from any worker that computes prompts."""
 
     request_id: Text
     attempt: Count
@@ -31,6 +32,7 @@ class RequestSpec:
     # what was promised of its tokens, as in `SloClass`; None: nothing
     tpot_s: NonNegative | None = None
     gap_s: NonNegative | None = None
+    pooling: Pooling | None = None
     split_at: Count = 0  # who decodes computes the tokens from here on itself, and has the others from another worker
 
     @property
@@ -102,6 +104,7 @@ class TokenEvent:
     waited_s: NonNegative | None = None  # in the worker that began to compute the prompt, before its first step
     # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
+    embedding: Embedding | None = None  # what was asked for in place of tokens: `token_id` says nothing
 
 
 FailureCause = Literal["fault", "moved", "shared", "raised", "broke"]
@@ -189,6 +192,16 @@ class Computing(Message):
 
     sequences: Items[tuple[Text, Count]]
     alone: Flag
+
+
+@message
+class Preempted(Message):
+    """Worker to gateway: the request's KV was given up for others, and is computed again before its `index`-th output
+    token comes."""
+
+    request_id: Text
+    attempt: Count
+    index: Count
 
 
 @record

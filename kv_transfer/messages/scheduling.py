@@ -10,7 +10,7 @@ from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.codec import Message, message, record
 from kv_transfer.messages.fields import Count, Flag, Hashes, Items, NonNegative, Opaque, Role, Text
-from kv_transfer.messages.workers import KnownWorker
+from kv_transfer.messages.workers import KnownWorker, LoadingReport
 
 NO_TARGET: Final = float("inf")
 MAX_DECISIONS: Final = 100  # in one answer: some 8 ms of the scheduler's time, in which it places nothing
@@ -18,7 +18,10 @@ MAX_DECISIONS: Final = 100  # in one answer: some 8 ms of the scheduler's time, 
 
 @message
 class Place(Message):
-    """Gateway to scheduler: where should this attempt run? Placement decides on it and books it as it is."""
+    """Gateway to scheduler: where should this attempt run? Placement decides on it and books it as it is.
+
+    `max_new_tokens` 0: a vector is asked for in place of tokens, of whoever computes the prompt.
+    """
 
     request_id: Text
     attempt: Count
@@ -33,6 +36,11 @@ class Place(Message):
     gap_s: NonNegative | None = None
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
+
+    @property
+    def is_pooled(self) -> bool:
+        """Nobody is to decode."""
+        return self.max_new_tokens == 0
 
     @property
     def has_targets(self) -> bool:
@@ -60,8 +68,9 @@ class Place(Message):
 
 @message
 class Placement(Message):
-    """`prefill` None: the decode worker does all of it. `split_at`: it computes the tokens from there on, `prefill`
-    those before; 0: `prefill` computes all. `ttft_s`: from the request's arrival, as predicted."""
+    """`prefill` None: the decode worker, or of what is pooled any worker, does all of it. `split_at`: it computes
+    the tokens from there on, `prefill` those before; 0: `prefill` computes all. `ttft_s`: from the request's arrival,
+    as predicted."""
 
     request_id: Text
     attempt: Count
@@ -146,6 +155,7 @@ class Replicas(Message):
     workers: Items[KnownWorker]
     indexes: Items[IndexReport] = field(default_factory=list)
     pools: dict[Role, Count] = field(default_factory=dict)  # workers that each should have; empty: nobody sizes them
+    loading: Items[LoadingReport] = field(default_factory=list)  # workers that are yet to come
 
 
 @message
@@ -183,3 +193,32 @@ class Decisions(Message):
 
     ask_id: Count
     decisions: Items[Text] = field(default_factory=list)
+
+
+@message
+class AskGateways(Message):
+    """Gateway to scheduler, which passes it on to all other gateways: what each knows of requests that came to it.
+    `ask_id` tells the asker's questions apart; what `question` and `answer` hold, its users know by `about`."""
+
+    ask_id: Count
+    about: Text
+    question: Opaque = b""
+    asker: Text = ""  # the gateway, as the scheduler adds
+
+
+@message
+class GatewaysAsked(Message):
+    """Scheduler to gateway: who was asked."""
+
+    ask_id: Count
+    gateways: Items[Text]
+
+
+@message
+class GatewayAnswer(Message):
+    """Gateway to scheduler, which passes it on to the `asker`."""
+
+    ask_id: Count
+    asker: Text
+    answer: Opaque
+    gateway: Text = ""  # whose it is, as the scheduler adds

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Annotated
 
+from pydantic import Field
+
+from engine.cost_model.noise import DEVIATES
 from kv_transfer.messages.codec import Message, message, record
 from kv_transfer.messages.fields import Count, Flag, NonNegative, PrefixSource, Role, SourceName, Text, Tier
 from kv_transfer.messages.requests import Endpoint
+
+Ratio = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0.0)]
+Ratios = Annotated[list[Ratio], Field(fail_fast=True, min_length=len(DEVIATES), max_length=len(DEVIATES))]
+Correlation = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0, lt=1.0)]
 
 
 @record
@@ -62,6 +70,8 @@ class TiersReport:
     num_host_landings: Count = 0  # sequences that had a part in host memory when they got their blocks
     num_offloads: Count = 0
     num_restores: Count = 0
+    num_offloaded_blocks: Count = 0  # moved by those
+    num_restored_blocks: Count = 0
     num_preemptions: Count = 0
     hit_tokens: dict[PrefixSource, Count] = field(default_factory=dict)  # of prompts computed here
     missed_tokens: Count = 0  # of the same prompts
@@ -73,13 +83,20 @@ class TiersReport:
 
 
 @record
+class StepNoiseReport:
+    """How steps of one kind scatter: see `engine.cost_model.noise.StepNoise`."""
+
+    ratios: Ratios
+    correlation: Correlation
+
+
+@record
 class StepCostReport:
     """A worker's cost model as it is fitted to its own steps: see `engine.cost_model.step_cost.StepCost`, in seconds.
 
     The errors are medians of |measured / predicted - 1| over its latest steps of each kind; without any, its first
     guess's own. The stretches are what those steps took, all together, over what was predicted: more than 1 where some
-    take several times as long as usual. The spreads are those of `engine.cost_model.noise.StepNoise`, 0 as long as
-    they are not known.
+    take several times as long as usual. No noise: it is not known yet.
     """
 
     base_s: NonNegative
@@ -92,10 +109,28 @@ class StepCostReport:
     decode_error: NonNegative = 0.0
     prefill_stretch: NonNegative = 1.0
     decode_stretch: NonNegative = 1.0
-    prefill_spread: NonNegative = 0.0
-    decode_spread: NonNegative = 0.0
-    prefill_run_spread: NonNegative = 0.0
-    decode_run_spread: NonNegative = 0.0
+    prefill_noise: StepNoiseReport | None = None
+    decode_noise: StepNoiseReport | None = None
+
+
+@record
+class StepsReport:
+    """What a worker has computed since its start, in steps that succeeded."""
+
+    num_prefill: Count = 0  # steps with prompt tokens
+    prefill_tokens: Count = 0  # all tokens of these steps, those of decoding sequences included
+    num_decode: Count = 0  # the other steps
+    decode_tokens: Count = 0
+
+
+@record
+class LinkReport:
+    """A worker's hand-offs to one other that this one has verified, since the start of either."""
+
+    num_handoffs: Count = 0
+    num_bytes: Count = 0
+    num_hidden_bytes: Count = 0  # sent before the prompt's last step was over
+    exposed_s: NonNegative = 0.0  # from the ends of the prompts' last steps until decode could go on with them
 
 
 @record
@@ -116,6 +151,10 @@ class WorkerSnapshot:
     num_local_waiting: Count = 0  # prompts that a decode worker is to compute itself, and has not
     num_pending: Count = 0  # reservations that wait for room
     num_handing_over: Count = 0  # of the running and waiting, those whose prompts it computes for another worker
+    oldest_wait_s: NonNegative = 0.0  # of the waiting, since the first of them came; 0 without any
+    steps: StepsReport = field(default_factory=StepsReport)
+    links: dict[Text, LinkReport] = field(default_factory=dict)  # by the other worker's id, of the latest ones
+    num_failed_handoffs: Count = 0  # that came to nothing here, since its start
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
 
@@ -124,9 +163,29 @@ KnownWorker = tuple[WorkerInfo, WorkerSnapshot]
 """A worker and its newest snapshot."""
 
 
+@record
+class LoadingReport:
+    """How far a worker is that has yet to load its model, in bytes of the checkpoint's files: see
+    `engine.checkpoint.weights.LoadProgress`."""
+
+    worker_id: Text
+    role: Role
+    pid: Count
+    total_bytes: Count = 0  # 0: it has not begun to read
+    read_bytes: Count = 0
+    placed_bytes: Count = 0  # all: it makes what else it needs, and tries steps out
+
+
+@message
+class Loading(Message):
+    """Worker to scheduler, twice a second until it registers, on a connection of its own: so far am I."""
+
+    report: LoadingReport
+
+
 @message
 class Register(Message):
-    """Worker to scheduler, first on each connection: here I am."""
+    """Worker to scheduler, first on each connection but that of its `Loading`: here I am."""
 
     info: WorkerInfo
     snapshot: WorkerSnapshot

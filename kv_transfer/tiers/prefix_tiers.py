@@ -55,6 +55,8 @@ class PrefixTiers:
         self._up = Promoter(host, timeout_s=load_timeout_s, on_room=self._room)
         self.loaded_columns = self._up.loaded_columns
         self.failed_columns = self._up.failed_columns
+        for source in self._sources:  # told from the start: what begins with its first load shows no increase by it
+            self.loaded_columns[source.name] = self.failed_columns[source.name] = 0
 
     def stored(self, hashes: Iterable[bytes]) -> None:
         """These columns have just been published; they go down the tiers in the background."""

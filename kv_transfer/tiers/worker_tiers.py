@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.store import resolve_model
+from engine.checkpoint.weights import LoadProgress
 from engine.kv.cache import KVLayout
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_private_memory, memory_bytes
@@ -58,10 +59,11 @@ class WorkerTiers:
         self._following: asyncio.Task[None] | None = None
         self._prefix: PrefixTiers | None = None
 
-    def load(self) -> LoadedModel:
-        """The model with its host memory. Blocks for long; raises ValueError where the configuration cannot be met."""
+    def load(self, progress: LoadProgress | None = None) -> LoadedModel:
+        """The model with its host memory. Blocks for long, and tells `progress` how far it is; raises ValueError where
+        the configuration cannot be met."""
         host_bytes = _host_bytes(self._config.host)
-        model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory)
+        model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory, progress)
         if model.host_pool is not None and self.segment is not None:
             for block, key in self.segment.restored():
                 model.host_pool.restore(block, key)

@@ -30,7 +30,7 @@ from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
 from kv_transfer.messages.requests import Endpoint, FailureCause
-from kv_transfer.messages.workers import TierBlocks, TiersReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import StepsReport, TierBlocks, TiersReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
@@ -101,6 +101,9 @@ class Scheduler(Protocol):
 
     @property
     def num_in_host(self) -> int: ...
+
+    @property
+    def oldest_wait_s(self) -> float: ...
 
     num_host_landings: int
 
@@ -193,6 +196,7 @@ class Worker(ABC):
         """What the scheduler is told of this moment. Each has a number, so that of two the later one is known."""
         self._num_snapshots += 1
         host_pool = self.model.host_pool
+        prefill, decode = self.steps.counts["prefill"], self.steps.counts["decode"]
         return WorkerSnapshot(
             worker_id=self.parts.identity.worker_id,
             sequence_number=self._num_snapshots,
@@ -201,6 +205,15 @@ class Worker(ABC):
             num_waiting=self.scheduler.num_waiting,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             num_handing_over=self.sender.num_handing_over,
+            oldest_wait_s=self.scheduler.oldest_wait_s,
+            steps=StepsReport(
+                num_prefill=prefill.num_steps,
+                prefill_tokens=prefill.num_tokens,
+                num_decode=decode.num_steps,
+                decode_tokens=decode.num_tokens,
+            ),
+            links=dict(self.sender.links),
+            num_failed_handoffs=self.sender.num_failed,
             blocks_available=self.model.block_pool.num_available,
             num_leases=self.model.block_pool.num_leases,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.cost_model.costs import StepCosts
-from engine.cost_model.fit import scaled
+from engine.cost_model.fit import StepKind, scaled
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.workers import StepCostReport
+from kv_transfer.messages.workers import StepCostReport, StepNoiseReport
 
 
 def cost_report(costs: StepCosts) -> StepCostReport | None:
@@ -17,17 +17,14 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
     cost = costs.cost()
     if cost is None:
         return None
-    prefill, decode = costs.noise("prefill"), costs.noise("decode")
     return replace(
         stated_report(cost),
         prefill_error=costs.error("prefill"),
         decode_error=costs.error("decode"),
         prefill_stretch=costs.stretch("prefill"),
         decode_stretch=costs.stretch("decode"),
-        prefill_spread=prefill.spread,
-        decode_spread=decode.spread,
-        prefill_run_spread=prefill.run_spread,
-        decode_run_spread=decode.run_spread,
+        prefill_noise=_noise_report(costs.noise("prefill")),
+        decode_noise=_noise_report(costs.noise("decode")),
     )
 
 
@@ -58,13 +55,28 @@ def reported_cost(role: Role, report: StepCostReport | None) -> StepCost | None:
         prefill_base_s=report.prefill_base_s,
         relative_error=report.prefill_error if role == "prefill" else report.decode_error,
     )
-    return scaled(usual, report.prefill_stretch if role == "prefill" else report.decode_stretch)
+    return scaled(usual, _stretch(role, report))
 
 
-def reported_noise(role: Role, report: StepCostReport | None) -> StepNoise:
-    """Of the steps that its role is there for."""
-    if report is None:
-        return StepNoise()
-    if role == "prefill":
-        return StepNoise(spread=report.prefill_spread, run_spread=report.prefill_run_spread)
-    return StepNoise(spread=report.decode_spread, run_spread=report.decode_run_spread)
+def observed_steps(role: Role, report: StepCostReport | None) -> tuple[StepCost, dict[StepKind, StepNoise]] | None:
+    """What a worker's latest steps cost in the mean, those that its role is there for, and how steps of each kind, of
+    which enough are known, scatter around that. For replays: it follows the machine less closely than predictions."""
+    cost = reported_cost(role, report)
+    if report is None or cost is None:
+        return None
+    told: dict[StepKind, StepNoiseReport | None] = {"prefill": report.prefill_noise, "decode": report.decode_noise}
+    known = {
+        kind: StepNoise(ratios=tuple(noise.ratios), correlation=noise.correlation)
+        for kind, noise in told.items()
+        if noise is not None
+    }
+    mean = known[role].mean if role in known else _stretch(role, report)
+    return scaled(cost, mean / _stretch(role, report)), {kind: noise.over(mean) for kind, noise in known.items()}
+
+
+def _noise_report(noise: StepNoise) -> StepNoiseReport | None:
+    return StepNoiseReport(ratios=list(noise.ratios), correlation=noise.correlation) if noise.ratios else None
+
+
+def _stretch(role: Role, report: StepCostReport) -> float:
+    return report.prefill_stretch if role == "prefill" else report.decode_stretch

@@ -1,8 +1,8 @@
 """Where a worker meets gateways and the global scheduler.
 
 Gateways connect and send requests; the worker answers with at most one `StepFrame` per step and gateway, and one for
-each hand-off that decode verified. The worker itself connects to the scheduler, registers, reports its snapshot and
-what its memory tiers hold, and receives the scheduler's orders.
+each hand-off that decode verified. The worker itself connects to the scheduler, tells how far its model is loaded,
+registers, reports its snapshot and what its memory tiers hold, and receives the scheduler's orders.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
@@ -31,7 +31,7 @@ from kv_transfer.messages.requests import (
     StepOverdue,
     TokenEvent,
 )
-from kv_transfer.messages.workers import Heartbeat, Register, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import Heartbeat, Loading, LoadingReport, Register, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity, TransportError
 
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 0.5
+LOADING_PERIOD_S = 0.5
+
+_MANY_BYTES = 2**20  # of embeddings, of the 16 MiB that a frame may have
 
 GatewayId = int
 
@@ -148,7 +151,11 @@ class GatewayPort:
         self.post(gateway, StepFrame(tokens=[], handoffs=[event]))
 
     def emit(self, gateway: GatewayId, event: TokenEvent) -> None:
-        self._frames[gateway].tokens.append(event)
+        """Goes out with `flush`. Of embeddings, of which a step may bring more than a frame holds, some go at once."""
+        tokens = self._frames[gateway].tokens
+        tokens.append(event)
+        if event.embedding is not None and len(tokens) * len(event.embedding) >= _MANY_BYTES:
+            self.post(gateway, self._frames.pop(gateway))
 
     def flush(self) -> None:
         for gateway in list(self._frames):
@@ -174,6 +181,44 @@ class GatewayPort:
             del self._connections[gateway]
             self._frames.pop(gateway, None)
             self._on_lost(gateway)
+
+
+@contextlib.asynccontextmanager
+async def telling_of_loading(
+    identity: Identity,
+    report: Callable[[], LoadingReport],
+    locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    period_s: float = LOADING_PERIOD_S,
+) -> AsyncIterator[None]:
+    """While a worker loads its model, before its `Registration`: the scheduler is told how far it is. Without a
+    scheduler, or in spite of what goes wrong there, it loads all the same."""
+
+    async def tell() -> None:
+        endpoint = await asyncio.wait_for(locate_scheduler(), CONNECT_TIMEOUT_S)
+        connection = await connect(endpoint, identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            while True:
+                await connection.send(Loading(report=report()))
+                await asyncio.sleep(period_s)
+        finally:
+            connection.close("the worker has loaded its model")
+
+    telling = asyncio.create_task(_again_and_again(tell), name="loading")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+async def _again_and_again(report: Callable[[], Awaitable[None]]) -> None:
+    """What ends only where the scheduler cannot be reached."""
+    while True:
+        try:
+            await report()
+        except (TransportError, OSError, TimeoutError) as error:
+            logger.info("the scheduler cannot be reached, trying again: %s", error)
+        await asyncio.sleep(RETRY_S)
 
 
 class Registration:
@@ -206,20 +251,12 @@ class Registration:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="registration")
+        self._task = asyncio.create_task(_again_and_again(self._report_while_connected), name="registration")
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._report_while_connected()
-            except (TransportError, OSError, TimeoutError) as error:
-                logger.info("the scheduler cannot be reached, trying again: %s", error)
-            await asyncio.sleep(RETRY_S)
 
     async def _report_while_connected(self) -> None:
         endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)

@@ -56,7 +56,7 @@ class PrefixLoading:
 
     def begin(self, seq: Sequence) -> bool:
         """Start loading if that is predicted to be faster than computing; True: `on_over` will be called, later."""
-        if self._tiers is None or seq.wants_prompt_logprobs or not self._allocator.prefix_caching:
+        if self._tiers is None or not seq.skips_prefix or not self._allocator.prefix_caching:
             return False
         block_size = self._allocator.block_size
         hashes = self._allocator.hashes(seq, (seq.num_tokens - 1) // block_size)
@@ -80,7 +80,11 @@ class PrefixLoading:
         To be asked before its results are taken in: a sequence that ends with them holds no blocks any more.
         """
         block_size = self._allocator.block_size
-        return [(item.seq, item.seq.num_published, item.stop // block_size) for item in plan.items]
+        return [
+            (item.seq, item.seq.num_published, item.stop // block_size)
+            for item in plan.items
+            if item.seq.pooling is None
+        ]
 
     def stored(self, columns: Iterable[tuple[Sequence, int, int]]) -> None:
         """These columns `[first, stop)` of sequences have become findable, unless the sequence was dropped; they go

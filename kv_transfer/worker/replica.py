@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from engine.checkpoint.weights import LoadProgress
 from engine.steps.loading import LoadedModel
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.messages.workers import ChangeRole, PoolTarget
+from kv_transfer.messages.workers import ChangeRole, LoadingReport, PoolTarget
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import Worker, WorkerParts, WorkerRole
-from kv_transfer.worker.port import warn_of_order, worker_identity
+from kv_transfer.worker.port import telling_of_loading, warn_of_order, worker_identity
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +73,18 @@ class WorkerReplica:
         self._pool_target: tuple[int, float] | None = None  # and when it was heard
 
     async def start(self) -> None:
-        """Load the model and begin to work. Returns when requests can come."""
-        self.model: LoadedModel = await asyncio.to_thread(self._tiers.load)
-        self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
-        self._lower = self._tiers.open(self.model, self._events)
-        self._worker = await self._begin()
+        """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
+        progress, site = LoadProgress(), self._site
+        identity = Identity(worker_id=self._worker_id, node_id=site.node_id, secret=site.secret, compatibility={})
+
+        def report() -> LoadingReport:
+            return LoadingReport(worker_id=self._worker_id, role=self.role, pid=os.getpid(), **asdict(progress))
+
+        async with telling_of_loading(identity, report, self._locate_scheduler):
+            self.model: LoadedModel = await asyncio.to_thread(self._tiers.load, progress)
+            self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
+            self._lower = self._tiers.open(self.model, self._events)
+            self._worker = await self._begin()
 
     @property
     def worker(self) -> Worker | None:

@@ -23,6 +23,7 @@ def sequence_of(request: RequestSpec, *, hands_over: bool = False) -> Sequence:
         prompt_token_ids=prompt,
         output_token_ids=list(output),
         num_prior_output=len(output),
+        pooling=request.pooling,
         is_part=is_part,
         cache_salt=request.cache_salt,
         tpot_s=request.tpot_s,
@@ -51,4 +52,18 @@ def token_event(
         num_cached_tokens=seq.num_cached if is_first else None,
         waited_s=seq.waited_s if is_first else None,
         prompt_logprobs=None if prompt_logprobs is None else [(p.logprob, p.top) for p in prompt_logprobs],
+    )
+
+
+def embedding_event(seq: Sequence) -> TokenEvent:
+    """The vector that was asked for in place of tokens, as the gateway sees it: all that there is of `seq`."""
+    return TokenEvent(
+        request_id=seq.request_id,
+        attempt=seq.attempt,
+        index=0,
+        token_id=0,
+        finish_reason="stop",
+        num_cached_tokens=seq.num_cached,
+        waited_s=seq.waited_s,
+        embedding=seq.embedding.astype("<f4").tobytes(),
     )
