@@ -1,51 +1,61 @@
-"""`python -m cluster serve FILE`: start Ray and Legato here, show a first answer, serve until interrupted.
+"""The command `legato`, which is `python -m cluster` as well: see `cluster.command`.
 
-`python -m cluster environment`: what to set before a Ray of one's own starts, for a shell's `eval`.
-
-`python -m cluster simulate`: what requests would see of N prefill and M decode workers, without any.
-
-`python -m cluster plan`: the fewest GPUs that would serve a trace within given targets.
-
-`python -m cluster whatif`: what the requests in a log would have seen of other pools or targets.
+Exit codes: 0; 1 where what was asked for cannot be done; 2 for arguments that mean nothing; 3 where `plan` finds none.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from cluster.config.load import ConfigError
-from cluster.simulation.arguments import add_plan_arguments, add_simulate_arguments, add_whatif_arguments
+from cluster.command.arguments import ArgumentsError, make_parser
+
+# Each command imports what it needs when it runs: Ray and torch take seconds.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="start Ray and Legato on this machine and show a first answer")
-    serve.add_argument("file", help="a Serve config file, such as ray_configs/quickstart.yaml")
-    serve.add_argument("--port", type=int, help="HTTP port; default: the file's")
-    serve.add_argument("--exit", action="store_true", help="stop after the first answer")
-    commands.add_parser("environment", help="print what to set before a Ray of one's own starts")
-    add_simulate_arguments(commands.add_parser("simulate", help="play a trace over simulated workers"))
-    add_plan_arguments(commands.add_parser("plan", help="the fewest GPUs that serve a trace within its targets"))
-    add_whatif_arguments(commands.add_parser("whatif", help="replay a log with other pools or targets"))
-    arguments = parser.parse_args()
-    run = {"serve": _serve, "environment": _environment, "simulate": _simulate, "plan": _plan, "whatif": _what_if}
-    return run[arguments.command](arguments)
+    prog = "legato" if Path(sys.argv[0]).stem == "legato" else "python -m cluster"
+    arguments = make_parser(prog).parse_args()
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except ArgumentsError as error:
+        print(f"{prog} {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read it has seen enough
+        sys.stderr.close()
+        return 1
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    # Ray reads its environment when it is imported, and importing it takes a second: only now.
-    from cluster.deployment.local_cluster import StartError, serve_file
+    from cluster.command.serve import run
 
-    try:
-        serve_file(arguments.file, port=arguments.port, stay=not arguments.exit)
-    except (ConfigError, StartError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run(arguments)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from cluster.command.top import run
+
+    return run(arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from cluster.command.bench import run
+
+    return run(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from cluster.command.check import run
+
+    return run(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from cluster.command.doctor import run
+
+    return run(arguments)
 
 
 def _environment(_: argparse.Namespace) -> int:
@@ -106,6 +116,19 @@ def _what_if(arguments: argparse.Namespace) -> int:
         return 1
     print(result.json_line() if arguments.json else result.text(), flush=True)
     return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve,
+    "top": _top,
+    "bench": _bench,
+    "check": _check,
+    "doctor": _doctor,
+    "environment": _environment,
+    "simulate": _simulate,
+    "plan": _plan,
+    "whatif": _what_if,
+}
 
 
 if __name__ == "__main__":

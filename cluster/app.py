@@ -1,6 +1,7 @@
 """Wires Legato into one Ray Serve application. Decides nothing: every number comes from the configuration.
 
-`serve run ray_configs/<file>.yaml` calls `build` with the file's `args`.
+`serve run ray_configs/<file>.yaml` calls `build` with the file's `args`, and `serve run cluster.app:build model=NAME`
+with what is typed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import ray
 from fastapi import FastAPI
@@ -19,12 +21,15 @@ from pydantic import SecretBytes
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
+from ray.util.metrics import Gauge as RayGauge
 
 from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
 from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, starting
 from cluster.deployment.capacity import live_nodes, require_room
+from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
 from cluster.deployment.worker import WorkerDeployment, resolve_host
 from cluster.gateway.layout_study import LayoutStudy
@@ -33,12 +38,17 @@ from cluster.gateway.request_log import RequestRecorder
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.connection import accept_many
-from cluster.metrics.requests import Metrics
+from cluster.http.connection import prepare_server
+from cluster.http.endpoints.batches import running_batches
+from cluster.metrics.ray_export import RayExport
+from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.slo import SloMetrics
+from cluster.metrics.traces import trace_exporter
 from cluster.metrics.workers import WorkerMetrics
 from cluster.slo.account import SloAccount
+from cluster.storage.database import Database
 from engine.checkpoint.builtin_models import BUILTIN_MODELS
+from engine.checkpoint.pooling import CheckpointPooling
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
@@ -55,7 +65,8 @@ def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.config.settings`). Raises ConfigError."""
     with starting("the application"):
         config = load_config(args)
-        require_room(config, live_nodes())
+        if ray.is_initialized():  # `serve run cluster.app:build` builds first and starts Ray then
+            require_room(config, live_nodes())
         require_token(config)
         describe_start(config)
         if config.model.ref in BUILTIN_MODELS:
@@ -121,8 +132,8 @@ class Scheduler:
     ) -> None:
         from cluster.config.scheduler import scheduler_server  # gateways, which import this module, too, do without
 
+        log_with_serve(config.log_level)
         keep_replica_on_loopback()
-        logging.basicConfig(level=config.log_level)
         _settle_heap()
         self._server = scheduler_server(config, control_identity("scheduler", cluster_secret(drawn_secret)))
         await self._server.start(resolve_host(host))
@@ -150,10 +161,10 @@ class Gateway:
         scheduler: DeploymentHandle,
         pools: list[DeploymentHandle],
     ) -> None:
+        log_with_serve(config.log_level)
         keep_replica_on_loopback()
-        accept_many()
+        prepare_server()
         secret = cluster_secret(drawn_secret)
-        logging.basicConfig(level=config.log_level)
 
         async def locate_scheduler() -> Endpoint:
             endpoint: Endpoint = await scheduler.endpoint.remote()
@@ -170,6 +181,10 @@ class Gateway:
         )
         self._orchestrator.start()
         self._slo.start(self._orchestrator.scheduler.publish_slo)
+        self._metrics = self._all_metrics(config)
+        self._traces = trace_exporter(config.model.name, self._metrics.registry, self._identity.worker_id)
+        exporting = RayExport(self._metrics.registry, RayGauge).run()
+        self._exporting = asyncio.create_task(exporting, name="metrics-to-ray")
         if is_first_replica():
             self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.model.name))
 
@@ -177,49 +192,84 @@ class Gateway:
         limits = self._orchestrator.limits()
         return limits is not None and limits.ready
 
-    def _request_recorder(self, config: LegatoConfig) -> Callable[[RequestTimeline], None]:
-        if config.gateway.request_log is None:
-            return lambda timeline: None
-        path = Path(config.gateway.request_log)
-        return RequestRecorder(
-            path,
-            config.slo_classes,
-            self._orchestrator.scheduler.reports,
-            secret=self._identity.secret,
-            one_pool=config.workers is not None,
-            max_bytes=config.max_log_bytes,
-        ).ended
+    def _on_ended(self, config: LegatoConfig) -> Callable[[RequestTimeline], None]:
+        """What tells each request that ended to the request log and to who makes spans, where there are any."""
+        told = [] if self._traces is None else [self._traces.ended]
+        if config.gateway.request_log is not None:
+            recorder = RequestRecorder(
+                Path(config.gateway.request_log),
+                config.slo_classes,
+                self._orchestrator.scheduler.reports,
+                secret=self._identity.secret,
+                one_pool=config.workers is not None,
+                max_bytes=config.max_log_bytes,
+            )
+            told.append(recorder.ended)
+
+        def on_ended(timeline: RequestTimeline) -> None:
+            for tell in told:
+                tell(timeline)
+
+        return on_ended
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve after the constructor."""
         with starting("a gateway"):
             return self._app(self._config)
 
-    def _app(self, config: LegatoConfig) -> FastAPI:
-        metrics = Metrics()
-        scheduler = self._orchestrator.scheduler
-        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools))
+    def _all_metrics(self, config: LegatoConfig) -> Metrics:
+        metrics, orchestrator, scheduler = Metrics(), self._orchestrator, self._orchestrator.scheduler
+        metrics.registry.register(RunMetrics(orchestrator.runs.values))
+        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools, config.least_workers))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
+        return metrics
+
+    def _app(self, config: LegatoConfig) -> FastAPI:
+        folder = resolve_model(config.model.ref)
         api = Api(
             generator=self._orchestrator,
-            cluster=scheduler,
-            tokenizer=Tokenizer(resolve_model(config.model.ref)),
+            cluster=self._orchestrator.scheduler,
+            tokenizer=Tokenizer(folder),
+            pooling=CheckpointPooling.from_folder(folder),
             model_name=config.model.name,
             settings=config.gateway,
-            metrics=metrics,
+            metrics=self._metrics,
             slo=self._slo,
             secret=self._identity.secret,
             limits=config.tuned(HttpLimits()),
-            on_ended=self._request_recorder(config),
+            tool_format=config.model.tool_format,
+            reasoning_format=config.model.reasoning_format,
+            on_ended=self._on_ended(config),
             layouts=LayoutStudy(None if config.gateway.request_log is None else Path(config.gateway.request_log)),
+            batches=_batch_service(config),
         )
         app = create_app(api)
+        self._batching = asyncio.create_task(_run_batches(app), name="batches")
         _settle_heap()
         return app
 
     async def __del__(self) -> None:
+        self._exporting.cancel()
+        self._batching.cancel()
+        await asyncio.wait({self._batching})
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.stop)
         await self._slo.stop()
         await self._orchestrator.stop()
+
+
+def _batch_service(config: LegatoConfig) -> BatchService | None:
+    settings = config.gateway
+    if settings.storage is None:
+        return None
+    folder = Path(settings.storage).expanduser() / quote(config.model.name, safe="")
+    return BatchService(Database(folder), settings.storage_budget)
+
+
+async def _run_batches(app: FastAPI) -> None:
+    """Until it is cancelled."""
+    async with running_batches(app):
+        await asyncio.get_running_loop().create_future()
 
 
 def control_identity(role: str, secret: bytes) -> Identity:

@@ -31,7 +31,15 @@ it is found out:
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+_ANTHROPIC_KINDS: Final = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -61,6 +69,11 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object that OpenAI's clients parse."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The one that Anthropic's clients parse."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds, rounded up, where a time is known."""

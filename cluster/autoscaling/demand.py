@@ -186,6 +186,9 @@ class DemandMonitor:
         prompt_s = prefill_work_s(
             table.cost(computing), uncached, query.num_tokens - uncached, float(table.rows[Row.CHUNK_TOKENS, computing])
         )
+        (self._decode if table.decodes(best.computing) else self._prefill).add(now, prompt_s)
+        if query.is_pooled:
+            return
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         kv_tokens, max_num_seqs = table.rows[[Row.KV_TOKENS, Row.MAX_SEQUENCES], decoding].tolist()
         decode_s = decode_work_s(
@@ -194,7 +197,6 @@ class DemandMonitor:
             num_output=expected,
             tpot_s=query.tpot_target_s,
         )
-        (self._decode if table.decodes(best.computing) else self._prefill).add(now, prompt_s)
         self._decode.add(now, decode_s)
 
     def _is_back(self, query: Place, now: float) -> bool:

@@ -68,7 +68,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
     """The configuration in a file or a mapping. Raises ConfigError."""
     if isinstance(source, Mapping):
         return _validated(source, "the configuration")
-    return _validated(_args_of(_read(Path(source)), str(source)), str(source))
+    text = _read(Path(source))
+    return _validated(_args_of(_parsed(text, source), str(source)), str(source), _Lines(text))
 
 
 def give_secret() -> None:
@@ -109,13 +110,46 @@ def _given_secret() -> bytes | None:
     return given
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> str:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Give the path of a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
+
+
+def _parsed(text: str, name: str | Path) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is no YAML: {error}") from error
+
+
+class _Lines:
+    """Where a file of YAML has its settings."""
+
+    def __init__(self, text: str) -> None:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        self._args = _child(root, "applications", 0, "args") or root
+
+    def of(self, path: Sequence[int | str]) -> int | None:
+        """The line of a setting, or of the branch that lacks it; None where the file has nothing of it."""
+        found = [_child(self._args, *path[:length]) for length in range(1, len(path) + 1)]
+        there = [node for node in found if node is not None]
+        return there[-1].start_mark.line + 1 if there else None
+
+
+def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:
+    """The value at a path. None: there is nothing."""
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            node = next((value for key, value in node.value if key.value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+        else:
+            return None
+    return node
 
 
 def _args_of(document: Any, name: str) -> Mapping[str, Any]:
@@ -135,12 +169,17 @@ def _args_of(document: Any, name: str) -> Mapping[str, Any]:
     return args
 
 
-def _validated(tree: Mapping[str, Any], name: str) -> LegatoConfig:
+def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) -> LegatoConfig:
     try:
         return LegatoConfig.model_validate(dict(tree))
     except ValidationError as error:
-        problems = [_sentence(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems)) from error
+        problems = []
+        for detail in error.errors(include_url=False):
+            sentence = _sentence(detail)
+            # What concerns several settings begins with the name of one of them.
+            line = None if lines is None else lines.of(detail["loc"] or sentence.partition(" ")[0].split("."))
+            problems.append(f"{name}{f', line {line}' if line else ''}: {sentence}")
+        raise ConfigError("\n".join(problems)) from error
 
 
 def _sentence(detail: ErrorDetails) -> str:

@@ -24,6 +24,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
+from engine.text.formats import ReasoningFormatName, ToolFormatName
 from kv_transfer.tiers.config import Budget
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ class ModelSettings(Settings):
         None,
         ge=2,
         description="Longest prompt plus output in tokens; empty: what the model was made for and the KV memory holds.",
+    )
+    tool_format: ToolFormatName = Field(
+        "auto",
+        description="How the model writes calls of functions; `auto`: as its checkpoint or chat template says, and"
+        " `hermes` where they say nothing.",
+    )
+    reasoning_format: ReasoningFormatName = Field(
+        "auto",
+        description="Which marks the model puts around its reasoning; `auto`: as its checkpoint or chat template says.",
     )
 
     @property
@@ -290,6 +300,13 @@ class GatewaySettings(Settings):
         min_length=1,
         description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
     )
+    storage: str | None = Field(
+        "~/.cache/legato/storage",
+        min_length=1,
+        description="Folder for what clients leave here: files and batches, below the model's name; gateways on several"
+        " nodes need one that all of them see. Empty: none, and such requests are refused.",
+    )
+    storage_budget: SizeBytes = Field(10 * 2**30, description="What all files there may take; more are refused.")
 
 
 class NetworkSettings(Settings):
@@ -395,7 +412,7 @@ class SloSettings(Settings):
 class LegatoConfig(Settings):
     """The whole configuration."""
 
-    model: ModelSettings = Field(ModelSettings(), description="What is served.")
+    model: ModelSettings = Field(ModelSettings(), description="What is served; a text is its `ref`.")
     kv: KvSettings = Field(KvSettings(), description="KV cache.")
     workers: int | None = Field(
         None,
@@ -452,6 +469,14 @@ class LegatoConfig(Settings):
         return {"prefill": self.prefill, "decode": self.decode}
 
     @property
+    def least_workers(self) -> dict[Role, int]:
+        """Workers that each pool has at least, while nothing is wrong; without pools that have none."""
+        scaling = {role: pool.autoscaling for role, pool in self.pools.items()}
+        least = {role: pool.replicas for role, pool in self.pools.items()}
+        least |= {role: scaled.min_replicas for role, scaled in scaling.items() if scaled is not None}
+        return {role: number for role, number in least.items() if number}
+
+    @property
     def slo_classes(self) -> SloConfig:
         return NO_TARGETS if self.slo is None else self.slo.config()
 
@@ -469,6 +494,12 @@ class LegatoConfig(Settings):
                 " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
             )
         return tree
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _named_by_its_ref(cls, model: Any) -> Any:
+        """`serve run cluster.app:build model=NAME` can say no more than one word for a setting."""
+        return {"ref": model} if isinstance(model, str) else model
 
     @model_validator(mode="before")
     @classmethod

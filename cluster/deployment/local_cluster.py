@@ -5,74 +5,105 @@ For a newcomer's first minute and for tests; on a cluster that exists already, u
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
-from cluster.config.load import give_secret, load_config
+from cluster.config.load import ConfigError, give_secret, load_config
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.ray_environment import tune_environment
 
 START_TIMEOUT_S = 300.0
+BOARDS = Path(__file__).parents[1] / "metrics" / "grafana"
+OBJECT_STORE_BYTES = 200 * 2**20  # Ray's, in /dev/shm: Legato keeps nothing there
 FIRST_QUESTION = "What is the capital of France?"
+_LOOK_EVERY_S = 0.25
+_LOOK_TIMEOUT_S = 2.0
+_CLEAR_LINE = "\r\x1b[K"
+_TOLD_CHARACTERS = 2_000  # of what Serve says of a failure
 
 
 class StartError(RuntimeError):
     """Legato could not be started; says why and where to look."""
 
 
-def serve_file(path: str, *, port: int | None = None, stay: bool = True) -> None:
-    """Serve the configuration in `path` until interrupted, or only for one answer. Raises ConfigError, StartError."""
-    config = load_config(path)
-    document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+def read_document(path: str) -> dict[str, Any]:
+    """A Serve config file with one application, Legato. Raises ConfigError."""
+    load_config(path)
+    document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if "applications" not in document:
+        raise ConfigError(
+            f"{path} holds settings, but no `applications`: put them under `applications[0].args` of a Serve config"
+            " file, as the files in ray_configs/ do."
+        )
+    return document
+
+
+def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bool = True) -> None:
+    """Serve what a Serve config file holds until interrupted, or only for one answer. Raises ConfigError, StartError.
+
+    `dashboard`: with Ray's, in processes of its own.
+    """
+    config = load_config(document["applications"][0].get("args") or {})
     http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
-    if port is not None:
-        http["port"] = port
-    _require_free_port(http["host"], http["port"])
+    require_free_port(http["host"], http["port"])
     tune_environment()
     give_secret()
     interrupted = interrupted_by_signals()
     import_module("ray")  # whole, before two threads ask for it
-    _fetch_model(config)
+    fetch_model(config)
     print("Starting Ray ...", flush=True)
     # Ray's processes take seconds to come up, in which this one would only wait.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
     try:
-        start_ray()
+        start_ray(include_dashboard=dashboard)
+        heed_signals(interrupted)
         require_room(config, live_nodes())
-        start_serve(http, document.get("controller_options"))
+        logs = document.get("logging_config")
+        start_serve(http, document.get("controller_options"), logs)
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-        run_application(document["applications"][0], config)
+        run_application(document["applications"][0], config, logs)
         url = f"http://{http['host']}:{http['port']}"
-        wait_until_ready(url, interrupted)
+        wait_until_ready(StartStates(_name(document["applications"][0]), url, config), interrupted)
+        if dashboard:
+            print(_where_the_dashboard_is(), flush=True)
         if not interrupted.is_set():
-            _show_first_answer(url, config.model.name)
+            show_first_answer(url, config.model.name)
         if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
     finally:
         print("Stopping.", flush=True)
-        _stop(document["applications"][0])
+        stop_application(document["applications"][0])
 
 
 def interrupted_by_signals() -> threading.Event:
     """Set by Ctrl-C and by a polite kill, so that Ray is taken down in order."""
     interrupted = threading.Event()
+    heed_signals(interrupted)
+    return interrupted
+
+
+def heed_signals(interrupted: threading.Event) -> None:
+    """Call again once Ray is up: it takes SIGTERM for itself as it starts, and tells where each thread stood at it."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda *_: interrupted.set())
-    return interrupted
 
 
 def start_ray(**options: Any) -> None:
@@ -81,7 +112,7 @@ def start_ray(**options: Any) -> None:
 
     defaults = {
         "address": "local",
-        "object_store_memory": 200 * 2**20,
+        "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": "warning",
@@ -89,7 +120,11 @@ def start_ray(**options: Any) -> None:
     ray.init(**{**defaults, **options})
 
 
-def start_serve(http_options: dict[str, Any], controller_options: dict[str, Any] | None = None) -> None:
+def start_serve(
+    http_options: dict[str, Any],
+    controller_options: dict[str, Any] | None = None,
+    logging_config: dict[str, Any] | None = None,
+) -> None:
     """Returns once Serve's controller is there, which takes applications. Raises what Serve raises until then.
 
     Its proxies take seconds more, in which workers can start; Serve replaces one that is not ready in time.
@@ -101,7 +136,7 @@ def start_serve(http_options: dict[str, Any], controller_options: dict[str, Any]
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
     proxies: Future[None] = with_thread.submit(
-        serve.start, http_options=http_options, controller_options=controller_options
+        serve.start, http_options=http_options, controller_options=controller_options, logging_config=logging_config
     )
     with_thread.shutdown(wait=False)
     while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
@@ -111,7 +146,21 @@ def start_serve(http_options: dict[str, Any], controller_options: dict[str, Any]
         proxies.result()
 
 
-def _stop(application: dict[str, Any]) -> None:
+def _where_the_dashboard_is() -> str:
+    """A line; and Legato's board goes to Ray's in the session's folder, where a Grafana finds them. It takes the place
+    of the one for Ray Data, whose tab of the Metrics page shows it (see `tune_environment`)."""
+    import ray
+
+    from cluster.deployment.ray_access import asks_for_token, token_path
+
+    boards = Path(ray._private.worker._global_node.get_session_dir_path()) / "metrics" / "grafana" / "dashboards"
+    if boards.is_dir():  # the dashboard has made its own long ago
+        shutil.copy(BOARDS / "legato.json", boards / "data_grafana_dashboard.json")
+    token = f" (it asks for Ray's token: cat {token_path()})" if asks_for_token() else ""
+    return f"Ray's dashboard: http://{ray._private.worker._global_node.webui_url}{token}"
+
+
+def stop_application(application: dict[str, Any]) -> None:
     """End the application, then Ray, whatever state they are in; its workers have time for what they do."""
     import ray
     from ray import serve
@@ -130,8 +179,10 @@ def _name(application: dict[str, Any]) -> str:
     return str(application.get("name", "legato"))
 
 
-def run_application(application: dict[str, Any], config: LegatoConfig) -> None:
-    """Deploy and return at once; `wait_until_ready` tells when it serves."""
+def run_application(
+    application: dict[str, Any], config: LegatoConfig, logging_config: dict[str, Any] | None = None
+) -> None:
+    """Deploy and return at once; `wait_until_ready` tells when it serves. `logging_config`: the file's, of replicas."""
     from ray import serve
 
     from cluster.app import build_application
@@ -140,31 +191,152 @@ def run_application(application: dict[str, Any], config: LegatoConfig) -> None:
         target=build_application(config),
         name=_name(application),
         route_prefix=application.get("route_prefix", "/"),
+        logging_config=application.get("logging_config", logging_config),
     )
     # Serve's own waiting has no deadline and hears no Ctrl-C.
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def wait_until_ready(url: str, interrupted: threading.Event, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Until `/health` says that a request could be served. Raises StartError."""
-    deadline = time.monotonic() + timeout_s
-    why = "nothing answered"
-    while not interrupted.wait(0.1):
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except urllib.error.HTTPError as error:
-            why = error.read().decode(errors="replace")[:300]
-        except OSError as error:
-            why = str(error)
-        if time.monotonic() > deadline:
+class StartStates:
+    """What Serve says of an application's deployments, and the gateway at `url` of the workers, as lines: one for each
+    change. While models load, on a terminal a last line that is written over, elsewhere a line for each tenth."""
+
+    def __init__(self, application: str, url: str, config: LegatoConfig, stream: TextIO | None = None) -> None:
+        self.url = url
+        self.changed_s = self._began_s = time.monotonic()
+        self._application = application
+        self._num_workers = sum(config.least_workers.values())
+        self._num_ready = 0
+        self._stream = stream or sys.stdout
+        self._told: dict[str, str] = {}
+        self._live = ""  # what is written over next
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether all workers are there that the configuration starts; some may serve before."""
+        return self._num_ready >= self._num_workers
+
+    def look(self) -> None:
+        """Print what is new. Raises StartError where Serve has given the application up."""
+        from ray import serve
+
+        found = serve.status().applications.get(self._application)
+        if found is None:
+            return
+        for name, deployment in found.deployments.items():
+            states = sorted((state.lower(), number) for state, number in deployment.replica_states.items() if number)
+            self._tell(name, ", ".join(f"{number} {state}" for state, number in states) or "waiting")
+        if found.status == "DEPLOY_FAILED":
+            messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
             raise StartError(
-                f"Legato did not become ready within {timeout_s:.0f} s ({why}). "
-                "Look into the workers' logs under /tmp/ray/session_latest/logs/serve."
+                f"Serve could not start Legato: {why_it_failed(messages)}\nAll of it is in the workers' logs under"
+                " /tmp/ray/session_latest/logs/serve."
             )
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError),  # there is no gateway yet
+            urllib.request.urlopen(f"{self.url}/cluster", timeout=_LOOK_TIMEOUT_S) as answer,
+        ):
+            self.tell_of_workers(json.load(answer))
+
+    def tell_of_workers(self, cluster: dict[str, Any]) -> None:
+        """`cluster`: what a gateway says of them. Raises KeyError."""
+        roles = [worker["role"] for worker in cluster["workers"]]
+        self._num_ready = len(roles)
+        each = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles), reverse=True))
+        if each:
+            self._tell("Ready workers", f"{len(roles)} of {max(len(roles), self._num_workers)}: {each}")
+        loading = {report["worker_id"]: _how_far(report) for report in cluster["loading"]}
+        if not self._stream.isatty():
+            for worker_id, (tenths, told) in loading.items():
+                if self._told.get(f"{worker_id} loads") != tenths:
+                    self._told[f"{worker_id} loads"] = tenths
+                    self._print(f"{worker_id}: {told}")
+        elif live := "; ".join(f"{worker_id}: {told}" for worker_id, (_, told) in loading.items()):
+            self._write_over(live)
+
+    def close(self) -> None:
+        """Call when all is told."""
+        self._stream.write(_CLEAR_LINE if self._live else "")
+        self._live = ""
+
+    def _tell(self, name: str, told: str) -> None:
+        if self._told.get(name) != told:
+            self._told[name] = told
+            self._print(f"{name}: {told}")
+
+    def _print(self, text: str) -> None:
+        self.close()
+        self.changed_s = time.monotonic()
+        print(f"  {self._passed()}  {text}", file=self._stream, flush=True)
+
+    def _write_over(self, text: str) -> None:
+        if text != self._live:
+            self.changed_s = time.monotonic()
+        self._live = text
+        width = shutil.get_terminal_size().columns - 1  # one more, and it would be two lines
+        print(
+            f"{_CLEAR_LINE}  {self._passed()}  {text}"[: width + len(_CLEAR_LINE)],
+            end="",
+            file=self._stream,
+            flush=True,
+        )
+
+    def _passed(self) -> str:
+        return f"{time.monotonic() - self._began_s:5.1f} s"
 
 
-def _require_free_port(host: str, port: int) -> None:
+def _how_far(report: dict[str, Any]) -> tuple[str, str]:
+    """Of a `LoadingReport`: in tenths, and as a person reads it."""
+    total, read, placed = (report[f"{what}_bytes"] for what in ("total", "read", "placed"))
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    if not total:
+        told = "begins"
+    elif placed >= total:
+        told = f"all {total / unit:.1f} {name} loaded, tries steps out"
+    elif read >= total:
+        told = f"packed {placed / unit:.1f} of {total / unit:.1f} {name}"
+    else:
+        told = f"read {read / unit:.1f} of {total / unit:.1f} {name}"
+    return f"{5 * (read + placed) // total if total else -1}{told.partition(' ')[0]}", told
+
+
+def why_it_failed(messages: Sequence[str]) -> str:
+    """Out of what Serve says of an application and its deployments: the error itself, not the way that it came."""
+    longest = max(messages, key=len).strip()[-_TOLD_CHARACTERS:]
+    return longest.splitlines()[-1].strip() if "Traceback" in longest or '  File "' in longest else longest
+
+
+def wait_until_ready(states: StartStates, interrupted: threading.Event, silence_s: float = START_TIMEOUT_S) -> None:
+    """Until `/health` says that a request could be served, and all workers are there. Raises StartError, also where
+    there was no news for so long: a large model may take longer."""
+    try:
+        while not interrupted.wait(_LOOK_EVERY_S):
+            states.look()
+            why = _why_not_ready(states.url)
+            if why is None and states.all_ready:
+                break
+            if time.monotonic() - states.changed_s > silence_s:
+                raise StartError(
+                    f"Legato did not become ready, and nothing changed for {silence_s:.0f} s"
+                    f" ({why or 'not all workers are there'}). Look into the workers' logs under"
+                    " /tmp/ray/session_latest/logs/serve."
+                )
+    finally:
+        states.close()
+
+
+def _why_not_ready(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return None
+    except urllib.error.HTTPError as error:
+        return error.read().decode(errors="replace")[:300]
+    except OSError as error:
+        return str(error)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises StartError, with advice, where somebody listens there."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -176,15 +348,19 @@ def _require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def _fetch_model(config: LegatoConfig) -> None:
-    """Before anything is started, so that the download's progress is seen."""
+def fetch_model(config: LegatoConfig) -> None:
+    """Before anything is started, so that the download's progress is seen. Raises StartError."""
+    from engine.checkpoint.builtin_models import ModelUnavailableError
     from engine.checkpoint.store import resolve_model
 
     print(f"Model {config.model.ref} ...", flush=True)
-    print(f"  in {resolve_model(config.model.ref)}", flush=True)
+    try:
+        print(f"  in {resolve_model(config.model.ref)}", flush=True)
+    except (ValueError, ModelUnavailableError) as error:
+        raise StartError(str(error)) from error
 
 
-def _show_first_answer(url: str, model: str) -> None:
+def show_first_answer(url: str, model: str) -> None:
     body = {"model": model, "messages": [{"role": "user", "content": FIRST_QUESTION}], "max_tokens": 48}
     body["stream"] = True
     request = urllib.request.Request(

@@ -48,9 +48,14 @@ def keep_ray_on_loopback() -> None:
         os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY_WRAPPER)
 
 
+def token_path() -> Path:
+    """Where Ray's token is, unless the variable RAY_AUTH_TOKEN is the token itself."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
 def _ensure_token() -> None:
     """Ray makes one where there is none, but for everybody on the machine to read."""
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = token_path()
     if "RAY_AUTH_TOKEN" in os.environ:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +108,12 @@ def require_token(config: LegatoConfig) -> None:
 
 
 def open_doors() -> list[str]:
-    """What of Ray listens on more than loopback, and who is let in: sentences, none where nothing does."""
+    """What of Ray listens on more than loopback, and who is let in: sentences, none where nothing does, or where this
+    process has not joined a Ray yet."""
     import ray
 
+    if not ray.is_initialized():
+        return []
     address = ray.util.get_node_ip_address()
     if ipaddress.ip_address(address).is_loopback:
         return []

@@ -57,6 +57,8 @@ def tune_environment() -> None:
     """For a Ray on this machine alone: set what the user has not set. Call before Ray is imported."""
     keep_ray_on_loopback()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Of the boards on its Metrics page Ray lets one be another: that of Ray Data, which nobody uses here.
+    os.environ.setdefault("RAY_GRAFANA_DATA_DASHBOARD_UID", "legato")  # cluster/metrics/grafana/legato.json
     for name, value in (RAY_ENVIRONMENT | SERVE_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     # Fixed ones would keep a second cluster from starting on the machine.

@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config.load import cluster_secret
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.announce import starting
+from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
@@ -29,6 +30,7 @@ class WorkerDeployment:
         drawn_secret: SecretBytes | None,
         scheduler: DeploymentHandle,
     ) -> None:
+        log_with_serve(config.log_level)
         keep_replica_on_loopback()
         # Read by torch at its first allocation: huge pages for weights and KV are worth 4 to 10 % of a decode step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -57,7 +59,8 @@ class WorkerDeployment:
         """Called by Serve, which replaces the replica after repeated failures."""
         if not self._replica.healthy:
             raise RuntimeError(
-                "the worker's step loop has ended or fails repeatedly, or a change of its role failed; see its log"
+                f"the {self._replica.role} worker's step loop has ended or fails repeatedly, or a change of its role"
+                " failed; see its log"
             )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

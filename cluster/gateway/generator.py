@@ -7,14 +7,15 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cluster.gateway.timeline import SequenceTimeline
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
+from kv_transfer.messages.workers import KnownWorker, LoadingReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class ServingLimits:
     ready: bool  # a request sent now could be served
     reason: str = ""  # a sentence, where not ready
 
+
+LinkState = Literal["up", "down", "silent"]
+"""A gateway's connection to a worker: silent, too, where a step of the worker is overdue."""
 
 Tokens = list[TokenEvent]
 """What has come since the last time, in order: at least one."""
@@ -49,16 +53,52 @@ class Generator(Protocol):
         ...
 
 
+AnswerGateway = Callable[[bytes], Awaitable[bytes]]
+"""Answers another gateway's question; no bytes: nothing is known."""
+
+
 class ClusterView(Protocol):
     """What operators see of the cluster and may do to it. `SchedulerClient` implements it for the routes."""
+
+    @property
+    def gateway(self) -> str:
+        """The name of this gateway among those of the cluster."""
+        ...
+
+    def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
+        """Answer other gateways' questions about that from now on."""
+        ...
+
+    async def ask_gateways(
+        self, about: str, question: bytes, *, one_is_enough: bool = False
+    ) -> dict[str, bytes | None]:
+        """What each other gateway answers, by its name; None: nothing within a second, as where it is gone.
+        `one_is_enough`: the answers until somebody knows something.
+
+        Raises `cluster.errors.UnavailableError` while nobody can be asked.
+        """
+        ...
 
     def describe_workers(self) -> list[dict[str, object]]:
         """What is known of each live worker, as JSON values, for people and dashboards."""
         ...
 
+    def reports(self) -> list[KnownWorker]:
+        """Each live worker's registration and newest snapshot."""
+        ...
+
+    def link_states(self) -> dict[str, LinkState]:
+        """How the gateway stands with each of them."""
+        ...
+
     @property
     def pools(self) -> dict[Role, int]:
         """Workers that each pool should have by the scheduler's advice; empty while there is none."""
+        ...
+
+    @property
+    def loading(self) -> list[LoadingReport]:
+        """How far workers are that are yet to come."""
         ...
 
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:

@@ -38,6 +38,7 @@ from kv_transfer.messages.requests import (
     Computing,
     Endpoint,
     FailureEvent,
+    Preempted,
     Refused,
     RequestSpec,
     Reserve,
@@ -54,6 +55,7 @@ from kv_transfer.transports.base import Identity
 
 logger = logging.getLogger(__name__)
 
+_NONE_REACHED: Final = "no decode worker can be reached"
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
 _LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
@@ -110,13 +112,16 @@ class Orchestrator:
         await self.links.stop()
 
     def limits(self) -> ServingLimits | None:
-        """What the connected decode workers hold; None before any worker was heard of."""
-        decodes = [info for info, _ in self.scheduler.workers.values() if info.role == "decode"]
+        """What the connected decode workers hold; None before any worker was heard of. One that takes requests is
+        enough: it computes prompts, too, where no prefill worker is there."""
+        decodes = [known for known in self.scheduler.workers.values() if known[0].role == "decode"]
         if not decodes:
             return None
-        ready = any(self.links.is_up(info.worker_id) for info in decodes)
-        reason = "" if ready else "no decode worker can be reached"
-        return ServingLimits(max_model_len=max(i.max_model_len for i in decodes), ready=ready, reason=reason)
+        reached = [snapshot for info, snapshot in decodes if self.links.is_up(info.worker_id)]
+        ready = any(not snapshot.draining for snapshot in reached)
+        reason = "all decode workers that can be reached are about to leave" if reached else _NONE_REACHED
+        longest = max(info.max_model_len for info, _ in decodes)
+        return ServingLimits(max_model_len=longest, ready=ready, reason="" if ready else reason)
 
     async def generate(
         self, request: RequestSpec, timeline: SequenceTimeline | None = None
@@ -203,8 +208,10 @@ class Orchestrator:
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         worker_id = failure.worker_id
+        run.timeline.failed(failure.cause, worker_id)
         level = logging.INFO if failure.cause in ("moved", "full") else logging.WARNING
-        logger.log(level, "request %s attempt %d ended: %s (%s)", run.request_id, run.attempt, failure, worker_id)
+        told = (run.request_id, run.attempt, failure, worker_id)
+        logger.log(level, "request %s attempt %d ended: %s (%s)", *told, extra=run.log_fields)
         if failure.cause in ("hung", "silent"):
             assert worker_id is not None
             self._lost_in_a_step(worker_id)
@@ -278,6 +285,9 @@ class Orchestrator:
             case RoomAwaited(request_id=request_id, attempt=attempt):
                 if (run := self._current(request_id, attempt)) is not None:
                     run.tell(message)
+            case Preempted(request_id=request_id, attempt=attempt, index=index):
+                if (run := self._current(request_id, attempt)) is not None:
+                    run.timeline.preempted(index)
             case Refused():
                 self._refused(worker_id, message)
             case StepOverdue(is_overdue=is_overdue):
@@ -309,13 +319,15 @@ class Orchestrator:
         if failure.retryable:
             run.tell(AttemptFailedError(failure.reason, worker_id, failure.cause))
         else:
-            logger.error("request %s cannot go on: %s (%s)", run.request_id, failure.reason, worker_id)
+            told = (run.request_id, failure.reason, worker_id)
+            logger.error("request %s cannot go on: %s (%s)", *told, extra=run.log_fields)
             run.tell(FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}"))
 
     def _refused(self, worker_id: str, refused: Refused) -> None:
         if (run := self._current(refused.request_id, refused.attempt)) is None:
             return
-        logger.info("request %s attempt %d: %s refuses it: %s", run.request_id, run.attempt, worker_id, refused.reason)
+        told = (run.request_id, run.attempt, worker_id, refused.reason)
+        logger.info("request %s attempt %d: %s refuses it: %s", *told, extra=run.log_fields)
         if refused.retry_after_s is None:
             advice = "Shorten the prompt, or lower max_tokens."
             run.tell(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
@@ -346,13 +358,14 @@ class Orchestrator:
         return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether a decode worker could take the request, the prompt included: if not, waiting is better."""
+        """Whether a decode worker could take the request, the prompt included, or any worker what is pooled: if not,
+        waiting is better."""
         suspects = self.links.suspects()
         if worker_id not in suspects:
             return False
-        length = len(run.request.prompt_token_ids) + run.request.params.max_tokens
+        length = len(run.request.prompt_token_ids) + (0 if run.is_pooled else run.request.params.max_tokens)
         return any(
-            info.role == "decode"
+            (info.role == "decode" or run.is_pooled)
             and info.worker_id not in suspects
             and self.links.is_up(info.worker_id)
             and not snapshot.draining
@@ -375,6 +388,7 @@ class Orchestrator:
         for request_id, attempt in sequences:
             if (run := self._current(request_id, attempt)) is not None:
                 run.computing_on.add(worker_id)
+                run.timeline.computing()
         if alone:
             self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
         else:

@@ -46,7 +46,8 @@ class Placer:
         """Ask until there is an answer; only a request that has not started yet is turned away."""
         run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
-            block_size = naming_block_size(info for info, _ in self._scheduler.workers.values())
+            infos = (info for info, _ in self._scheduler.workers.values())
+            block_size = None if run.request.pooling == "mean" else naming_block_size(infos)  # which uses no prefix
             run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
         placement = await self._ask(run)
         run.placed(placement)

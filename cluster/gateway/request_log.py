@@ -21,12 +21,13 @@ from cluster.gateway.line_log import MAX_BYTES, LineLog
 from cluster.gateway.placing import naming_block_size
 from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
+from engine.cost_model.fit import StepKind
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.workers import KnownWorker
-from kv_transfer.worker.cost_report import reported_cost, reported_noise
+from kv_transfer.worker.cost_report import observed_steps
 
 T = TypeVar("T")
 
@@ -41,13 +42,13 @@ class RequestLogError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedWorker:
     """A worker of one pool: what its steps cost by its own fit, how many tokens its KV memory and a step hold.
-    Where `noise` is not known, steps scatter by the cost's error, each by itself."""
+    Steps of a kind whose noise is not known scatter by the cost's error, each by itself."""
 
     cost: StepCost
     kv_tokens: int
     token_budget: int
     max_num_seqs: int
-    noise: StepNoise = field(default_factory=StepNoise)
+    noise_by_kind: dict[StepKind, StepNoise] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +204,13 @@ def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig, *, one_pool: 
 def _logged_worker(pool: list[KnownWorker]) -> LoggedWorker | None:
     """The first that reports its costs stands for its pool."""
     for info, snapshot in pool:
-        cost = reported_cost(info.role, snapshot.step_cost)
-        if cost is not None:
+        observed = observed_steps(info.role, snapshot.step_cost)
+        if observed is not None:
             return LoggedWorker(
-                cost=cost,
+                cost=observed[0],
                 kv_tokens=info.num_blocks // info.layer_groups * info.block_size,
                 token_budget=info.chunk_tokens or info.max_model_len,
                 max_num_seqs=info.max_num_seqs or _ANY_NUMBER,
-                noise=reported_noise(info.role, snapshot.step_cost),
+                noise_by_kind=observed[1],
             )
     return None

@@ -88,6 +88,11 @@ class RequestRun:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """For `extra` of whatever is logged about it."""
+        return {"request": self.request_id}
+
     def tell(self, news: News) -> None:
         """Anything but a token has come for this attempt: its reservation, or what ends it."""
         self.inbox.append(news)
@@ -115,8 +120,8 @@ class RequestRun:
 
     @property
     def num_output_tokens(self) -> int | None:
-        """Where it came to its own end."""
-        return len(self.emitted) if self.state is RequestState.FINISHED else None
+        """Where it came to its own end, and was to have any."""
+        return len(self.emitted) if self.state is RequestState.FINISHED and not self.is_pooled else None
 
     def end(self, state: RequestState) -> None:
         """Enter a terminal state; only the first one counts."""
@@ -124,6 +129,11 @@ class RequestRun:
         if not self.ended:
             self.state, self.ended = state, True
             self.timeline.ended(TERMINAL[state])
+
+    @property
+    def is_pooled(self) -> bool:
+        """A vector comes in place of the first token, which is the last."""
+        return self.request.pooling is not None
 
     def spec(self) -> RequestSpec:
         """The request as this attempt should run it: going on from what was emitted."""
@@ -145,18 +155,19 @@ class RequestRun:
 
     def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
         """`avoid`: besides those that it avoids by itself."""
+        slo, is_pooled = self.terms.slo, self.is_pooled  # which has one token: nothing is promised of those after it
         return Place(
             request_id=self.request_id,
             attempt=self.attempt,
             num_tokens=len(self.request.prompt_token_ids) + len(self.emitted),
-            max_new_tokens=max(1, self.request.params.max_tokens - len(self.emitted)),
+            max_new_tokens=0 if is_pooled else max(1, self.request.params.max_tokens - len(self.emitted)),
             exclude=sorted(self.excluded.union(avoid)),
-            prefer_decode=prefer_decode,
-            slo_class=self.terms.slo.name,
+            prefer_decode=None if is_pooled else prefer_decode,
+            slo_class=slo.name,
             tenant=self.terms.tenant,
-            ttft_s=self.terms.slo.ttft_s,
-            tpot_s=self.terms.slo.tpot_s,
-            gap_s=self.terms.slo.gap_s,
+            ttft_s=slo.ttft_s,
+            tpot_s=None if is_pooled else slo.tpot_s,
+            gap_s=None if is_pooled else slo.gap_s,
             waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
             prefix_hashes=self.timeline.prefix_hashes,
         )

@@ -13,10 +13,11 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.gateway.generator import AnswerGateway, LinkState
 from cluster.gateway.worker_connections import SILENCE_S, WorkerLinks
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
@@ -27,9 +28,12 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
     AskDecisions,
+    AskGateways,
     Decisions,
     Ended,
     FirstToken,
+    GatewayAnswer,
+    GatewaysAsked,
     PartComputed,
     Place,
     Placement,
@@ -42,7 +46,7 @@ from kv_transfer.messages.scheduling import (
     StandingRequest,
     Unplaceable,
 )
-from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import KnownWorker, LoadingReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ PLACE_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SETTLE_S = 3.0
 STANDING_AT_ONCE = 1000  # requests in a message
+GATEWAYS_TIMEOUT_S = 1.0  # for all other gateways to answer
+MAX_ANSWERS = 64  # to other gateways that are being made; more questions are not answered
 
 
 @dataclass(slots=True)
@@ -60,6 +66,16 @@ class _Question:
 
     answer: asyncio.Future[Placement | Unplaceable]
     patience: asyncio.Timeout
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """Answers of other gateways to one question. Woken with each of them."""
+
+    waiting: set[str] | None = None  # gateways that were asked and have not answered; None: it is not known who was
+    told: dict[str, bytes] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    error: TransportError | None = None
 
 
 class SchedulerClient:
@@ -89,20 +105,25 @@ class SchedulerClient:
         # By request and attempt: an answer that comes too late for one attempt is none to the next.
         self._awaiting_placement: dict[tuple[str, int], _Question] = {}
         self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
+        self._gathering: dict[int, _Gathering] = {}  # by number
         self._ask_ids = itertools.count()
+        self._answers: dict[str, AnswerGateway] = {}  # to other gateways, by what they are about
+        self._answering: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, KnownWorker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
         self.pools: dict[Role, int] = {}  # workers that it would have in each, where it sizes them
+        self.loading: list[LoadingReport] = []  # workers that are yet to come
         self._settles_at = 0.0
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="scheduler-client")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._answering, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def place(self, request: Place) -> Placement:
         """Where to run this attempt. Raises OverloadedError, RequestTooLargeError or UnavailableError."""
@@ -141,6 +162,41 @@ class SchedulerClient:
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)
 
+    @property
+    def gateway(self) -> str:
+        return self._identity.worker_id
+
+    def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
+        """Answer other gateways' questions about that from now on."""
+        self._answers[about] = answer
+
+    async def ask_gateways(
+        self, about: str, question: bytes, *, one_is_enough: bool = False
+    ) -> dict[str, bytes | None]:
+        """By way of the scheduler; see `ClusterView`."""
+        asked = AskGateways(ask_id=next(self._ask_ids), about=about, question=question)
+        gathering = self._gathering[asked.ask_id] = _Gathering()
+        try:
+            if self.connection is None:
+                raise TransportError("the scheduler is not there")
+            self.connection.post(asked)
+            async with asyncio.timeout(GATEWAYS_TIMEOUT_S):
+                while gathering.waiting is None or gathering.waiting - gathering.told.keys():
+                    if one_is_enough and any(gathering.told.values()):
+                        break
+                    gathering.news.clear()
+                    await gathering.news.wait()
+                    if gathering.error is not None:
+                        raise gathering.error
+        except (TransportError, TimeoutError) as error:
+            if gathering.waiting is None:
+                raise UnavailableError(
+                    "Other gateways cannot be asked now. Try again.", retry_after_s=RETRY_S
+                ) from error
+        finally:
+            del self._gathering[asked.ask_id]
+        return {**dict.fromkeys(sorted(gathering.waiting or ())), **gathering.told}
+
     def reports(self) -> list[KnownWorker]:
         """Each live worker's registration and newest snapshot."""
         return list(self.workers.values())
@@ -159,6 +215,11 @@ class SchedulerClient:
             }
             for info, snapshot in self.workers.values()
         ]
+
+    def link_states(self) -> dict[str, LinkState]:
+        """How the gateway stands with each live worker."""
+        suspects, is_up = self._links.suspects(), self._links.is_up
+        return {name: "silent" if name in suspects else "up" if is_up(name) else "down" for name in self.workers}
 
     def publish_slo(self, report: SloReport) -> None:
         """To the scheduler, which adds up what all gateways saw."""
@@ -218,7 +279,11 @@ class SchedulerClient:
         decode worker that holds a reservation for it, else one that it need not avoid. Of several, and of prefill
         workers, the better of two random ones. Without a prefill worker the decode worker computes the prompt."""
         length = request.num_tokens + request.max_new_tokens
-        decodes = [(info, snapshot) for info, snapshot in self._live("decode") if info.max_model_len >= length]
+        computing = self._live("prefill") if request.is_pooled else []
+        of_prompt = [(info, snapshot) for info, snapshot in computing if info.max_model_len >= length]
+        decodes = of_prompt or [
+            (info, snapshot) for info, snapshot in self._live("decode") if info.max_model_len >= length
+        ]
         holding = [(info, snapshot) for info, snapshot in decodes if info.worker_id == request.prefer_decode]
         others = [(info, snapshot) for info, snapshot in decodes if info.worker_id not in request.exclude]
         decode = _better_of_two(holding or others or decodes)
@@ -233,7 +298,8 @@ class SchedulerClient:
             [
                 (info, snapshot)
                 for info, snapshot in self._live("prefill")
-                if info.compatibility == decode.compatibility
+                if not request.is_pooled
+                and info.compatibility == decode.compatibility
                 and info.max_model_len >= request.num_tokens
                 and info.worker_id not in request.exclude
             ]
@@ -276,20 +342,25 @@ class SchedulerClient:
                 self._on_message(message)
         finally:
             self.connection = None
-            self.indexes, self.pools = {}, {}
+            self.indexes, self.pools, self.loading = {}, {}, []
             connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [
                 *(question.answer for question in self._awaiting_placement.values()),
                 *self._asked.values(),
             ]
+            gone = TransportError("the scheduler is gone")
             for answer in lost:
                 if not answer.done():
-                    answer.set_exception(TransportError("the scheduler is gone"))
+                    answer.set_exception(gone)
+            for gathering in self._gathering.values():
+                gathering.error = gone
+                gathering.news.set()
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Replicas(workers=workers, indexes=indexes, pools=pools):
+            case Replicas(workers=workers, indexes=indexes, pools=pools, loading=loading):
                 self.indexes, self.pools = {report.worker_id: report for report in indexes}, pools
+                self.loading = loading
                 if any(info.role == "decode" for info, _ in workers):
                     self._settles_at = 0.0
                 if self._settling:
@@ -303,10 +374,31 @@ class SchedulerClient:
             case Decisions() | RoleAnswer():
                 if (asked := self._asked.get(message.ask_id)) is not None and not asked.done():
                     asked.set_result(message)
+            case GatewaysAsked(gateways=gateways):
+                if (gathering := self._gathering.get(message.ask_id)) is not None:
+                    gathering.waiting = set(gateways)
+                    gathering.news.set()
+            case GatewayAnswer(gateway=gateway, answer=told):
+                if (gathering := self._gathering.get(message.ask_id)) is not None:
+                    gathering.told[gateway] = told
+                    gathering.news.set()
+            case AskGateways(about=about):
+                if about in self._answers and len(self._answering) < MAX_ANSWERS:
+                    task = asyncio.create_task(self._answer(self._answers[about], message))
+                    self._answering.add(task)
+                    task.add_done_callback(self._answering.discard)
             case SloUpdate(report=report):
                 self._on_slo(report)
             case _:
                 logger.warning("the scheduler sent %s, which a gateway has no use for", type(message).__name__)
+
+    async def _answer(self, answer: AnswerGateway, asked: AskGateways) -> None:
+        try:
+            told = await answer(asked.question)
+        except Exception:
+            logger.exception("another gateway's question about %s cannot be answered", asked.about)
+        else:
+            self.tell(GatewayAnswer(ask_id=asked.ask_id, asker=asked.asker, answer=told))
 
     def _on_answer(self, question: _Question, message: Placement | Unplaceable | Queued) -> None:
         if isinstance(message, Queued):

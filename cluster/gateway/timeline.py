@@ -1,8 +1,10 @@
-"""One record of when things happened to a request: written where they happen, read by Prometheus, `/slo` and the log.
+"""One record of when things happened to a request: written where they happen, read by Prometheus, `/slo`,
+`/cluster/requests`, traces and the log.
 
     RequestTimeline    an HTTP request: written by its route and its response
     SequenceTimeline   one choice of it: written by the orchestrator, and by the response when its first byte leaves
     Attempt            one try to run that choice on workers; another one follows where a worker dies
+    Part               what a stretch of the request's time went to: read from the three above
 
 All stamps are seconds of this process's `time.monotonic`. Readers take differences of stamps and keep no clock of their
 own, so that a request has one time to its first token wherever it is shown:
@@ -13,7 +15,8 @@ own, so that a request has one time to its first token wherever it is shown:
                  not count as a slow service
     TPOT         the mean gap of the request's slowest sequence
     gap P99      the longest gap but for one in a hundred, of the sequence where that is longest
-    end          when the last byte was handed to the connection, or however else it ended
+    arrival      when the request's first byte was read from its connection
+    end          when the kernel had taken the answer's last byte, or however else it ended
 
 A token costs one float in an array; everything else is computed when somebody reads.
 """
@@ -22,25 +25,37 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from itertools import zip_longest
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from cluster.slo.classes import RequestTerms
-from cluster.slo.report import Outcome, gap_p99
+from cluster.slo.report import Outcome, counts_of, gap_p99
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 
-TTFT_PARTS: Final = ("parse", "admit", "retry", "place", "reserve", "queue", "prefill", "send")
-"""In the order of `RequestTimeline.parts`: the body is read, checked and tokenised; the gateway lets it begin; attempts
-that came to nothing; the scheduler's answer, with the wait for room; the reservation of blocks; the wait in the worker;
-the prompt's computation and the first token's way; until the first byte was handed to the connection."""
+PARTS: Final = {
+    "parse": "its body is read, checked and tokenised",
+    "admit": "the gateway lets it begin",
+    "place": "the scheduler says where to, with the wait for room",
+    "reserve": "blocks are reserved",
+    "queue": "the prompt waits in the worker",
+    "prefill": "the prompt is computed and its first token comes",
+    "send": "the first byte is handed to the connection",
+    "handoff": "the part of the hand-off that nothing hides",
+    "decode": "tokens come",
+    "preempted": "the KV was given up for others, and is computed again until the next token comes",
+    "gap": "one wait for a token that is longer than promised",
+    "retry": "an attempt came to nothing, from what it brought last until the next one is asked for",
+    "finish": "what follows the last token, until the kernel has taken the last byte",
+}
+"""What a request's time goes to, by the names of `Part`. Up to the first byte all of them, but for a failed attempt's
+`retry`, come in this order."""
 
-DECODE_PARTS: Final = ("handoff", "decode", "finish")
-"""What follows: the part of the hand-off that nothing hid; until the last token came; until the last byte was handed
-over."""
+MAX_GAPS: Final = 16  # parts that tell of one; of an attempt with more of them the longest
 
 SequenceEnd = Literal["finished", "failed", "cancelled"]
 
@@ -51,19 +66,40 @@ class Attempt:
 
     `prefill` None: the decode worker computes the prompt, or nobody was chosen yet. `waited_s`: how long the prompt
     waited in the worker that computed it, before its first step; `handoff_s`: what decode had to wait for the prompt's
-    KV after the first token was there. Both as the workers say, None: not known.
+    KV after the first token was there. Both as the workers say, None: not known. Where it came to nothing, `cause` says
+    why in a word, and `failed_worker` whose doing it was, if anybody's.
     """
 
     number: int
     asked_at: float  # the scheduler
     placed_at: float | None = None  # its answer was here
     started_at: float | None = None  # the worker was told to compute the prompt
+    computing_at: float | None = None  # the worker said that its next step has it, or a part of it
+    failed_at: float | None = None  # it came to nothing
     prefill: str | None = None
     decode: str | None = None
     predicted_ttft_s: float | None = None  # from arrival, by whoever placed it
     waited_s: float | None = None
     handoff_s: float | None = None
     num_before: int = 0  # tokens of earlier attempts
+    cause: str = ""
+    failed_worker: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stretch of a request's time: `name` is one of `PARTS`, `start_s` counts from the request's arrival.
+
+    `worker`: whose time it is; None: the gateway's own, or the scheduler's (`place`). `attempt` None: of none. `cause`:
+    of a `retry`, why the attempt came to nothing.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+    worker: str | None = None
+    attempt: int | None = None
+    cause: str = ""
 
 
 class SequenceTimeline:
@@ -73,7 +109,10 @@ class SequenceTimeline:
         "attempts",
         "end",
         "ended_at",
+        "finish_reason",
+        "max_tokens",
         "num_prompt_tokens",
+        "preemptions",
         "prefix_hashes",
         "request_id",
         "sent_at",
@@ -85,12 +124,15 @@ class SequenceTimeline:
         self.terms = terms or RequestTerms()
         self.request_id = "" if request is None else request.request_id
         self.num_prompt_tokens = 0 if request is None else len(request.prompt_token_ids)
+        self.max_tokens = 0 if request is None else request.params.max_tokens
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers compute them
         self.attempts: list[Attempt] = []
+        self.preemptions: list[int] = []  # tokens before which the KV had to be computed again
         self.token_times = array("d")  # when each token came to the gateway
         self.sent_at: float | None = None  # its first byte
         self.ended_at: float | None = None
         self.end: SequenceEnd | None = None
+        self.finish_reason: str | None = None  # as its client was told
 
     # --- written by the orchestrator ---
 
@@ -110,6 +152,17 @@ class SequenceTimeline:
     def started(self) -> None:
         self.attempts[-1].started_at = time.monotonic()
 
+    def computing(self) -> None:
+        """A worker says that it is about to compute it."""
+        if self.attempts and self.attempts[-1].computing_at is None:
+            self.attempts[-1].computing_at = time.monotonic()
+
+    def failed(self, cause: str, worker_id: str | None) -> None:
+        """The newest attempt came to nothing, by the doing of that worker or of none."""
+        if self.attempts:
+            attempt = self.attempts[-1]
+            attempt.failed_at, attempt.cause, attempt.failed_worker = time.monotonic(), cause, worker_id
+
     def waited(self, seconds: float) -> None:
         """The worker says how long the prompt waited there."""
         if self.attempts:
@@ -120,6 +173,11 @@ class SequenceTimeline:
         for attempt in self.attempts:
             if attempt.number == number:
                 attempt.handoff_s = exposed_s
+
+    def preempted(self, index: int) -> None:
+        """A worker gave its KV up for others, after the token before that."""
+        if self.preemptions[-1:] != [index]:
+            self.preemptions.append(index)
 
     def token(self, at: float) -> None:
         """A token came at that time."""
@@ -203,21 +261,26 @@ class RequestTimeline:
 
     endpoint: str
     terms: RequestTerms
+    request_id: str = ""  # as the answer and its header `x-request-id` name it
     sequences: list[SequenceTimeline] = field(default_factory=list)
     parsed_at: float | None = None  # it was read, checked and tokenised
     ended_at: float | None = None
+    status: int | None = None  # HTTP's, once it was sent
     outcome: str = "cancelled"  # unless something else is known at the end
     promise: Outcome | None = Outcome.CANCELLED
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    trace_headers: Mapping[str, list[str]] = field(default_factory=dict)  # of W3C's trace context, as they came
+    since_1970_s: float = field(default_factory=lambda: time.time() - time.monotonic())  # to add to a stamp
     _unsent: set[int] = field(default_factory=set)  # sequences whose first byte has not left
 
     # --- written by the HTTP side ---
 
-    def parsed(self, requests: Sequence[RequestSpec], num_prompt_tokens: int) -> None:
+    def parsed(self, requests: Sequence[RequestSpec], num_prompt_tokens: int, request_id: str = "") -> None:
         """It can be generated: a sequence for each choice. `num_prompt_tokens`: each prompt counts once."""
         self.parsed_at = time.monotonic()
+        self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.sequences = [SequenceTimeline(self.terms, request) for request in requests]
         self._unsent = set(range(len(requests)))
@@ -230,8 +293,10 @@ class RequestTimeline:
             for index in first:
                 self.sequences[index].sent_at = now
 
-    def ended(self) -> None:
-        self.ended_at = time.monotonic()
+    def ended(self, at: float | None = None) -> None:
+        """The kernel took the last byte at that time; None: it is over just now. The first call counts."""
+        if self.ended_at is None:
+            self.ended_at = time.monotonic() if at is None else at
 
     # --- read ---
 
@@ -273,50 +338,150 @@ class RequestTimeline:
         return None if attempt is None else attempt.predicted_ttft_s
 
     @property
+    def workers(self) -> list[str]:
+        """All that it was given to, of all choices and attempts, in this order."""
+        attempts = (attempt for sequence in self.sequences for attempt in sequence.attempts)
+        named = (worker for attempt in attempts for worker in (attempt.prefill, attempt.decode) if worker)
+        return list(dict.fromkeys(named))
+
+    @property
     def handoffs_s(self) -> list[float]:
         """The exposed time of each hand-off that is known, of all choices and attempts."""
         attempts = (attempt for sequence in self.sequences for attempt in sequence.attempts)
         return [attempt.handoff_s for attempt in attempts if attempt.handoff_s is not None]
 
     @property
+    def retries(self) -> Iterator[str]:
+        """Why attempts that others followed came to nothing, of all choices: an `AttemptEnd` each."""
+        for sequence in self.sequences:
+            yield from (attempt.cause for attempt in sequence.attempts[:-1] if attempt.cause)
+
+    @property
+    def num_migrations(self) -> int:
+        """How often a stream went on in another attempt, behind tokens that it had."""
+        return sum(attempt.num_before > 0 for sequence in self.sequences for attempt in sequence.attempts)
+
+    @property
     def total_s(self) -> float:
         """From arrival to the end, or to now while it goes on."""
         return (time.monotonic() if self.ended_at is None else self.ended_at) - self.arrived_at
 
-    def parts(self) -> dict[str, float]:
-        """Where the time went, in seconds and in order: first the `TTFT_PARTS`, whose sum is `ttft_s`, then the
-        `DECODE_PARTS`; all of them sum to `total_s` of a request that ended. Of the sequence that was sent first.
+    @property
+    def num_tokens(self) -> int:
+        """Generated, or so far, of all choices."""
+        return self.num_generated_tokens or sum(len(sequence.token_times) for sequence in self.sequences)
 
-        What did not come to happen is missing, and the time up to the end counts as `finish`.
+    @property
+    def kept_promise(self) -> bool | None:
+        """Whether `/slo` counts it as met or as missed; None: as neither, or it goes on."""
+        if self.ended_at is None or self.promise is None:
+            return None
+        counts = counts_of(
+            self.terms.slo,
+            self.promise,
+            e2e_s=self.total_s,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            gap_p99_s=self.gap_p99_s,
+            num_tokens=self.num_generated_tokens,
+        )
+        return bool(counts.met) if counts.met or counts.missed else None
+
+    def parts(self, choice: int | None = None) -> list[Part]:
+        """Where the time of one choice went, in order and without a break: their seconds sum to `total_s`, and those up
+        to `send` to the `ttft_s` of that choice. Of a request that goes on up to now. `choice` None: the one whose
+        first byte was sent first.
+
+        The time of an attempt that came to nothing is in its own parts as far as it got, the rest is `retry`.
         """
-        sequence = self.first or (self.sequences[0] if self.sequences else None)
-        marks = () if sequence is None else _marks(sequence)
+        sequence = (self.first or self.sequences[0]) if choice is None else self.sequences[choice]
         end = self.arrived_at + self.total_s
-        parts, last = {}, self.arrived_at
-        for name, at in (("parse", self.parsed_at), *marks, ("finish", end)):
-            if at is not None:
-                upto = min(max(at, last), end)
-                parts[name], last = upto - last, upto
+        parts, last = [], self.arrived_at
+        for mark in (_Mark("parse", self.parsed_at or last), *_marks(sequence, end), _Mark("finish", end)):
+            upto = min(max(mark.until, last), end)
+            if upto > last:
+                parts.append(
+                    Part(
+                        name=mark.name,
+                        start_s=last - self.arrived_at,
+                        seconds=upto - last,
+                        worker=mark.worker,
+                        attempt=mark.attempt,
+                        cause=mark.cause,
+                    )
+                )
+            last = upto
         return parts
 
 
-def _marks(sequence: SequenceTimeline) -> Iterator[tuple[str, float | None]]:
-    """When each part ended; None: it did not come."""
-    attempt = sequence.first_attempt
-    if attempt is None:
-        return
-    yield "admit", sequence.attempts[0].asked_at
-    yield "retry", attempt.asked_at
-    yield "place", attempt.placed_at
-    yield "reserve", attempt.started_at
-    first = sequence.first_token_at
-    if attempt.started_at is not None and attempt.waited_s is not None and first is not None:
-        yield "queue", min(attempt.started_at + attempt.waited_s, first)
-    yield "prefill", first
-    yield "send", sequence.sent_at
-    if first is None:
-        return
-    times = sequence.token_times
+class _Mark(NamedTuple):
+    """Up to when a part lasts."""
+
+    name: str
+    until: float
+    worker: str | None = None
+    attempt: int | None = None
+    cause: str = ""
+
+
+def _marks(sequence: SequenceTimeline, end: float) -> Iterator[_Mark]:
+    """Between the request's parsing and the sequence's end, or `end` where it has none."""
+    stop = end if sequence.ended_at is None else sequence.ended_at
+    attempts = sequence.attempts
+    yield _Mark("admit", attempts[0].asked_at if attempts else stop)
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        num_tokens = len(sequence.token_times) if following is None else following.num_before
+        again = stop if following is None else following.asked_at
+        over = again if attempt.failed_at is None else attempt.failed_at
+        failed = following is not None or attempt.failed_at is not None
+        goes_on = not failed and sequence.end != "finished"
+        yield from _marks_of_attempt(sequence, attempt, num_tokens, over, goes_on=goes_on)
+        if failed:
+            yield _Mark("retry", again, attempt.failed_worker, attempt.number, attempt.cause)
+
+
+def _marks_of_attempt(
+    sequence: SequenceTimeline, attempt: Attempt, num_tokens: int, over: float, *, goes_on: bool
+) -> Iterator[_Mark]:
+    """`num_tokens`: those of the sequence up to the attempt's end, which was at `over`, or is now. `goes_on`: one more
+    token is waited for until then."""
+    computer, number, begin = attempt.prefill or attempt.decode, attempt.number, attempt.num_before
+    times = sequence.token_times[begin:num_tokens]
+    first = times[0] if times else None
+    began = attempt.computing_at
+    if first is not None and attempt.started_at is not None and attempt.waited_s is not None:
+        began = min(attempt.started_at + attempt.waited_s, first)
+    for name, until, worker in (
+        ("place", attempt.placed_at, None),
+        ("reserve", attempt.started_at, attempt.decode),
+        ("queue", began, computer),
+        ("prefill", first, computer),
+    ):
+        if until is not None:
+            yield _Mark(name, until, worker, number)
+        elif first is None:
+            yield _Mark(name, over, worker, number)
+            return
+    assert first is not None
+    if begin == 0 and sequence.sent_at is not None:
+        yield _Mark("send", sequence.sent_at)
     if attempt.handoff_s is not None and len(times) > 1:
-        yield "handoff", min(first + attempt.handoff_s, times[1])
-    yield "decode", times[-1]
+        yield _Mark("handoff", min(first + attempt.handoff_s, times[1]), attempt.decode, number)
+    if goes_on:
+        times.append(max(over, times[-1]))
+    waits = dict.fromkeys(_late(times, sequence.terms.slo.gap_s), "gap")
+    waits |= {at - begin: "preempted" for at in sequence.preemptions if 0 < at - begin < len(times)}
+    for index, name in sorted(waits.items()):
+        yield _Mark("decode", times[index - 1], attempt.decode, number)
+        yield _Mark(name, times[index], attempt.decode, number)
+    yield _Mark("decode", times[-1], attempt.decode, number)
+
+
+def _late(times: array[float], gap_s: float | None) -> list[int]:
+    """Which of the times are later than promised after the one before: of many the latest, in order."""
+    if gap_s is None:
+        return []
+    gaps = np.diff(np.array(times))
+    late = np.flatnonzero(gaps > gap_s)
+    longest = late[np.argsort(gaps[late], kind="stable")[-MAX_GAPS:]]
+    return [int(index) + 1 for index in np.sort(longest)]

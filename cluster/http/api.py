@@ -7,23 +7,28 @@ Owns the counts of sequences in flight and of output that waits to be read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
 from cluster.gateway.generator import ClusterView, Generator, ServingLimits
 from cluster.gateway.layout_study import LayoutStudy
+from cluster.gateway.recent_requests import RecentRequests
 from cluster.gateway.timeline import RequestTimeline
+from cluster.http.openai.structured import Grammars
 from cluster.http.terms import Tenants
 from cluster.http.turns import Turns
 from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
+from engine.checkpoint.pooling import CheckpointPooling
+from engine.text.formats import OutputFormats, ReasoningFormatName, ToolFormatName, output_formats
 from engine.text.tokenizer import Tokenizer
 
 
@@ -52,6 +57,10 @@ class InFlight:
                 f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
                 retry_after_s=1.0,
             )
+
+    def share(self, most: int) -> int:
+        """How many of `most` one request that can wait for its own may have at once now: at least one."""
+        return max(1, min(most, (self._limit - self._num) // 2))
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
@@ -91,7 +100,8 @@ class HttpLimits:
 @dataclass(slots=True, kw_only=True)
 class Api:
     """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
-    for the request log; `layouts` replays that. `secret` is the cluster's."""
+    for the request log; `layouts` replays that. `recent` has those that run and those that ended last. `secret` is the
+    cluster's. `batches`: files and batches, where the gateway has a folder for them."""
 
     generator: Generator
     cluster: ClusterView
@@ -101,27 +111,39 @@ class Api:
     metrics: Metrics
     slo: SloAccount
     secret: InitVar[bytes]
+    pooling: CheckpointPooling
     limits: HttpLimits = HttpLimits()
+    tool_format: InitVar[ToolFormatName] = "auto"
+    reasoning_format: InitVar[ReasoningFormatName] = "auto"
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     layouts: LayoutStudy = field(default_factory=LayoutStudy)
+    batches: BatchService | None = None
+    recent: RecentRequests = field(default_factory=RecentRequests)
     created: int = field(default_factory=lambda: int(time.time()))
+    formats: OutputFormats = field(init=False)
     tenants: Tenants = field(init=False)
     in_flight: InFlight = field(init=False)
     unread: Unread = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
+    grammars: Grammars = field(init=False)
 
-    def __post_init__(self, secret: bytes) -> None:
-        settings = self.settings
+    def __post_init__(self, secret: bytes, tool_format: ToolFormatName, reasoning_format: ReasoningFormatName) -> None:
+        settings, tokenizer = self.settings, self.tokenizer
+        self.formats = output_formats(
+            tool_format, reasoning_format, tokenizer.chat_template, tokenizer.response_template
+        )
         self.tenants = Tenants(
             secret, trust_header=settings.trust_tenant_header, share_prefixes=settings.share_prefixes
         )
         self.in_flight = InFlight(settings.max_concurrent)
         self.unread = Unread(self.limits.max_unread_bytes)
+        self.grammars = Grammars(self.tokenizer)
 
     @contextmanager
     def following(self, timeline: RequestTimeline) -> Iterator[None]:
         """Around the generation of a request: however it ends, its one timeline goes to all who tell of it."""
         self.slo.follow(timeline)
+        self.recent.began(timeline)
         with self.metrics.running():
             try:
                 yield
@@ -130,6 +152,16 @@ class Api:
                 self.metrics.record(timeline)
                 self.slo.ended(timeline)
                 self.on_ended(timeline)
+                self.recent.ended(timeline)
+
+    def details(self, timeline: RequestTimeline, choice: int | None = None) -> dict[str, Any]:
+        """What operators are told of a request of this gateway, with where the time of one choice went."""
+        return {"gateway": self.cluster.gateway, "model": self.model_name, **self.recent.details(timeline, choice)}
+
+    async def rows(self, timelines: Iterable[RequestTimeline]) -> list[dict[str, Any]]:
+        """The same at a glance, of each."""
+        of_all = {"gateway": self.cluster.gateway, "model": self.model_name}
+        return [{**of_all, **await self.turns.on_loop(self.recent.facts, timeline)} for timeline in timelines]
 
     def require_model(self, name: str) -> None:
         """Raises NotFoundError unless `name` is the model served here."""

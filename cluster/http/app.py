@@ -8,9 +8,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from cluster.http.api import Api
+from cluster.http.board.board import Board
 from cluster.http.body import BodyLimit
-from cluster.http.endpoints import generation, operators, service
+from cluster.http.endpoints import batches, board, generation, messages, operators, pooling, service
 from cluster.http.error_responses import install_error_handlers
+from cluster.http.other_gateways import OtherGateways
 
 
 def create_app(api: Api) -> FastAPI:
@@ -18,7 +20,9 @@ def create_app(api: Api) -> FastAPI:
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
-    for module in (generation, operators, service):
+    app.state.board = Board(api)
+    app.state.others = OtherGateways(api)
+    for module in (generation, messages, pooling, batches, operators, service, board):
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)
@@ -28,5 +32,6 @@ def create_app(api: Api) -> FastAPI:
         max_bytes=max_bytes,
         max_arriving_bytes=max(api.limits.max_arriving_bytes, max_bytes),
         timeout_s=api.limits.body_timeout_s,
+        streamed={batches.FILES_PATH: batches.MAX_FILE_BYTES},
     )
     return app

@@ -2,15 +2,16 @@
 
 `BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, one that does not arrive
 with 408. Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve
-reads ahead. `JsonRoute` parses what came, strictly, and checks it without holding up the loop; what would hold the
-parser up for long is answered with 413, too.
+reads ahead. A file goes through to its route piece by piece: that writes it to a disk. `JsonRoute` parses what came,
+strictly, and checks it without holding up the loop; what would hold the parser up for long is answered with 413, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ApiError, InvalidRequestError, UnavailableError
+from cluster.errors import ApiError, InvalidRequestError, OverloadedError, UnavailableError
 from cluster.http.api import Api
 from cluster.http.connection import note_arrival, note_connection
 from cluster.http.error_responses import error_response, from_validation
@@ -33,6 +34,9 @@ _SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the 
 # What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
 # too: else it would look for the end again from each of its quotes.
 _VALUES_OR_TEXT: Final = re.compile(rb'[,\[{:]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+_STREAMED_S: Final = 600.0  # for a whole body that is not held
+_MOST_STREAMED: Final = 8  # of them at a time
 
 _LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
 _LONGEST_KEY: Final = 200  # characters of a client's words that an error repeats
@@ -59,10 +63,15 @@ class BodyLimit:
     """Middleware. Holds one body of at most `max_bytes` per request, and `max_arriving_bytes` of all unfinished ones.
 
     Beyond that the one that has been on its way longest gives way: a crowd of slow uploads costs others nothing.
+    `streamed`: paths whose bodies may be larger, with their limits, and are not held.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_arriving_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_arriving_bytes: int, timeout_s: float, streamed: Mapping[str, int]
+    ) -> None:
         self._app = app
+        self._streamed = streamed
+        self._num_streamed = 0
         self._max_bytes = max_bytes
         self._max_arriving_bytes = max_arriving_bytes
         self._timeout_s = timeout_s
@@ -70,11 +79,16 @@ class BodyLimit:
         self._num_bytes = 0  # of them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            note_connection(scope, receive)
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
         note_arrival(scope)
-        note_connection(scope, receive)
+        max_bytes = self._streamed.get(scope["path"])
+        if max_bytes is not None:
+            await self._stream(max_bytes, scope, receive, send)
+            return
         try:
             self._check_declared(scope)
             body = await self._receive(receive, scope["app"].state.api.turns)
@@ -83,6 +97,36 @@ class BodyLimit:
         else:
             if body is not None:
                 await self._app(scope, _replaying(body, receive), send)
+
+    async def _stream(self, max_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the body lacks is an error where the route reads it."""
+        if self._num_streamed == _MOST_STREAMED:
+            error = OverloadedError(
+                f"{_MOST_STREAMED} files are being sent here already. Try again shortly.", retry_after_s=1.0
+            )
+            await self._refuse(error, scope, receive, send)
+            return
+        num_bytes, over_at = 0, time.monotonic() + _STREAMED_S
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            try:
+                async with asyncio.timeout(min(self._timeout_s, over_at - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise InvalidRequestError(
+                    "The body did not arrive in time. Send it again.", code="body_timeout", status=408
+                ) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:
+                raise _body_too_large(f"The body is larger than {max_bytes} bytes. Send several smaller ones.")
+            return message
+
+        self._num_streamed += 1
+        try:
+            await self._app(scope, receive_bounded, send)
+        finally:
+            self._num_streamed -= 1
 
     def _check_declared(self, scope: Scope) -> None:
         for name, value in scope["headers"]:
@@ -148,7 +192,7 @@ class BodyLimit:
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"].state.api.metrics.count("other", error.code)
-        response = error_response(error)
+        response = error_response(error, scope)
         response.headers["connection"] = "close"  # the rest of the body is not read
         await response(scope, receive, send)
 

@@ -4,8 +4,12 @@ ASGI has no way to close a connection whose client does not read: uvicorn closes
 never. So this looks behind `receive`, where uvicorn, also inside a Serve replica, has the transport. Where that is not
 found, nothing is known of what the client takes, and the connection is left to the server and to HAProxy's timeouts.
 
+Nor does it say when a request's first byte was there and when an answer's last one left: uvicorn hands a request to the
+application in a later turn of the loop, and uvloop writes at a turn's end. `TimedProtocol` notes both where they
+happen.
+
 libuv accepts one connection of each listening handle in a turn of the loop, so a client's new connection would wait for
-as many turns as connections came before it: `accept_many` gives the server several handles.
+as many turns as connections came before it: `prepare_server` gives the server several handles.
 """
 
 from __future__ import annotations
@@ -17,14 +21,51 @@ import struct
 import termios
 import time
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _CONNECTION: Final = "legato.connection"
 ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
 _ARRIVED_AT: Final = "legato.arrived_at"
+# Where Linux has, in `struct tcp_info`, the milliseconds since the last bytes were sent and received.
+_LAST_SENT: Final = 44
+_LAST_RECEIVED: Final = 52
+_COARSE: Final = 6  # `CLOCK_MONOTONIC_COARSE` of Linux: the time of the newest tick; Python has no name for it
+_TICK_S: Final = time.clock_getres(_COARSE)  # of the kernel, which these are multiples of
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """uvicorn's, for one connection: says when a request's first byte came, and when the kernel had taken an answer's
+    last one. Times are of `time.monotonic`. For `uvicorn.Config(http=TimedProtocol)`."""
+
+    answered: tuple[Connection, ...] = ()  # whose last byte waits to be written
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(dict[str, Any], self.scope)[_ARRIVED_AT] = self._last(_LAST_RECEIVED)
+
+    def resume_writing(self) -> None:
+        for connection in self.answered:
+            connection.taken_at = max(connection.handed_at, self._last(_LAST_SENT))
+        if self.answered:
+            self.answered = ()
+            self.transport.set_write_buffer_limits()
+        super().resume_writing()
+
+    def _last(self, field: int) -> float:
+        """When the kernel last received bytes of this connection, or sent some: now, or before now where this process
+        was busy or had no processor since then. It counts in its ticks, so that may be most of a tick late."""
+        now = time.monotonic()
+        try:
+            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field + 4)
+            ago_ms: int = struct.unpack_from("I", info, field)[0]
+        except (AttributeError, OSError, struct.error):  # no TCP, or it is gone
+            return now
+        # The tick is read last: where this thread has to wait in between, that makes it late, and never too early.
+        return min(now, time.clock_gettime(_COARSE) + _TICK_S - 1e-3 * ago_ms)
 
 
 class Connection:
@@ -33,12 +74,46 @@ class Connection:
     def __init__(self, receive: Receive) -> None:
         # Serve's `ASGIDIReceiveProxy` keeps the server's `receive`; uvicorn's is a method of the request's cycle.
         server_receive = getattr(receive, "_receive", receive)
-        transport = getattr(getattr(server_receive, "__self__", None), "transport", None)
+        self._cycle: Any = getattr(server_receive, "__self__", None)
+        transport = getattr(self._cycle, "transport", None)
         self._transport: asyncio.Transport | None = transport if hasattr(transport, "abort") else None
+        self._stays = getattr(self._cycle, "keep_alive", False)
+        self._protocol: TimedProtocol | None = None  # while it writes the answer's last bytes
+        self.handed_at = 0.0  # when it was given these
+        self.taken_at: float | None = None  # when the kernel had the last of them, as far as is known
+
+    @property
+    def arrived_at(self) -> float | None:
+        """When the request's first byte came; None: the server does not say."""
+        return cast(float | None, getattr(self._cycle, "scope", {}).get(_ARRIVED_AT))
+
+    def answered(self) -> None:
+        """To be called when the answer's last byte has just been handed to the server, before anything is awaited."""
+        self.handed_at = time.monotonic()
+        transport = self._transport
+        protocol = getattr(transport, "get_protocol", lambda: None)()
+        # Serve can be told to run the application on another loop than the server's, which is not to be touched then.
+        if isinstance(protocol, TimedProtocol) and protocol.loop is asyncio.get_running_loop():
+            assert transport is not None
+            with suppress(RuntimeError):  # it is closed
+                transport.set_write_buffer_limits(high=0)  # so it says when nothing is left to write
+                if protocol.flow.write_paused:
+                    self._protocol = protocol
+                    protocol.answered += (self,)
+                    return
+                transport.set_write_buffer_limits()
+        self.taken_at = self.handed_at
+
+    async def taken(self) -> None:
+        """Until the kernel has the last byte of what was `answered`, or the connection is lost: then is `taken_at`. At
+        once where the server does not say when it has."""
+        if self.taken_at is None and self._protocol is not None:
+            await self._protocol.flow.drain()
+            self.taken_at = self.taken_at or time.monotonic()
 
     def num_not_taken(self) -> int | None:
         """Bytes that were written to the client and have not arrived at its machine; None: not known."""
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or (self._transport.is_closing() and not self._is_finishing):
             return None
         sock = self._transport.get_extra_info("socket")
         try:
@@ -46,6 +121,16 @@ class Connection:
         except (AttributeError, OSError, ValueError):  # no socket, or it is gone
             return None
         return self._transport.get_write_buffer_size() + int(in_kernel)
+
+    @property
+    def _is_finishing(self) -> bool:
+        """The last bytes are being written; where the client asked for that, the server closes it then."""
+        return self._protocol is not None and self._protocol in self._protocol.connections
+
+    def is_ending(self) -> bool:
+        """Whether the server stops, which it tells a connection by not keeping it behind this answer. It waits for the
+        answer, so one that goes on for ever has to look. Not known where the client itself would not keep it."""
+        return bool(self._stays and not self._cycle.keep_alive)
 
     def abort(self) -> None:
         """Close it and forget what was not sent, in the kernel as well."""
@@ -66,8 +151,9 @@ def connection_of(scope: Scope) -> Connection:
     return connection
 
 
-def accept_many() -> None:
-    """Let the HTTP server of this process accept many connections in each turn of its loop.
+def prepare_server() -> None:
+    """Let the HTTP server of this process accept many connections in each turn of its loop, and say when bytes come and
+    go.
 
     A gateway's replica calls it once, before Serve starts the server, which Serve hands one socket. The server then
     listens on duplicates of that as well; uvicorn closes all of them when it stops.
@@ -77,6 +163,8 @@ def accept_many() -> None:
     serve = uvicorn.Server.serve
 
     async def serve_many(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        if server.config.http in ("auto", "httptools") and not server.config.loaded:
+            server.config.http = TimedProtocol
         more = [listener.dup() for listener in sockets or () for _ in range(ACCEPTED_PER_TURN - 1)]
         await serve(server, None if sockets is None else [*sockets, *more])
 
@@ -85,11 +173,11 @@ def accept_many() -> None:
 
 
 def note_arrival(scope: Scope) -> None:
-    """The request has just come in; its body has not been read."""
-    scope[_ARRIVED_AT] = time.monotonic()
+    """The request has come in; its body has not been read."""
+    scope[_ARRIVED_AT] = connection_of(scope).arrived_at or time.monotonic()
 
 
 def arrival(request: Request) -> float:
-    """When that was, by `time.monotonic()`."""
+    """When its first byte came, by `time.monotonic()`; or when the application heard of it."""
     arrived_at: float = request.scope[_ARRIVED_AT]
     return arrived_at

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from cluster.errors import ApiError, FailedError, InvalidRequestError
 from cluster.http.api import Api
 
 logger = logging.getLogger(__name__)
 
+_MESSAGES: Final = "/v1/messages"  # here and below Anthropic's clients ask
 # Those that `cluster.http.openai.fields` raises, whose sentences are whole.
 _OUR_CODES = ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value")
 _CODES: Mapping[str, str] = {
@@ -34,14 +36,20 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """In the shape that clients of the request's path parse."""
+    return JSONResponse(_body(error, scope), status_code=error.status, headers=error.headers())
+
+
+def _body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    is_anthropics = scope["path"] == _MESSAGES or scope["path"].startswith(_MESSAGES + "/")
+    return error.anthropic_body() if is_anthropics else error.body()
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     _count(request, error.code or "invalid")
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -61,15 +69,15 @@ async def _http_exception(request: Request, error: Exception) -> JSONResponse:
     }
     message = sentences.get(error.status_code, f"{error.detail}.")
     codes = {404: "unknown_url", 405: "method_not_allowed", 400: "invalid_json"}
-    answer = InvalidRequestError(message, code=codes.get(error.status_code))
+    answer = InvalidRequestError(message, code=codes.get(error.status_code), status=error.status_code)
     _count(request, answer.code or "invalid")
-    return JSONResponse(answer.body(), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(_body(answer, request.scope), status_code=error.status_code, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     # Starlette raises it again for the server to log, with its traceback.
     _count(request, "failed")
-    return error_response(FailedError("The server failed to answer; the fault is its own. Try again."))
+    return error_response(FailedError("The server failed to answer; the fault is its own. Try again."), request.scope)
 
 
 def _count(request: Request, outcome: str) -> None:

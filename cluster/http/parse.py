@@ -10,18 +10,23 @@ list samples as if it were sent alone. Without a seed each prompt draws a random
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api
 from cluster.http.openai.choice import Choice, Delta
+from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import Prompt
-from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody, TemplateBody
+from cluster.http.openai.tools import constrained, reading_of, told_calls, told_tools, with_tools
 from engine.sampling.params import SamplingParams
+from engine.text.formats import Message
 from kv_transfer.messages.requests import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
@@ -36,6 +41,8 @@ MAX_TOKENIZED: Final = 2**20  # tokens in an answer of /tokenize
 LONG_TEXT_CHARS: Final = 2_000  # longer texts are tokenised off the event loop, which they would hold for over 1 ms
 MANY_TOKENS: Final = 10_000  # to turn into text, or to check, on the event loop, which they would hold for over 1 ms
 _MESSAGE_CHARS: Final = 20  # that rendering and tokenising a message costs besides its own, roughly
+_TOKEN_ID_BYTES: Final = 6  # of JSON, for a token's id, roughly
+_PROMPT_END_TOKENS: Final = 32  # may open the reasoning
 _LOGPROB_BYTES: Final = 50  # of JSON, for a token with its log probability, roughly
 _SEED_MASK: Final = 2**63 - 1
 
@@ -56,7 +63,13 @@ class Job:
     include_usage: bool
     choices: list[Choice]
     num_choices: int  # per prompt
+    num_output_logprobs: int | None  # per token of the output, and of an echo
+    num_prompt_logprobs: int | None  # in vLLM's `prompt_logprobs`
+    skip_special_tokens: bool
     return_token_ids: bool
+    tokens_as_ids: bool  # in log probabilities
+    continuous_usage: bool
+    reading: Reading | None = None  # of calls and reasoning in the answer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -72,35 +85,51 @@ class Job:
     def num_generated_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
-    def usage(self) -> dict[str, object]:
-        """OpenAI's `usage`."""
-        num_prompt, num_generated = self.num_prompt_tokens, self.num_generated_tokens
+    def usage(self, num_generated: int | None = None) -> dict[str, object]:
+        """OpenAI's `usage`; with another number of generated tokens than that of all choices, where one is given."""
+        num_prompt = self.num_prompt_tokens
+        num_generated = self.num_generated_tokens if num_generated is None else num_generated
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         }
 
     def opening_size(self, index: int) -> int:
-        """About the bytes of JSON that choice `index` begins with: its echo and the log probabilities of that."""
+        """About the bytes of JSON that choice `index` begins with: its echo, and what is told of the prompt."""
         choice = self.choices[index]
         num_logprobs = choice.spec.params.prompt_logprobs
-        each = 0 if num_logprobs is None else len(choice.spec.prompt_token_ids) * (num_logprobs + 1)
-        return len(choice.echo) + _LOGPROB_BYTES * each
+        each = 0 if num_logprobs is None else _LOGPROB_BYTES * (num_logprobs + 1)
+        each += _TOKEN_ID_BYTES if self.return_token_ids else 0
+        return len(choice.echo) + each * len(choice.spec.prompt_token_ids)
 
     def size(self, delta: Delta) -> int:
         """About the bytes of JSON that it becomes."""
         return len(delta.text) + sum(_LOGPROB_BYTES * (len(entry.top) + 1) for entry in delta.entries)
 
 
-async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
+async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, kind: str = "chatcmpl") -> Job:
     """Raises ApiError."""
     _check_common(body, 1, api)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
-    token_ids = await chat_token_ids(body.messages, api)
+    token_ids = await chat_token_ids(body.messages, body, api, told_tools(body))
+    token_ids = _truncated(token_ids, body, max_tokens, api)
+    prompt_end = ""
+    if api.formats.reasoning is not None:
+        prompt_end = api.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+    reading = reading_of(body, api.formats, prompt_end)
+    beside = constrained(body, reading, api.tokenizer)
+    asked = (body.response_format, body.structured_outputs)
+    grammar = await api.grammars.grammar_for(*(asked if beside is None or all(asked) else (beside, None)))
     return _job(
-        "chatcmpl",
+        kind,
         body,
         api,
         [(token_ids, "")],
@@ -108,7 +137,10 @@ async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt:
         prefix_salt,
         param="messages",
         max_tokens=max_tokens,
+        grammar=grammar,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        reading=reading,
     )
 
 
@@ -120,12 +152,14 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
         )
     for prompt in body.prompt:
-        _require_fits(prompt, api, "prompt")
+        if isinstance(prompt, str) or body.truncate_prompt_tokens is None:
+            _require_fits(prompt, api, "prompt")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0, which needs echo. Ask for at least 1 token.", param="max_tokens")
     size = sum(len(prompt) for prompt in body.prompt)
-    prompts = await _off_loop_if_long(size, api, _completion_prompts, body.prompt, bool(body.echo), api)
+    grammar = await api.grammars.grammar_for(body.response_format, body.structured_outputs)
+    prompts = await _off_loop_if_long(size, api, _completion_prompts, body, max_tokens, api)
     return _job(
         "cmpl",
         body,
@@ -135,30 +169,114 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
         prefix_salt,
         param="prompt",
         max_tokens=max_tokens,
+        grammar=grammar,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=max(asked) if (asked := _prompt_logprobs(body)) else None,
     )
 
 
-async def chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
+def _prompt_logprobs(body: CompletionBody) -> list[int]:
+    """How many are asked for of each prompt token, under both names."""
+    return [asked for asked in (body.prompt_logprobs, body.logprobs if body.echo else None) if asked is not None]
+
+
+async def chat_token_ids(
+    messages: list[ChatMessage], template: TemplateBody, api: Api, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """The messages in the form the model was trained on, ending where its answer begins."""
     if len(messages) > _context(api):
         raise _too_long(f"{len(messages)} messages", api, "messages")
-    num_chars = sum(len(message.content) for message in messages)
+    plain = [_plain(message, index) for index, message in enumerate(messages)]
+    variables = _template_variables(template, api)
+    num_chars = sum(len(text) for message in plain for text in message.values() if text is not None)
+    rendering: Callable[..., list[int]] = _chat_token_ids
+    if tools or any(message.tool_calls or message.tool_call_id for message in messages):
+        num_chars += len(json.dumps(tools)) + sum(map(_call_chars, messages))
+        rendering = partial(_with_calls, messages, tools)
+    num_chars += sum(len(text) for document in template.documents for text in document.values())
     _require_chars_fit(num_chars, api, "messages")
-    size = num_chars + _MESSAGE_CHARS * len(messages)
+    size = num_chars + _MESSAGE_CHARS * (len(messages) + len(template.documents))
     try:
-        return await _off_loop_if_long(size, api, _chat_token_ids, messages, api)
+        return await _off_loop_if_long(size, api, rendering, plain, variables, template, api)
     except ValueError as error:
         raise InvalidRequestError(f"These messages make no prompt: {error}.", param="messages") from error
 
 
-def _chat_token_ids(messages: list[ChatMessage], api: Api) -> list[int]:
-    plain = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in messages
-    ]
-    return api.tokenizer.apply_chat_template(plain)
+def _call_chars(message: ChatMessage) -> int:
+    return sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
+
+
+def _with_calls(
+    messages: list[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    plain: list[Message],
+    variables: dict[str, Any],
+    template: TemplateBody,
+    api: Api,
+) -> list[int]:
+    for told, message in zip(plain, messages, strict=True):
+        told.update(told_calls(message, api.formats))
+    plain, of_tools = with_tools(plain, tools, api.formats)
+    return _chat_token_ids(plain, {**variables, **of_tools}, template, api)
+
+
+def _plain(message: ChatMessage, index: int) -> Message:
+    """As templates know it."""
+    reasonings = {text for text in (message.reasoning, message.reasoning_content) if text is not None}
+    if reasonings and message.role != "assistant":
+        raise InvalidRequestError(
+            "Only an assistant's message has a reasoning. Leave it out.", param=f"messages[{index}].reasoning"
+        )
+    if len(reasonings) > 1:
+        raise InvalidRequestError(
+            "reasoning and reasoning_content differ; they are one thing under two names. Send one of them.",
+            param=f"messages[{index}].reasoning",
+        )
+    return {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content,
+        "reasoning_content": next(iter(reasonings), None),
+    }
+
+
+def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
+    """Raises InvalidRequestError for what the model's template does not read: it would change nothing."""
+    if template.continue_final_message and template.add_generation_prompt:
+        raise InvalidRequestError(
+            "The prompt ends either inside the final message or with the mark of a new one. Leave out either"
+            " continue_final_message or add_generation_prompt.",
+            param="continue_final_message",
+        )
+    names = dict.fromkeys(template.chat_template_kwargs, "chat_template_kwargs")
+    if template.documents:
+        names["documents"] = "documents"
+    for name, param in names.items():
+        if api.tokenizer.has_chat_template and not api.tokenizer.template_reads(name):
+            raise InvalidRequestError(
+                f"This model's chat template does not read {name}, so it would change nothing. Leave it out.",
+                param=param,
+                code="unsupported_value",
+            )
+    variables = dict(template.chat_template_kwargs)
+    if template.documents:
+        variables["documents"] = template.documents
+    if template.reasoning_effort == "none":  # as templates with a switch in place of degrees call it
+        variables.setdefault("enable_thinking", False)
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(template, name)) is not None:
+            variables[name] = value
+    return variables
+
+
+def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, api: Api) -> list[int]:
+    continues, opens = bool(template.continue_final_message), template.add_generation_prompt
+    return api.tokenizer.apply_chat_template(
+        plain,
+        variables,
+        add_generation_prompt=not continues if opens is None else opens,
+        continue_final_message=continues,
+        max_chars=_context(api) * api.tokenizer.longest_token_chars,
+    )
 
 
 async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True) -> list[int]:
@@ -170,6 +288,34 @@ async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True
             param="prompt",
         )
     return token_ids
+
+
+async def prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[list[int]]:
+    """Of texts as the model reads them, of ids as they are: at least one each. Raises InvalidRequestError."""
+    for prompt in prompts:
+        _require_fits(prompt, api, param)
+    found = await _off_loop_if_long(sum(map(len, prompts)), api, _prompts_token_ids, prompts, api, param)
+    for token_ids in found:
+        if not token_ids:
+            raise InvalidRequestError(f"{param} has an empty text. Send at least one token each.", param=param)
+        if len(token_ids) > _context(api):
+            raise _too_long(f"{len(token_ids)} tokens", api, param)
+    if (num_tokens := sum(map(len, found))) > MAX_PROMPT_TOKENS:
+        raise InvalidRequestError(
+            f"This request comes to {num_tokens} tokens and {MAX_PROMPT_TOKENS} are possible. Send it in parts.",
+            param=param,
+            code="request_too_large",
+        )
+    return found
+
+
+def _prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[list[int]]:
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, api, param)
+        found.append(api.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt)
+    return found
 
 
 async def token_text(token_ids: list[int], api: Api) -> str:
@@ -225,20 +371,48 @@ def check_token_ids(token_ids: list[int], api: Api, param: str) -> None:
         )
 
 
-def _completion_prompts(prompts: list[Prompt], echo: bool, api: Api) -> list[TokenPrompt]:
-    return [_completion_prompt(prompt, echo, api) for prompt in prompts]
+def _completion_prompts(body: CompletionBody, max_tokens: int, api: Api) -> list[TokenPrompt]:
+    return [_completion_prompt(prompt, body, max_tokens, api) for prompt in body.prompt]
 
 
-def _completion_prompt(prompt: Prompt, echo: bool, api: Api) -> TokenPrompt:
+def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, api: Api) -> TokenPrompt:
     if isinstance(prompt, str):
-        return api.tokenizer.encode(prompt, True), prompt if echo else ""
-    check_token_ids(prompt, api, "prompt")
-    return prompt, api.tokenizer.decode(prompt) if echo else ""
+        whole = api.tokenizer.encode(prompt, True)
+    else:
+        check_token_ids(prompt, api, "prompt")
+        whole = prompt
+    token_ids = _truncated(whole, body, max_tokens, api)
+    if not body.echo:
+        return token_ids, ""
+    if isinstance(prompt, str) and token_ids is whole:
+        return token_ids, prompt
+    return token_ids, api.tokenizer.decode(token_ids, body.skip_special_tokens is not False)
+
+
+def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | None, api: Api) -> list[int]:
+    """The prompt's last tokens, as many as the client allows; the same list where that is all of them."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids
+    if limit == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens is 0, which leaves no prompt. Send 1 or more, or -1 for what fits.",
+            param="truncate_prompt_tokens",
+        )
+    if limit == -1:
+        limit = max(1, _context(api) - max(1, max_tokens or 1))
+    return token_ids if len(token_ids) <= limit else token_ids[-limit:]
 
 
 def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> None:
     api.require_model(body.model)
     api.in_flight.require_room(num_prompts * (body.n or 1))
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs come with an answer that is not streamed. Leave out stream, or use echo with logprobs.",
+            param="prompt_logprobs",
+            code="unsupported_value",
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError(
             "stream_options is only possible with stream: true. Leave it out, or stream.", param="stream_options"
@@ -275,8 +449,10 @@ def _job(
     *,
     param: str,
     max_tokens: int | None,
+    grammar: str | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    reading: Reading | None = None,
 ) -> Job:
     """What the endpoints ask for in different words comes after `param`, the field of the prompt. `max_tokens` None: as
     many as fit."""
@@ -285,8 +461,9 @@ def _job(
     api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
     job_id = f"{kind}-{secrets.token_hex(12)}"
     max_model_len = api.require_limits().max_model_len
-    sampling = {**_sampling(body, api), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    sampling = {**_sampling(body, api), "grammar": grammar, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     choices: list[Choice] = []
+    shown = api.tokenizer.special_ids_of(reading.marks) if reading is not None else frozenset()
     for token_ids, echo in prompts:
         params = _params(sampling, _max_tokens(len(token_ids), max_tokens, max_model_len, param))
         text_end = api.tokenizer.text_end(token_ids)  # once for all choices
@@ -305,8 +482,11 @@ def _job(
                     text_end,
                     echo=echo,
                     stop=body.stop,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
                     return_token_ids=bool(body.return_token_ids),
                     discard_output=max_tokens == 0,
+                    shown=shown,
                 )
             )
     return Job(
@@ -316,9 +496,15 @@ def _job(
         service_tier=service_tier,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        continuous_usage=body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
         choices=choices,
         num_choices=num_choices,
+        num_output_logprobs=logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=bool(body.return_token_ids),
+        reading=reading,
     )
 
 
@@ -366,6 +552,7 @@ def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
     """The fields of SamplingParams that all choices share; those not given are left to its defaults."""
     check_token_ids(list(body.logit_bias), api, "logit_bias")
     check_token_ids(body.stop_token_ids or [], api, "stop_token_ids")
+    check_token_ids(body.allowed_token_ids or [], api, "allowed_token_ids")
     fields = {
         "temperature": body.temperature,
         "top_k": None if body.top_k is None else max(0, body.top_k),
@@ -378,8 +565,22 @@ def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
         "min_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "bad_words": _bad_words(body.bad_words, api),
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _bad_words(words: list[str], api: Api) -> tuple[tuple[int, ...], ...]:
+    """Each word's tokens, as it begins a text and as it follows a space, which often is a part of the first token."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = api.tokenizer.encode(word.lstrip(), False)
+        spaced = api.tokenizer.encode(" " + word.lstrip(), False)
+        found[tuple(plain)] = None
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found[tuple(spaced)] = None
+    return tuple(found)
 
 
 def _params(sampling: Mapping[str, Any], max_tokens: int) -> SamplingParams:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from starlette.responses import Response
@@ -35,30 +36,51 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 5.0  # for a sequence to end
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
 _STARTED_PER_TURN: Final = 16  # sequences: 128 at once would hold the loop for tens of milliseconds
-_UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
+UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
 _LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
 _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 
 
-class GenerationResponse(Response):
-    """Generates while it is being sent."""
+class Answer(Response):
+    """Computes while it is being sent; `_answer` says what."""
 
-    def __init__(self, api: Api, timeline: RequestTimeline, shape: Shape) -> None:
+    _connection: Connection  # once it is being sent
+
+    def __init__(self, api: Api, timeline: RequestTimeline, request_id: str) -> None:
         super().__init__()
         self._api = api
-        self._shape = shape
-        self._job = shape.job
+        self._request_id = request_id
         self._timeline = timeline
-        timeline.parsed([choice.spec for choice in self._job.choices], self._job.num_prompt_tokens)
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
+    @abstractmethod
+    async def _answer(self, send: Send) -> None:
+        """All of the answer. Raises ApiError, for the client to be told."""
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Around all of the answer: raises DeadlineError at the request's deadline; else it is finished."""
+        deadline_s = self._api.settings.request_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+                self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
+            ) from error
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = connection_of(scope)
+        connection = self._connection = connection_of(scope)
         with self._api.following(self._timeline):  # also where Serve cancels a request whose client has left
-            await first_of(self._answer_or_fail(send), _disconnected(receive), self._unread(connection))
-            if not self._complete:
+            await first_of(self._answer_or_fail(send), disconnected(receive), self._unread(connection))
+            if self._complete:  # `receive` says that the client has left from then on
+                if connection.taken_at is None:
+                    await first_of(connection.taken(), self._unread(connection))
+                self._timeline.ended(connection.taken_at)
+            if connection.taken_at is None:
                 connection.abort()
 
     async def _unread(self, connection: Connection) -> None:
@@ -75,7 +97,7 @@ class GenerationResponse(Response):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s / _LOOKS_PER_TIMEOUT):
                     await self._given_up.wait()
-        self._timeline.outcome = "unread"
+        self._timeline.outcome, self._timeline.promise = "unread", Outcome.CANCELLED
 
     async def _answer_or_fail(self, send: Send) -> None:
         """Answer; whatever goes wrong is told to the client. The one place where a request's errors end."""
@@ -84,21 +106,83 @@ class GenerationResponse(Response):
         except ApiError as error:
             await self._fail(send, error)
         except Exception:
-            logger.exception("request %s failed", self._job.id)
+            logger.exception("request %s failed", self._request_id, extra={"request": self._request_id})
             await self._fail(send, FailedError("The server failed to answer; the fault is its own. Try again."))
 
+    def _on_too_much(self) -> None:
+        if self._sending_since is not None:  # else the next call to the outbox raises
+            self._given_up.set()
+
+    async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
+        """What takes long is made in a thread."""
+        return work(*args) if size <= _LARGE_BYTES else await self._api.turns.writing(work, *args)
+
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        """The body of an answer that fails before it began."""
+        return error.body()
+
+    def _last_word(self, error: ApiError) -> bytes:
+        """What ends an answer that has begun, and fails. Empty: nothing can; its connection is cut."""
+        return b""
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                if not self._started:
+                    await self._send_json(send, error.status, dumps(self._failure(error)), error.headers())
+                elif word := self._last_word(error):
+                    await self._write(send, word, last=True)
+
+    async def _send_json(
+        self, send: Send, status: int, data: bytes, headers: dict[str, str] | None = None, outbox: Outbox | None = None
+    ) -> None:
+        await self._start(send, status, "application/json", {"content-length": str(len(data)), **(headers or {})})
+        await self._write(send, data, last=True, outbox=outbox)
+
+    async def _write(self, send: Send, data: bytes, *, last: bool = False, outbox: Outbox | None = None) -> None:
+        """In pieces, so that a client that reads slowly is seen to read. `outbox` is told of each."""
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            more = not last or start + PIECE_BYTES < len(data)
+            self._sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+            self._sending_since = None
+            if outbox is not None:
+                outbox.shrink(len(piece))
+        if last:
+            self._connection.answered()
+            self._sending_since = time.monotonic()  # it is on its way
+            self._complete = True
+
+    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
+        self._started, self._timeline.status = True, status
+        slo_class = self._timeline.terms.slo.name
+        named = {
+            "content-type": content_type,
+            "x-request-id": self._request_id,
+            CLASS_HEADER: slo_class,
+            **headers,
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+class GenerationResponse(Answer):
+    """Generates while it is being sent."""
+
+    def __init__(self, api: Api, timeline: RequestTimeline, shape: Shape) -> None:
+        super().__init__(api, timeline, shape.job.id)
+        self._shape = shape
+        self._job = shape.job
+        timeline.parsed([choice.spec for choice in self._job.choices], self._job.num_prompt_tokens, self._job.id)
+
     async def _answer(self, send: Send) -> None:
-        deadline_s = self._api.settings.request_deadline_s
         outbox = self._api.unread.open(len(self._job.choices), self._on_too_much)
         generating = asyncio.create_task(self._generate(outbox))
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._in_time():
                 await (self._stream if self._job.stream else self._whole)(send, outbox)
-                self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
-            ) from error
         finally:
             outbox.close()
             generating.cancel()
@@ -129,6 +213,7 @@ class GenerationResponse(Response):
                 for event in tokens:
                     delta = choice.append(event)
                     if delta.finish_reason is not None:
+                        self._timeline.sequences[index].finish_reason = delta.finish_reason
                         leave()
                     outbox.add(index, delta)
                     if delta.finish_reason is not None:
@@ -144,16 +229,12 @@ class GenerationResponse(Response):
             except TimeoutError:
                 logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S)
 
-    def _on_too_much(self) -> None:
-        if self._sending_since is not None:  # else the next call to the outbox raises
-            self._given_up.set()
-
     async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()
         while waiting := await outbox.take():
             events = await self._made(self._size(waiting, opened), self._events, waiting, opened)
             if not self._started:
-                await self._start(send, 200, "text/event-stream", _UNBUFFERED)
+                await self._start(send, 200, "text/event-stream", UNBUFFERED)
             if events:
                 await self._write(send, events)
                 self._timeline.sent([index for index, _ in waiting])
@@ -165,10 +246,6 @@ class GenerationResponse(Response):
         job = self._job
         opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.choices) else ()
         return sum(map(job.opening_size, opening)) + sum(job.size(delta) for _, delta in deltas)
-
-    async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
-        """What takes long is made in a thread."""
-        return work(*args) if size <= _LARGE_BYTES else await self._api.turns.writing(work, *args)
 
     def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> bytes:
         events: list[bytes] = []
@@ -194,50 +271,17 @@ class GenerationResponse(Response):
         outbox.resize(len(data))
         await self._send_json(send, 200, data, outbox=outbox)
 
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return self._shape.failure(error)
+
+    def _last_word(self, error: ApiError) -> bytes:
+        return self._shape.last_word(error) if self._job.stream else b""
+
     def _whole_json(self, deltas: list[Delta]) -> bytes:
         return dumps_large(self._shape.whole(deltas))
 
-    async def _fail(self, send: Send, error: ApiError) -> None:
-        self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
-                if self._started:
-                    await self._write(send, b"data: " + dumps(error.body()) + b"\n\n", last=True)
-                else:
-                    await self._send_json(send, error.status, dumps(error.body()), error.headers())
 
-    async def _send_json(
-        self, send: Send, status: int, data: bytes, headers: dict[str, str] | None = None, outbox: Outbox | None = None
-    ) -> None:
-        await self._start(send, status, "application/json", {"content-length": str(len(data)), **(headers or {})})
-        await self._write(send, data, last=True, outbox=outbox)
-
-    async def _write(self, send: Send, data: bytes, *, last: bool = False, outbox: Outbox | None = None) -> None:
-        """In pieces, so that a client that reads slowly is seen to read. `outbox` is told of each."""
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            more = not last or start + PIECE_BYTES < len(data)
-            self._sending_since = time.monotonic()
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
-            self._sending_since = None
-            if outbox is not None:
-                outbox.shrink(len(piece))
-        self._complete = last
-
-    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
-        self._started = True
-        slo_class = self._timeline.terms.slo.name
-        named = {
-            "content-type": content_type,
-            "x-request-id": self._job.id,
-            CLASS_HEADER: slo_class,
-            **headers,
-        }
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, None]) -> None:
+async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, object]) -> None:
     """Run `work` to its end, or cancel it as soon as one of `ends` is over. Raises what `work` raised."""
     working = asyncio.create_task(work)
     tasks = {working, *map(asyncio.create_task, ends)}
@@ -252,6 +296,7 @@ async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, N
         working.result()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,10 +1,11 @@
-"""The terms that a request is served on, from its headers and body: its class and targets, and who it belongs to.
+"""The terms that a request is served on, from its headers and body: its class and targets, and who it belongs to. And
+whose trace it is a part of.
 
 Who it belongs to counts for sharing under overload, and for whose prompts its own may be found in. A tenant's name says
 nothing about keys or people:
 
     x-tenant             as it is, where the operator trusts the proxy that sets it (`gateway.trust_tenant_header`)
-    Authorization        else a keyed hash of the client's key
+    Authorization        else a keyed hash of the client's key; Anthropic's clients send it as `x-api-key`
     safety_identifier    else a keyed hash of what the client says of its user; `user` is its older name
     ""                   else: all such requests are one tenant
 
@@ -27,11 +28,15 @@ from fastapi import Request
 
 from cluster.errors import InvalidRequestError
 from cluster.http.connection import arrival
+from cluster.http.inside import on_behalf
+from cluster.http.openai.pooling import PoolingBody
 from cluster.http.openai.schemas import GenerationBody
 from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
 
 TENANT_HEADER: Final = "x-tenant"
 MAX_TENANT: Final = 64
+_MAX_TRACEPARENT: Final = 512
+_MAX_TRACESTATE: Final = 512  # of which the standard asks to pass on as much
 
 
 class Tenants:
@@ -49,7 +54,7 @@ class Tenants:
         if given and self._trust_header:
             return given
         for kind, text in (
-            ("key", headers.get("authorization")),
+            ("key", _key(headers)),
             ("user", safety_identifier),
             ("user", user),
         ):
@@ -63,18 +68,30 @@ class Tenants:
 
         Raises InvalidRequestError where the header is none that Legato takes.
         """
-        key, tenant = headers.get("authorization") or "", _tenant_header(headers)
+        key, tenant = _key(headers), _tenant_header(headers)
         if tenant and self._trust_header:
             key = ""  # one tenant may have several
         if self._share_prefixes:
             key = tenant = ""
         if not (key or tenant or cache_salt):
             return ""
-        whole = json.dumps([key, tenant, cache_salt or ""]).encode()
-        return hashlib.blake2b(whole, key=self._salt_key, digest_size=16).hexdigest()
+        return self._salt(key, tenant, cache_salt or "")
+
+    def resalted(self, salt: str, cache_salt: str | None) -> str:
+        """Of a client whose salt without a `cache_salt` is `salt`."""
+        return self._salt(salt, cache_salt) if cache_salt else salt
+
+    def _salt(self, *parts: str) -> str:
+        return hashlib.blake2b(json.dumps(parts).encode(), key=self._salt_key, digest_size=16).hexdigest()
 
     def _hash(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=8).hexdigest()
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """The client's, in OpenAI's header or in Anthropic's: one key is one client's, whichever API it is sent to."""
+    other = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {other}" if other else "")
 
 
 def _tenant_header(headers: Mapping[str, str]) -> str:
@@ -89,14 +106,33 @@ def _tenant_header(headers: Mapping[str, str]) -> str:
     return name
 
 
-def terms_of(request: Request, body: GenerationBody, classes: SloConfig, tenants: Tenants) -> RequestTerms:
+def terms_of(
+    request: Request, body: GenerationBody | PoolingBody, classes: SloConfig, tenants: Tenants
+) -> RequestTerms:
     """Raises InvalidRequestError where a class, tier, target or tenant is none."""
     slo = classes.choose(body.service_tier, request.headers)
-    tenant = tenants.name(request.headers, body.safety_identifier, body.user)
+    whose = on_behalf(request.scope)
+    tenant = tenants.name(request.headers, body.safety_identifier, body.user) if whose is None else whose.tenant
     return RequestTerms(slo=slo, tenant=tenant, arrived_at=arrival(request))
+
+
+def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:
+    """Of the prefixes of its prompts. Raises InvalidRequestError as `Tenants.salt` does."""
+    whose = on_behalf(request.scope)
+    return tenants.salt(request.headers, cache_salt) if whose is None else tenants.resalted(whose.salt, cache_salt)
 
 
 def answered_tier(request: Request, body: GenerationBody) -> str:
     """What the answer says in `service_tier`: the tier that was asked for; a class, where a header chose one."""
     chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"
     return "default" if chosen == "auto" else chosen
+
+
+def trace_headers(request: Request) -> dict[str, list[str]]:
+    """Those of W3C's trace context, to be read by who makes spans. Two `traceparent` name no one parent, and count as
+    none, as does one that is longer than any version's may be."""
+    parents = request.headers.getlist("traceparent")
+    if len(parents) != 1 or len(parents[0]) > _MAX_TRACEPARENT:
+        return {}
+    states = request.headers.getlist("tracestate")
+    return {"traceparent": parents, "tracestate": states if sum(map(len, states)) <= _MAX_TRACESTATE else []}

@@ -1,16 +1,21 @@
-"""Prometheus metrics of one gateway's HTTP side, in a registry of its own.
+"""Prometheus metrics of one gateway's requests, in a registry of its own.
 
-Everything is updated once per request: a token costs no metric. `registry` is open to others in the same process.
+Everything is updated once per request: a token costs no metric. What is on its way is looked at when somebody asks.
+`registry` is open to others in the same process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from cluster.gateway.request_state import TERMINAL, AttemptEnd, RequestRun, RequestState
 from cluster.gateway.timeline import RequestTimeline
 
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
@@ -18,6 +23,7 @@ _TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 _GAP_S: Final = (*_TPOT_S, 2, 5, 10)
 _HANDOFF_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5)
 _ERROR: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1, 2, 5)
+_CAUSES: Final = [cause for literal in get_args(AttemptEnd) for cause in get_args(literal)]
 _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
@@ -69,6 +75,17 @@ class Metrics:
         self._e2e = Histogram(
             "legato_request_duration_seconds", "From arrival to the last byte", buckets=_E2E_S, registry=r
         )
+        self._retries = Counter(
+            "legato_retries",
+            "Attempts that came to nothing and that another one followed, by why",
+            ["cause"],
+            registry=r,
+        )
+        for cause in _CAUSES:  # there from the start: what begins at 1 is no increase
+            self._retries.labels(cause)
+        self._migrations = Counter(
+            "legato_migrations", "Streams that went on in another attempt behind tokens that they had", registry=r
+        )
 
     def watch_unread(self, num_bytes: Callable[[], float]) -> None:
         """What waits for clients to read it."""
@@ -93,6 +110,9 @@ class Metrics:
     def record(self, timeline: RequestTimeline) -> None:
         """A request was generated, and has ended."""
         self.count(timeline.endpoint, timeline.outcome)
+        for cause in timeline.retries:
+            self._retries.labels(cause).inc()
+        self._migrations.inc(timeline.num_migrations)
         ttft_s = timeline.ttft_s
         if ttft_s is None:
             return  # never answered: its times and tokens would only blur those of requests that were
@@ -110,3 +130,30 @@ class Metrics:
             self._gap.observe(gap_s)
         for handoff_s in timeline.handoffs_s:
             self._handoff.observe(handoff_s)
+
+
+class RunMetrics(Collector):
+    """The sequences that a gateway has on the cluster (`Orchestrator.runs`), by how far they are."""
+
+    def __init__(self, runs: Callable[[], Iterable[RequestRun]] = tuple) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterator[Metric]:
+        now = time.monotonic()
+        ages: dict[str, list[float]] = {state.name.lower(): [] for state in RequestState if state not in TERMINAL}
+        for run in self._runs():
+            if not run.ended:
+                ages[run.state.name.lower()].append(now - run.terms.arrived_at)
+        number = GaugeMetricFamily(
+            "legato_sequences", "Choices of requests on their way, by the gateway's state of them", labels=("state",)
+        )
+        oldest = GaugeMetricFamily(
+            "legato_sequences_oldest_seconds",
+            "How long ago the oldest of them arrived; 0 without any",
+            labels=("state",),
+        )
+        for state, found in ages.items():
+            number.add_metric([state], len(found))
+            oldest.add_metric([state], max(found, default=0.0))
+        yield number
+        yield oldest

@@ -11,6 +11,7 @@ in `docs/guide/metrics.md`. `test_worker_metrics.py` looks at all of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kv_transfer.messages.fields import PrefixSource, Role, SourceName
-from kv_transfer.messages.workers import DiskReport, KnownWorker, WorkerSnapshot
+from kv_transfer.messages.workers import DiskReport, KnownWorker, LinkReport, WorkerSnapshot
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values of the family's own labels, and the number."""
@@ -43,17 +44,41 @@ class _Family:
 
 
 class WorkerMetrics(Collector):
-    """`workers()` gives the live ones and their newest snapshots, `pools()` how many there should be in each pool."""
+    """`workers()` gives the live ones and their newest snapshots, `pools()` how many there should be in each pool;
+    `least`: how many the configuration asks of each at least."""
 
     def __init__(
-        self, workers: Callable[[], Iterable[KnownWorker]], pools: Callable[[], Mapping[Role, int]] = dict
+        self,
+        workers: Callable[[], Iterable[KnownWorker]],
+        pools: Callable[[], Mapping[Role, int]] = dict,
+        least: Mapping[Role, int] | None = None,
     ) -> None:
         self._workers = workers
         self._pools = pools
+        self._least = least or {}
 
     def collect(self) -> Iterator[Metric]:
         workers = list(self._workers())
         yield from (family.collect(workers) for family in _FAMILIES)
+        yield from self._collect_pools(workers)
+
+    def _collect_pools(self, workers: list[KnownWorker]) -> Iterator[Metric]:
+        present = GaugeMetricFamily(
+            "legato_pool_workers",
+            "Workers that were started in the pool, whatever their present role, by whether they leave (draining)",
+            labels=("pool", "state"),
+        )
+        here = Counter((info.home or info.role, snapshot.draining) for info, snapshot in workers)
+        for pool in sorted({*self._least, *(pool for pool, _ in here)}):
+            present.add_metric([pool, "serving"], here[pool, False])
+            present.add_metric([pool, "draining"], here[pool, True])
+        yield present
+        least = GaugeMetricFamily(
+            "legato_pool_least_workers", "Workers that the configuration asks of the pool at least", labels=("pool",)
+        )
+        for pool, number in self._least.items():
+            least.add_metric([pool], number)
+        yield least
         wanted = GaugeMetricFamily(
             "legato_pool_wanted_workers", "Workers that the pool should have, by the predicted demand", labels=("pool",)
         )
@@ -101,6 +126,26 @@ def _dropped(snapshot: WorkerSnapshot) -> _Samples:
         yield ("disk", "slots"), tiers.disk.dropped_slots
 
 
+def _steps(snapshot: WorkerSnapshot) -> _Samples:
+    yield ("prefill",), snapshot.steps.num_prefill
+    yield ("decode",), snapshot.steps.num_decode
+
+
+def _step_tokens(snapshot: WorkerSnapshot) -> _Samples:
+    yield ("prefill",), snapshot.steps.prefill_tokens
+    yield ("decode",), snapshot.steps.decode_tokens
+
+
+def _moved_blocks(snapshot: WorkerSnapshot) -> _Samples:
+    yield ("out",), snapshot.tiers.num_offloaded_blocks
+    yield ("in",), snapshot.tiers.num_restored_blocks
+
+
+def _links(number: Callable[[LinkReport], float]) -> Callable[[WorkerSnapshot], _Samples]:
+    """By the other worker."""
+    return lambda snapshot: [((peer,), number(link)) for peer, link in snapshot.links.items()]
+
+
 def _by_source(numbers: Mapping[PrefixSource, int] | Mapping[SourceName, int]) -> _Samples:
     return [((source,), number) for source, number in numbers.items()]
 
@@ -124,6 +169,83 @@ def _cost_coefficients(snapshot: WorkerSnapshot) -> _Samples:
 
 
 _FAMILIES: Final = (
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_waiting_requests",
+        "Requests that were accepted and have no KV blocks yet",
+        (),
+        _one(lambda snapshot: snapshot.num_waiting),
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_running_requests",
+        "Requests that have KV blocks",
+        (),
+        _one(lambda snapshot: snapshot.num_running),
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_queued_prompt_tokens",
+        "Prompt tokens that were accepted and are not computed yet",
+        (),
+        _one(lambda snapshot: snapshot.queued_prefill_tokens),
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_oldest_wait_seconds",
+        "How long the oldest of the waiting requests has waited at this worker; 0 while none waits",
+        (),
+        _one(lambda snapshot: snapshot.oldest_wait_s),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_steps",
+        "Steps computed, with prompt tokens (prefill) and without (decode)",
+        ("kind",),
+        _steps,
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_step_tokens",
+        "Tokens computed in the steps of each kind",
+        ("kind",),
+        _step_tokens,
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_handoffs",
+        "Hand-offs of a prompt's KV cache to this peer, verified there",
+        ("peer",),
+        _links(lambda link: link.num_handoffs),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_handoff_bytes",
+        "KV bytes of these hand-offs",
+        ("peer",),
+        _links(lambda link: link.num_bytes),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_handoff_hidden_bytes",
+        "Of these, bytes that were sent while the prompt was still being computed",
+        ("peer",),
+        _links(lambda link: link.num_hidden_bytes),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_handoff_exposed_seconds",
+        "From the end of a prompt's last step until decode could go on with it, of all these hand-offs together",
+        ("peer",),
+        _links(lambda link: link.exposed_s),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_handoff_failures",
+        "Hand-offs from this worker that came to nothing",
+        (),
+        _one(lambda snapshot: snapshot.num_failed_handoffs),
+    ),
     _Family(
         GaugeMetricFamily,
         "legato_worker_kv_blocks",
@@ -165,6 +287,13 @@ _FAMILIES: Final = (
         "Times that layers of a running sequence were moved back to the device",
         (),
         _one(lambda snapshot: snapshot.tiers.num_restores),
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_moved_blocks",
+        "KV blocks of running sequences moved to host memory (out) and back to the device (in)",
+        ("direction",),
+        _moved_blocks,
     ),
     _Family(
         CounterMetricFamily,

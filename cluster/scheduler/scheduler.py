@@ -233,7 +233,7 @@ class GlobalScheduler:
     def _narrowed(self, request: Place) -> Place:
         """Without the workers that it need not, or must not, go to."""
         exclude = request.exclude
-        if request.num_tokens < self._policy.local_prefill_below:
+        if request.num_tokens < self._policy.local_prefill_below and not request.is_pooled:
             exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *exclude]
         prefer_decode = None if self._leaves(request.prefer_decode) else request.prefer_decode
         return replace(request, exclude=exclude, prefer_decode=prefer_decode)

@@ -21,9 +21,12 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
     MAX_DECISIONS,
     AskDecisions,
+    AskGateways,
     Decisions,
     Ended,
     FirstToken,
+    GatewayAnswer,
+    GatewaysAsked,
     PartComputed,
     Place,
     Replicas,
@@ -32,7 +35,7 @@ from kv_transfer.messages.scheduling import (
     SloUpdate,
     Standing,
 )
-from kv_transfer.messages.workers import ChangeRole, Heartbeat, PoolTarget, Register
+from kv_transfer.messages.workers import ChangeRole, Heartbeat, Loading, LoadingReport, PoolTarget, Register
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class SchedulerServer:
         self._gateways: set[Connection] = set()
         self._asked_by: dict[str, Connection] = {}  # of every request that has not ended
         self._workers: dict[str, Connection] = {}  # each worker's newest connection
+        self._loading: dict[Connection, LoadingReport] = {}  # workers that are yet to register
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._told = asyncio.Event()  # something that may bring an answer to who waits
@@ -123,6 +127,8 @@ class SchedulerServer:
             while True:
                 message = await connection.receive()
                 match message:
+                    case Loading(report=report) if report.worker_id == worker_id:
+                        self._loading[connection] = report
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._workers[worker_id] = connection
                         self.scheduler.register(info, snapshot, time.monotonic())
@@ -137,6 +143,7 @@ class SchedulerServer:
                         connection.close(f"{type(message).__name__} is not for {worker_id} to send")
                 self._look_for_answers()
         finally:
+            self._loading.pop(connection, None)
             self._on_worker_disconnected(worker_id, connection)
 
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
@@ -182,6 +189,10 @@ class SchedulerServer:
                         self._on_slo(connection, message)
                     case AskDecisions():
                         connection.post(self._decisions(message))
+                    case AskGateways():
+                        connection.post(self._ask_gateways(connection, message))
+                    case GatewayAnswer(asker=asker):
+                        self._pass_on(asker, replace(message, gateway=connection.peer.worker_id))
                     case _:
                         connection.close(f"{type(message).__name__} is not for a gateway to send")
                 self._look_for_answers()
@@ -230,6 +241,17 @@ class SchedulerServer:
             other.post(message)
         self.slo.hear(time.monotonic(), message.report, str(gateway.peer.worker_id))
 
+    def _ask_gateways(self, asker: Connection, question: AskGateways) -> GatewaysAsked:
+        others = self._gateways - {asker}
+        for other in others:
+            other.post(replace(question, asker=asker.peer.worker_id))
+        return GatewaysAsked(ask_id=question.ask_id, gateways=[other.peer.worker_id for other in others])
+
+    def _pass_on(self, asker: str, answer: GatewayAnswer) -> None:
+        for gateway in self._gateways:
+            if gateway.peer.worker_id == asker:
+                gateway.post(answer)
+
     def _decisions(self, question: AskDecisions) -> Decisions:
         newest = self.scheduler.log.newest(min(question.limit, MAX_DECISIONS))
         offset_s = _clock_offset_s()
@@ -244,7 +266,8 @@ class SchedulerServer:
 
     def _replicas(self) -> Replicas:
         pools = {} if self._pools is None else self._pools.targets
-        return replace(self.scheduler.replicas(), pools=pools)
+        loading = [report for report in self._loading.values() if report.worker_id not in self._workers]
+        return replace(self.scheduler.replicas(), pools=pools, loading=loading)
 
     def _broadcast(self) -> None:
         replicas = self._replicas()

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
-
-MAX_FAULTS: Final = 4  # of a request without progress between them, as `OrchestratorConfig` has it, and the next two
-RETRY_DELAY_S: Final = 0.25
-DEADLINE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.failures import DEADLINE_S, MAX_FAULTS, RETRY_DELAY_S, Kill, Slow
+from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import Network
 from cluster.simulation.records import Gaps, Record, Summary, summarise
 from cluster.simulation.routers.base import Router
@@ -30,6 +31,7 @@ from engine.sequence import Sequence, SequenceKey
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 
 _NOTHING: Final = SloClass(name="nothing is promised")
+_GATEWAY: Final = OrchestratorConfig()  # how a request is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +253,7 @@ class Simulation:
         if len(live.token_times) > live.num_before + 1:  # progress: one token each comes of computing the prompt again
             live.num_faults = 0
         live.num_faults += 1
-        self._again(live, RETRY_DELAY_S * min(live.num_faults - 1, MAX_FAULTS))
+        self._again(live, _GATEWAY.retry_delay_s * min(live.num_faults - 1, _GATEWAY.max_attempts))
 
     def _again(self, live: Live, delay_s: float) -> None:
         """Another attempt, or the end of the request."""
@@ -259,8 +261,8 @@ class Simulation:
         live.num_retries += 1
         live.record.num_retries += 1
         live.num_before, live.placement = len(live.token_times), None
-        if live.num_faults >= MAX_FAULTS:
-            self._refused(live, f"it failed {MAX_FAULTS} times", None)
+        if live.num_faults >= _GATEWAY.max_attempts:
+            self._refused(live, f"it failed {_GATEWAY.max_attempts} times", None)
         else:
             self._clock.after(delay_s + self._config.message_s, lambda: self._place(live))
 
@@ -325,7 +327,7 @@ class Simulation:
 
     def _answer(self, live: Live, answer: Placement | Unplaceable) -> None:
         if isinstance(answer, Unplaceable) and self._may_wait(live):  # what has begun is not turned away
-            self._clock.after(RETRY_DELAY_S, lambda: self._place(live))
+            self._clock.after(_GATEWAY.retry_delay_s, lambda: self._place(live))
         elif isinstance(answer, Unplaceable):
             reason, retry_after_s = answer.reason, answer.retry_after_s
             self._clock.after(self._config.message_s, lambda: self._reject(live, reason, retry_after_s))
@@ -334,7 +336,7 @@ class Simulation:
 
     def _may_wait(self, live: Live) -> bool:
         has_begun = live.num_retries > 0 or len(live.token_times) > live.num_before
-        return has_begun and self._clock.now < live.record.arrival_s + DEADLINE_S
+        return has_begun and self._clock.now < live.record.arrival_s + _GATEWAY.request_deadline_s
 
     def _query(self, live: Live) -> Place:
         request, declared, slo = live.request, self._config.declared_tokens, live.record.slo
@@ -437,7 +439,7 @@ class Simulation:
         if live.key != key:
             return  # this attempt is over
         if retry_after_s is not None and self._may_wait(live):
-            self._again(live, RETRY_DELAY_S)
+            self._again(live, _GATEWAY.retry_delay_s)
         else:
             self._refused(live, reason, retry_after_s)
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
+
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.workload.prompts import TOKEN
+from engine.cost_model.fit import StepKind, kind_of
+from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.sequence import SampledToken, StepOutput, StepPlan
 
 _SAMPLED: Final = SampledToken(TOKEN)
 _NUM_FACTORS: Final = 1021  # then they repeat
-_NUM_CORRELATED: Final = 16_381  # whose mean takes longer to become 1
+_NUM_OBSERVED: Final = 16_381  # of steps with memory, whose mean takes longer to become what it is
 
 
 class TrueCost(Protocol):
@@ -49,32 +53,38 @@ class _Run:
     """A planned step and its repetitions. `ends`: when each of them ends; all but the last are silent."""
 
     plan: StepPlan
+    kind: StepKind
     began: float
     ends: list[float]
     num_applied: int = 0
 
 
-def step_factors(sigma: float, seed: int, correlation: float = 0.0) -> list[float]:
-    """How much longer, or shorter, than predicted each of a worker's steps takes; after the last the first comes again.
-
-    Log-normal, mean 1. Logarithms of successive ones correlate: a first-order autoregression.
-    """
+def step_factors(sigma: float, seed: int) -> list[float]:
+    """How many times as long as predicted each of a worker's steps takes; after the last the first comes again.
+    Log-normal, mean 1, each by itself: of workers that nobody has observed."""
     if not sigma:
         return [1.0]
     rng = random.Random(seed)
-    new, deviation = math.sqrt(1 - correlation * correlation), rng.normalvariate(0.0, 1.0)
-    factors: list[float] = []
-    for _ in range(_NUM_CORRELATED if correlation else _NUM_FACTORS):
-        factors.append(math.exp(sigma * deviation - sigma * sigma / 2))
-        deviation = correlation * deviation + new * rng.normalvariate(0.0, 1.0)
+    return [rng.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(_NUM_FACTORS)]
+
+
+def observed_factors(noise: StepNoise, seed: int) -> list[float]:
+    """The same of a worker whose steps of one kind were observed: as often as fast or slow as they were, in spells as
+    long."""
+    rng = np.random.default_rng(seed)
+    new = math.sqrt(1 - noise.correlation**2) * rng.standard_normal(_NUM_OBSERVED)
+    deviates, deviate = np.empty(_NUM_OBSERVED), float(rng.standard_normal())
+    for step in range(_NUM_OBSERVED):
+        deviates[step] = deviate = noise.correlation * deviate + new[step]
+    factors: list[float] = noise.at(deviates).tolist()
     return factors
 
 
 class SimulatedSteps:
     """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between but when
     each of them ended (`silent(plan, ends)`: a token of each of its sequences). `began(plan, seconds)`: how long the
-    first of them will take. A step takes what it costs times its own one of the `factors`, however steps are grouped,
-    and `copied_block_s` for each block that it brings to the device."""
+    first of them will take. A step takes what it costs times its own one of the `factors` of its kind, however steps
+    are grouped, and `copied_block_s` for each block that it brings to the device."""
 
     def __init__(
         self,
@@ -85,7 +95,7 @@ class SimulatedSteps:
         finish: Callable[[StepPlan, StepOutput], None],
         repetitions: Callable[[StepPlan], int],
         silent: Callable[[StepPlan, Sequence[float]], None],
-        factors: Sequence[float],
+        factors: Mapping[StepKind, Sequence[float]],
         began: Callable[[StepPlan, float], None] | None = None,
         copied_block_s: float = 0.0,
     ) -> None:
@@ -102,8 +112,8 @@ class SimulatedSteps:
         self._is_woken = False
         self._is_stopped = False
         self._observe: Callable[[StepWork, float], None] | None = None
+        self._num_of: dict[StepKind, int] = dict.fromkeys(factors, 0)  # steps that have ended, by kind
         self.busy_s = 0.0
-        self.num_steps = 0
 
     @property
     def is_idle(self) -> bool:
@@ -152,23 +162,25 @@ class SimulatedSteps:
         plan = self._plan()
         if not plan.items:
             return
-        self._run = _Run(plan, self._clock.now, self._ends(plan, self._repetitions(plan)))
+        work = StepWork.of_plan(plan)
+        kind = kind_of(work)
+        self._run = _Run(plan, kind, self._clock.now, self._ends(plan, work, kind, self._repetitions(plan)))
         if self._began is not None:
             self._began(plan, self._run.ends[0] - self._clock.now)
         self._schedule(self._run)
 
-    def _ends(self, plan: StepPlan, num_repetitions: int) -> list[float]:
-        work = StepWork.of_plan(plan)
-        ends = [self._clock.now + self._step_s(work, 0)]
+    def _ends(self, plan: StepPlan, work: StepWork, kind: StepKind, num_repetitions: int) -> list[float]:
+        ends = [self._clock.now + self._step_s(work, kind, 0)]
         if plan.copies:
             ends[0] += self._copied_block_s * sum(len(copy.source) for copy in plan.copies)
         for repetition in range(1, num_repetitions + 1):
             work = StepWork(decodes=work.decodes, context_tokens=work.context_tokens + work.decodes)
-            ends.append(ends[-1] + self._step_s(work, repetition))
+            ends.append(ends[-1] + self._step_s(work, kind, repetition))
         return ends
 
-    def _step_s(self, work: StepWork, repetition: int) -> float:
-        return self._cost.step_s(work) * self._factors[(self.num_steps + repetition) % len(self._factors)]
+    def _step_s(self, work: StepWork, kind: StepKind, repetition: int) -> float:
+        factors = self._factors[kind]
+        return self._cost.step_s(work) * factors[(self._num_of[kind] + repetition) % len(factors)]
 
     def _schedule(self, run: _Run) -> None:
         num_ends = len(run.ends)
@@ -182,7 +194,7 @@ class SimulatedSteps:
             self._observe(StepWork.of_plan(run.plan), self._clock.now - run.began)
         self._run = None
         self.busy_s += self._clock.now - run.began
-        self.num_steps += num_ends
+        self._num_of[run.kind] += num_ends
         self._finish(run.plan, _output(run.plan))
         if self.is_idle:
             self._begin()

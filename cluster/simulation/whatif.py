@@ -264,9 +264,8 @@ def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
         block_size=cluster.block_size,
         handoff_s=cluster.handoff_s,
         handoff_token_s=cluster.handoff_token_s,
-        # The median absolute error of a normal one is 0.67 sigma.
-        step_noise=worker.noise.spread or worker.cost.relative_error / 0.67,
-        step_correlation=worker.noise.correlation,
+        step_noise=worker.cost.relative_error / 0.67,  # the median absolute error of a normal one is 0.67 sigma
+        noise=worker.noise_by_kind,
     )
 
 

@@ -2,7 +2,7 @@
 
 They speak with each other and with the gateway by calls; who calls decides how long that takes. What is as in life: who
 waits for what, in which order, up to which limits, and what a worker that dies takes with it. What is not: there are no
-disks, and no neighbours.
+disks, and host memory holds only what others may find there.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, get_args
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.host_tier import HostTier
 from cluster.simulation.links import Flow, Link, Network
 from cluster.simulation.routers.base import Router
-from cluster.simulation.steps import CurvedCost, SimulatedSteps, TrueCost, step_factors
+from cluster.simulation.steps import CurvedCost, SimulatedSteps, TrueCost, observed_factors, step_factors
 from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.cost_model.costs import StepCosts
-from engine.cost_model.fit import scaled
+from engine.cost_model.fit import StepKind, scaled
+from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.worker.cost_report import cost_report, stated_report
 from prefill_workers.scheduler import PrefillScheduler
@@ -38,6 +39,7 @@ Refuse = Callable[[str, float | None], None]
 """Takes the reason, and after how many seconds it would probably fit; None: never on this worker."""
 
 _LEAST_ERROR: Final = 0.02
+_KINDS: Final[tuple[StepKind, ...]] = get_args(StepKind)
 _NOWHERE: Final = Endpoint(host="", port=0, node_id="")
 
 
@@ -56,10 +58,11 @@ class WorkerShape:
     copy a token's KV there, in the background, or back, in the step that needs it. A prefill worker that
     `asks_neighbours` fetches what others have there over its `link`, where that is faster than computing.
 
-    Steps take what `cost` says, or that times a log-normal factor of mean 1 and sigma `step_noise`, whose
-    logarithm correlates with the next step's by `step_correlation`. `cost` is also what the worker reports, with
-    its `relative_error`. With `half_speed_tokens`, few prompt tokens in a step are computed less efficiently than many:
-    see `CurvedCost`. The worker does not know that, but measures its steps and reports the linear model that it learns.
+    Steps take what `cost` says; or that times what was observed of steps of their kind, where `noise` has it; else
+    times a log-normal factor of mean 1 and sigma `step_noise`. `cost` is also what the worker reports, with its
+    `relative_error` and the means of `noise`. With `half_speed_tokens`, few prompt tokens in a step are computed less
+    efficiently than many: see `CurvedCost`. The worker does not know that, but measures its steps and reports the
+    linear model that it learns.
     """
 
     cost: StepCost
@@ -79,7 +82,7 @@ class WorkerShape:
     asks_neighbours: bool = False
     prefix_caching: bool = True
     step_noise: float = 0.0
-    step_correlation: float = 0.0
+    noise: Mapping[StepKind, StepNoise] = field(default_factory=dict)
     half_speed_tokens: float = 0.0
     fast_forward: bool = True
 
@@ -94,15 +97,28 @@ class WorkerShape:
             raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
         if self.half_speed_tokens < 0:
             raise ValueError(f"half_speed_tokens is {self.half_speed_tokens}; 0 means that steps are linear in tokens")
-        if not 0 <= self.step_correlation < 1:
-            raise ValueError(f"step_correlation is {self.step_correlation}; it must be at least 0 and less than 1")
 
     def true_cost(self) -> TrueCost:
         return CurvedCost(self.cost, self.half_speed_tokens) if self.half_speed_tokens else self.cost
 
+    def factors(self, kind: StepKind, seed: int) -> list[float]:
+        """What to multiply the costs of its steps of a kind by, one after the other."""
+        observed = self.noise.get(kind)
+        return step_factors(self.step_noise, seed) if observed is None else observed_factors(observed, seed)
+
+    def stretch(self, kind: StepKind) -> float:
+        """How many times what they cost steps of a kind take in the mean."""
+        return self.noise[kind].mean if kind in self.noise else 1.0
+
     def cautious_cost(self) -> StepCost:
-        """What nearly all of its steps stay below, as `StepCosts` has it of real ones."""
-        return scaled(self.cost, 1 + 2 * self.step_noise)
+        """What nearly all of its steps with prompts stay below, as `StepCosts` has it of real ones."""
+        margin = 1 + 2 * self.step_noise
+        return replace(scaled(self.cost, margin * max(1.0, self.stretch("prefill"))), margin=margin)
+
+    def report(self) -> StepCostReport:
+        """Of what its steps cost, if it measured none."""
+        stated = stated_report(self.cost)
+        return replace(stated, prefill_stretch=self.stretch("prefill"), decode_stretch=self.stretch("decode"))
 
 
 def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
@@ -175,7 +191,7 @@ class SimulatedWorker(ABC):
             finish=self._finish,
             repetitions=repetitions,
             silent=self._silent,
-            factors=step_factors(shape.step_noise, epoch, shape.step_correlation),
+            factors={kind: shape.factors(kind, len(_KINDS) * epoch + at) for at, kind in enumerate(_KINDS)},
             began=None if network is None else self._send,
             copied_block_s=shape.host_token_s * shape.block_size,
         )
@@ -200,7 +216,7 @@ class SimulatedWorker(ABC):
         # of those, who is kept until there is room: computed, and its way there, or not yet
         self._kept: dict[SequenceKey, Callable[[], None] | None] = {}
         self._flows: dict[SequenceKey, Flow] = {}  # of those, whose KV is on its way
-        self._step_cost = stated_report(shape.cost)
+        self._step_cost = shape.report()
         self._cautious_cost: StepCost | None = shape.cautious_cost()
         self._costs: StepCosts | None = None  # what it has measured, of a worker that has to
         if shape.half_speed_tokens:

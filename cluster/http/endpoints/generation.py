@@ -10,18 +10,20 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.openai.choice import Delta
+from cluster.http.openai.events import ChoiceEvents, Reading, chat_members, chat_message
 from cluster.http.openai.logprobs import (
     CompletionToken,
     chat_logprobs,
     completion_logprobs,
     output_tokens,
+    prompt_logprobs,
     prompt_tokens,
 )
 from cluster.http.openai.schemas import ChatBody, CompletionBody
 from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.parse import Job, prepare_chat, prepare_completion
 from cluster.http.response import GenerationResponse
-from cluster.http.terms import answered_tier, terms_of
+from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -30,19 +32,20 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> GenerationResponse:
     terms = terms_of(request, body, api.slo.classes, api.tenants)
-    timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms)
+    timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
-        salt = api.tenants.salt(request.headers, body.cache_salt)
+        salt = salt_of(request, body.cache_salt, api.tenants)
         job = await prepare_chat(body, api, answered_tier(request, body), salt)
-    return GenerationResponse(api, timeline, ChatShape(job, api.tokenizer))
+    shape = ChatShape(job, api.tokenizer) if job.reading is None else ReadChatShape(job, job.reading, api.tokenizer)
+    return GenerationResponse(api, timeline, shape)
 
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
     terms = terms_of(request, body, api.slo.classes, api.tenants)
-    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms)
+    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
-        salt = api.tenants.salt(request.headers, body.cache_salt)
+        salt = salt_of(request, body.cache_salt, api.tenants)
         job = await prepare_completion(body, api, answered_tier(request, body), salt)
     return GenerationResponse(api, timeline, CompletionShape(job, api.tokenizer))
 
@@ -55,17 +58,61 @@ class ChatShape(Shape):
         self._tokenizer = tokenizer
 
     def opening(self, index: int) -> bytes:
-        return self._event(index, b'"delta":{"role":"assistant","content":""}', None, None)
+        beside = b""
+        if self.job.return_token_ids:
+            beside = b',"prompt_token_ids":' + dumps_large(self.job.choices[0].spec.prompt_token_ids)
+        return self._event(index, b'"delta":{"role":"assistant","content":""}', None, None, beside)
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         content = b'"delta":{"content":%b}' % dumps(delta.text) if delta.text else b'"delta":{}'
-        return self._event(index, content, chat_logprobs(delta.entries, self._tokenizer), delta)
+        return self._event(index, content, self._logprobs(delta), delta)
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": chat_logprobs(delta.entries, self._tokenizer),
+            "logprobs": self._logprobs(delta),
         }
+
+    def of_prompt(self) -> dict[str, Any]:
+        return prompt_members(self.job, 0, self._tokenizer)
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        return chat_logprobs(delta.entries, self._tokenizer, as_ids=self.job.tokens_as_ids)
+
+
+def prompt_members(job: Job, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What vLLM's answers say of the prompt of choice `index`, where it was asked for."""
+    choice, members = job.choices[index], dict[str, Any]()
+    token_ids, num_top = choice.spec.prompt_token_ids, job.num_prompt_logprobs
+    if num_top is not None:
+        assert choice.prompt_logprobs is not None, "the first token came without the prompt's logprobs"
+        members["prompt_logprobs"] = prompt_logprobs(token_ids, choice.prompt_logprobs, num_top, tokenizer)
+    if job.return_token_ids:
+        members["prompt_token_ids"] = token_ids
+    return members
+
+
+class ReadChatShape(ChatShape):
+    """The same with calls and reasoning apart from the content."""
+
+    def __init__(self, job: Job, reading: Reading, tokenizer: Tokenizer) -> None:
+        super().__init__(job, tokenizer)
+        self._reasons = reading.reasoning is not None
+        self._choices = [ChoiceEvents(reading) for _ in job.choices]
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        members = chat_members(self._choices[index].read(delta))
+        if not (members or delta.entries or delta.token_ids or delta.finish_reason):
+            return b""  # what came may be the beginning of a mark
+        return self._event(index, b'"delta":' + dumps(members), self._logprobs(delta), delta)
+
+    def choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        message = chat_message(self._choices[index].read(delta), reasons=self._reasons)
+        return {**super().choice(index, delta), "message": message}
+
+    def finish_reason(self, index: int, delta: Delta) -> str | None:
+        called = delta.finish_reason == "stop" and self._choices[index].has_calls
+        return "tool_calls" if called else delta.finish_reason
 
 
 class CompletionShape(Shape):
@@ -77,24 +124,36 @@ class CompletionShape(Shape):
 
     def opening(self, index: int) -> bytes:
         echo = self.job.choices[index].echo
-        if not echo:
+        if not echo and not self.job.return_token_ids:
             return b""
-        logprobs = completion_logprobs(self._prompt_tokens(index), self._tokenizer)
-        return self._event(index, b'"text":' + dumps_large(echo), logprobs, None)
+        content = b'"text":' + dumps_large(echo)
+        if self.job.return_token_ids:
+            content += b',"prompt_token_ids":' + dumps_large(self.job.choices[index].spec.prompt_token_ids)
+        return self._event(index, content, self._logprobs(self._prompt_tokens(index)), None)
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         tokens = output_tokens(delta.entries, len(self.job.choices[index].echo))
-        return self._event(index, b'"text":' + dumps(delta.text), completion_logprobs(tokens, self._tokenizer), delta)
+        return self._event(index, b'"text":' + dumps(delta.text), self._logprobs(tokens), delta)
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         echo = self.job.choices[index].echo
         tokens = self._prompt_tokens(index) + output_tokens(delta.entries, len(echo))
-        return {"text": echo + delta.text, "logprobs": completion_logprobs(tokens, self._tokenizer)}
+        told = prompt_members(self.job, index, self._tokenizer)
+        return {"text": echo + delta.text, "logprobs": self._logprobs(tokens), **told}
+
+    def _logprobs(self, tokens: list[CompletionToken]) -> dict[str, Any] | None:
+        return completion_logprobs(tokens, self._tokenizer, as_ids=self.job.tokens_as_ids)
 
     def _prompt_tokens(self, index: int) -> list[CompletionToken]:
         """Those of the echoed prompt, where their log probabilities were asked for."""
-        choice = self.job.choices[index]
-        if not choice.echo or choice.spec.params.prompt_logprobs is None:
+        choice, num_top = self.job.choices[index], self.job.num_output_logprobs
+        if not choice.echo or num_top is None:
             return []
         assert choice.prompt_logprobs is not None, "the first token came without the prompt's logprobs"
-        return prompt_tokens(choice.spec.prompt_token_ids, choice.prompt_logprobs, self._tokenizer)
+        return prompt_tokens(
+            choice.spec.prompt_token_ids,
+            choice.prompt_logprobs,
+            num_top,
+            self._tokenizer,
+            skip_special_tokens=self.job.skip_special_tokens,
+        )

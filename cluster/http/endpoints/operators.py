@@ -1,4 +1,4 @@
-"""The endpoints for operators: the cluster's workers, its decisions, how promises are kept, and metrics.
+"""The endpoints for operators: the cluster's workers, its decisions, requests, how promises are kept, and metrics.
 
 Those of clients are beside it: `generation` for what generates, `service` for models, tokens and health; a route there
 is one too in `docs/guide/http-api.md`, and in `cluster.http.app` where the module is new.
@@ -13,15 +13,20 @@ that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from heapq import nlargest
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from cluster.http.api import ApiOf
+from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.gateway.recent_requests import MAX_ENDED, waterfall
+from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.openai.schemas import RoleBody
+from cluster.http.other_gateways import Found, OtherGateways
 from cluster.slo.account import Scope
 from cluster.slo.classes import SloClass
 from cluster.slo.tracker import Burn, SeriesSnapshot
@@ -32,10 +37,11 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/cluster", response_model=None)
 async def cluster(api: ApiOf) -> dict[str, Any]:
-    """The workers as this gateway knows them: role, pid, load, KV blocks. How many each pool should have. And which
-    layout would have served most, as it was found last."""
+    """The workers as this gateway knows them: role, pid, load, KV blocks. Those that load their model as yet. How many
+    each pool should have. And which layout would have served most, as it was found last."""
     return {
         "workers": api.cluster.describe_workers(),
+        "loading": [asdict(report) for report in api.cluster.loading],
         "wanted": api.cluster.pools,
         "layout": api.layouts.newest,
     }
@@ -67,6 +73,86 @@ async def decisions(
     if as_text:
         return PlainTextResponse("\n\n".join(told) + "\n")
     return JSONResponse({"decisions": [json.loads(line) for line in told]})
+
+
+async def _others(request: Request) -> OtherGateways:
+    others: OtherGateways = request.app.state.others
+    return others
+
+
+OthersOf = Annotated[OtherGateways, Depends(_others)]
+
+
+@router.get("/cluster/requests", response_model=None)
+async def requests(
+    api: ApiOf,
+    others: OthersOf,
+    limit: Annotated[int, Query(ge=1, le=MAX_ENDED)] = 50,
+    since: Annotated[int, Query(ge=0)] = 0,
+    scope: Scope = "cluster",
+) -> Response:
+    """What runs, and what has ended since the `version` of an earlier answer; the newest first. `version`, `since` and
+    `kept` are this gateway's. Of the others all that is new enough for the list, `MAX_ROWS` of each at most; `silent`
+    are those that did not answer."""
+    version = api.recent.version
+    rows = await api.rows(api.recent.newest(limit, since))
+    found = await others.newest(limit) if scope == "cluster" else Found([api.cluster.gateway], [], {})
+    for told in found.told.values():
+        rows += told["rows"]
+    rows = nlargest(limit, rows, key=lambda row: row["started_at"])
+    return JSONResponse(
+        {
+            "gateway": api.cluster.gateway,
+            "gateways": found.asked,
+            "silent": found.silent,
+            "version": version,
+            "kept": len(api.recent),
+            "requests": rows,
+        }
+    )
+
+
+@router.get("/cluster/requests/{request_id}", response_model=None)
+async def request(
+    request_id: str,
+    api: ApiOf,
+    others: OthersOf,
+    accept: Annotated[str, Header()] = "",
+    format: Literal["json", "text"] | None = None,
+    choice: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """Where one request's time went, also while it runs, whichever gateway has it. `format=text`: as a picture, as for
+    `Accept: text/plain`. `choice`: of several, another one than the first to be sent."""
+    timeline = api.recent.find(request_id)
+    if timeline is None:
+        details, found = await others.find(request_id, choice)
+        if details is None:
+            raise _not_kept(request_id, api, found)
+        _require_choice(choice, details["choices"])
+    else:
+        _require_choice(choice, len(timeline.sequences))
+        details = api.details(timeline, choice)
+    if format == "text" or (format is None and accept.startswith("text/plain")):
+        return PlainTextResponse(waterfall(details))
+    return JSONResponse(details)
+
+
+def _require_choice(choice: int | None, num_choices: int) -> None:
+    if choice is not None and choice >= num_choices:
+        raise InvalidRequestError(f"The request has {num_choices} choices, the first of which is 0.", param="choice")
+
+
+def _not_kept(request_id: str, api: Api, found: Found) -> NotFoundError:
+    whose = "this gateway keeps"
+    if others := len(found.asked) - 1 - len(found.silent):
+        whose += f", nor at the {others} other{'s' * (others > 1)} that answered"
+    silent = f" {len(found.silent)} of {len(found.asked)} gateways did not answer: ask again." if found.silent else ""
+    return NotFoundError(
+        f"There is no request {request_id[:200]!r} among the {len(api.recent)} that {whose}. Each keeps those that run,"
+        f" and the newest {MAX_ENDED} or fewer that it has generated.{silent}",
+        param="request_id",
+        code="request_not_found",
+    )
 
 
 @router.get("/metrics", response_model=None)

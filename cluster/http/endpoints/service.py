@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
-from cluster.http.openai.schemas import DetokenizeBody, TokenizeBody
+from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 
@@ -46,12 +46,17 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await chat_token_ids(body.messages, api)
+        tokens = await chat_token_ids(body.messages, body, api)
+    elif of_chats := [name for name in TemplateBody.model_fields if getattr(body, name) not in (None, {}, [])]:
+        raise InvalidRequestError(f"{of_chats[0]} is only possible with messages. Leave it out.", param=of_chats[0])
     else:
         tokens = await text_token_ids(body.prompt or "", api, add_special_tokens=body.add_special_tokens)
     limits = api.generator.limits()
     context = None if limits is None else limits.max_model_len
-    return await _json({"tokens": tokens, "count": len(tokens), "max_model_len": context}, api)
+    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+    if body.return_token_strs:
+        answer["token_strs"] = [api.tokenizer.token_name(token_id) for token_id in tokens]
+    return await _json(answer, api)
 
 
 async def _json(answer: dict[str, Any], api: Api) -> Response:

@@ -34,6 +34,8 @@ class Delta:
     entries: list[TokenEntry] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # as they came, where asked for; may be ahead of the text
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token of the client's that ended it
+    num_tokens: int = 0  # of the choice, up to here
 
     @property
     def empty(self) -> bool:
@@ -50,7 +52,8 @@ class Delta:
         self.text += later.text
         self.entries += later.entries
         self.token_ids += later.token_ids
-        self.finish_reason = later.finish_reason
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.num_tokens = later.num_tokens
 
     @classmethod
     def total(cls, deltas: Sequence[Delta]) -> Delta:
@@ -60,6 +63,8 @@ class Delta:
             entries=[entry for delta in deltas for entry in delta.entries],
             token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
             finish_reason=deltas[-1].finish_reason,
+            stop_reason=deltas[-1].stop_reason,
+            num_tokens=deltas[-1].num_tokens,
         )
 
 
@@ -67,10 +72,11 @@ class Choice:
     """One choice as it grows. `append` takes every event in order until `finish_reason` is set.
 
     The token that ends a choice by itself (end of sequence, or one of `stop_token_ids`) is counted, but is part
-    neither of the text nor of the log probabilities.
+    neither of the text nor of the log probabilities. With `include_stop` it is, and so is a stop string of the text.
 
     `spec` is what workers generate, `echo` what the answer's text begins with, `text_end` the prompt's last tokens as
     `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted (`max_tokens: 0` with `echo`).
+    `shown` are special tokens that stay in the text, for who reads it on: marks of calls and of reasoning.
     """
 
     def __init__(
@@ -81,15 +87,23 @@ class Choice:
         *,
         echo: str = "",
         stop: list[str],
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
         return_token_ids: bool = False,
         discard_output: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.spec = spec
         self.echo = echo
         self._return_token_ids = return_token_ids
         self._discard_output = discard_output
-        self._detokenizer = IncrementalDetokenizer(tokenizer, text_end)
-        self._stop = StopChecker(stop) if stop else None
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, text_end, skip_special_tokens=skip_special_tokens, shown=shown
+        )
+        self._stop = StopChecker(stop, include=include_stop) if stop else None
+        self._include_stop = include_stop
+        ends = frozenset[int]() if spec.params.ignore_eos else tokenizer.eos_token_ids
+        self._stop_token_ids = frozenset(spec.params.stop_token_ids) - ends  # without the model's own
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
         self._num_read = 0  # characters that the detokeniser has given
         self._num_out = 0  # of those, characters given on
@@ -110,15 +124,25 @@ class Choice:
         self.num_tokens += 1
         self.finish_reason = event.finish_reason
         text, stopped = self._check(self._read(event))
+        stop_reason: str | int | None = None
         if stopped:
-            self.finish_reason = "stop"
+            assert self._stop is not None
+            self.finish_reason, stop_reason = "stop", self._stop.matched
+        elif event.finish_reason == "stop" and event.token_id in self._stop_token_ids:
+            stop_reason = event.token_id
         self._num_out += len(text)
-        token_ids = [event.token_id] if self._return_token_ids else []
-        return Delta(text=text, entries=self._settled(stopped), token_ids=token_ids, finish_reason=self.finish_reason)
+        return Delta(
+            text=text,
+            entries=self._settled(stopped),
+            token_ids=[event.token_id] if self._return_token_ids else [],
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            num_tokens=self.num_tokens,
+        )
 
     def _read(self, event: TokenEvent) -> str:
         """The text that the event completes."""
-        if event.finish_reason == "stop":
+        if event.finish_reason == "stop" and not self._include_stop:
             text = self._detokenizer.flush()
         else:
             self._note(event)

@@ -8,15 +8,30 @@ Knows nothing of the model (vocabulary, context): `cluster.http.parse` checks wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from engine.sampling.params import MAX_LOGIT_BIAS
 
-MAX_STOP_STRINGS: Final = 4
+MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARS: Final = 1024  # of one
+MAX_ALL_STOP_CHARS: Final = 4096
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_CHARS: Final = 4096  # of all together
+# What a chat template is given besides the messages: templates are programs, and these their numbers and lists.
+MAX_TEMPLATE_CHARS: Final = 4_096  # of all names and texts together
+MAX_TEMPLATE_VALUES: Final = 256
+MAX_TEMPLATE_DEPTH: Final = 8
+MAX_TEMPLATE_NUMBER: Final = 2**20  # a template may write something so many times
+MAX_DOCUMENTS: Final = 128
+# Those that a field of their own says, or the server.
+SERVER_VARIABLES: Final = frozenset(
+    {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "return_assistant_tokens_mask", "reasoning_effort", "verbosity"}
+)
 
 Prompt = str | list[int]
 
@@ -46,7 +61,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stop(value: object) -> list[str]:
-    """None, a text, or up to four texts: as a list of non-empty texts."""
+    """None, a text, or several: as a list of non-empty texts."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _error("invalid_type", "send a text or a list of texts")
@@ -56,6 +71,24 @@ def parse_stop(value: object) -> list[str]:
         raise _error("invalid_value", "a stop text must not be empty; leave it out instead")
     if (longest := max(map(len, texts), default=0)) > MAX_STOP_CHARS:
         raise _error("invalid_value", f"a stop text has {longest} characters; at most {MAX_STOP_CHARS} are possible")
+    if (total := sum(map(len, texts))) > MAX_ALL_STOP_CHARS:
+        raise _error(
+            "invalid_value", f"the stop texts have {total} characters; at most {MAX_ALL_STOP_CHARS} are possible"
+        )
+    return texts
+
+
+def parse_bad_words(value: object) -> list[str]:
+    """A list of non-empty texts."""
+    texts = [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _error("invalid_type", "send a list of texts")
+    if len(texts) > MAX_BAD_WORDS:
+        raise _error("invalid_value", f"{len(texts)} texts were sent; at most {MAX_BAD_WORDS} are possible")
+    if not all(text.strip() for text in texts):
+        raise _error("invalid_value", "a text must not be empty; leave it out instead")
+    if (total := sum(map(len, texts))) > MAX_BAD_WORD_CHARS:
+        raise _error("invalid_value", f"they have {total} characters; at most {MAX_BAD_WORD_CHARS} are possible")
     return texts
 
 
@@ -71,15 +104,69 @@ def parse_content(value: object) -> str:
 def _text_of(part: object, index: int) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise _error("invalid_type", f"part {index} must be an object with a `type`")
-    if part["type"] != "text":
-        kind = part["type"][:40]
+    kind = part["type"]
+    if kind not in ("text", "refusal"):  # an assistant's refusal is what it said
         raise _error(
-            "unsupported_value", f"part {index} is of type {kind!r}; this model reads parts of type 'text' only"
+            "unsupported_value", f"part {index} is of type {kind[:40]!r}; this model reads parts of type 'text' only"
         )
-    if not isinstance(part.get("text"), str):
-        raise _error("invalid_type", f"part {index} must have a `text` that is a text")
-    text: str = part["text"]
+    if not isinstance(part.get(kind), str):
+        raise _error("invalid_type", f"part {index} must have a `{kind}` that is a text")
+    text: str = part[kind]
     return text
+
+
+def parse_template_kwargs(value: object) -> dict[str, Any]:
+    """What a chat template is told besides the messages: names to JSON values, few and small."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _error("invalid_type", 'send an object of names and values, such as {"enable_thinking": false}')
+    for name in value:
+        if not (name.isascii() and name.isidentifier()) or name.startswith("_") or len(name) > 64:
+            raise _error("invalid_value", f"{name[:40]!r} is no name of a template's variable")
+        if name in SERVER_VARIABLES:
+            raise _error("invalid_value", f"{name!r} is not told in this way; if there is a field of this name, use it")
+    _require_small(value)
+    return dict(value)
+
+
+def _require_small(value: object) -> None:
+    """Raises for what a template could work on for long."""
+    num_chars = num_values = 0
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        num_values += 1
+        if isinstance(item, str):
+            num_chars += len(item)
+        elif isinstance(item, int | float) and abs(item) > MAX_TEMPLATE_NUMBER:
+            raise _error("invalid_value", f"a number in it is beyond {MAX_TEMPLATE_NUMBER}; send it as a text")
+        elif isinstance(item, Mapping):
+            num_chars += sum(map(len, item))
+            waiting += [(inner, depth + 1) for inner in item.values()]
+        elif isinstance(item, list):
+            waiting += [(inner, depth + 1) for inner in item]
+        for what, number, limit in (
+            ("characters", num_chars, MAX_TEMPLATE_CHARS),
+            ("values", num_values + len(waiting), MAX_TEMPLATE_VALUES),
+            ("levels", depth, MAX_TEMPLATE_DEPTH),
+        ):
+            if number > limit:
+                raise _error("invalid_value", f"it has more than {limit} {what}; send less")
+
+
+def parse_documents(value: object) -> list[dict[str, str]]:
+    """What the chat template shows a model as its sources: objects of texts, such as a title and a text."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(document, Mapping) for document in value):
+        raise _error("invalid_type", 'send a list of objects, such as [{"title": "Sea", "text": "It is wide."}]')
+    if len(value) > MAX_DOCUMENTS:
+        raise _error("invalid_value", f"{len(value)} documents were sent; at most {MAX_DOCUMENTS} are possible")
+    for index, document in enumerate(value):
+        if len(document) > 16 or not all(isinstance(text, str) for text in document.values()):
+            raise _error("invalid_type", f"document {index} must be an object of up to 16 texts")
+    return value
 
 
 def parse_logit_bias(value: object) -> dict[int, float]:
@@ -112,14 +199,59 @@ def refuse(value: Any) -> None:
     raise _error("unsupported_parameter", "this parameter is not supported yet; leave it out")
 
 
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether functions may be called, or must be; `names`: which of them, None: all."""
+
+    mode: Literal["none", "auto", "required"]
+    names: frozenset[str] | None = None
+
+
+def parse_tool_choice(value: object) -> ToolChoice:
+    """A word; one function, which is called; or `allowed_tools`, some that may be called or one of which is."""
+    if value is None:
+        return ToolChoice("auto")
+    if value == "none" or value == "auto" or value == "required":
+        return ToolChoice(value)
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        return ToolChoice("required", frozenset([_function_name(value)]))
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        allowed = value.get("allowed_tools")
+        if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list) and allowed["tools"]:
+            mode = allowed.get("mode")
+            if mode == "auto" or mode == "required":
+                return ToolChoice(mode, frozenset(map(_function_name, allowed["tools"])))
+        raise _error("invalid_value", "allowed_tools needs a `mode`, 'auto' or 'required', and a list of `tools`")
+    raise _error(
+        "invalid_value", "send 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': 'one'}}"
+    )
+
+
+def _function_name(value: object) -> str:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise _error("invalid_value", "a function is written {'type': 'function', 'function': {'name': 'one'}}")
+    return name
+
+
+def parse_parameters(value: object) -> dict[str, Any] | None:
+    """The JSON schema of a function's arguments, as far as its shape tells whether it is one."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type", "object") != "object":
+        raise _error("invalid_type", "send a JSON schema of an object, such as {'type': 'object', 'properties': {}}")
+    properties, required = value.get("properties", {}), value.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(inner, dict | bool) for inner in properties.values()):
+        raise _error("invalid_type", "`properties` of the schema must be an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _error("invalid_type", "`required` of the schema must be a list of names")
+    return value
+
+
 def _only_text(value: Any) -> None:
     if value is not None and value != ["text"]:
         raise _error("unsupported_value", "only the modality 'text' is supported; leave this out")
-
-
-def _only_text_format(value: Any) -> None:
-    if value is not None and value != {"type": "text"}:
-        raise _error("unsupported_value", "only {'type': 'text'} is supported yet; leave this out")
 
 
 def _non_negative(value: Sequence[int]) -> Sequence[int]:
@@ -134,9 +266,15 @@ Content = Annotated[str, BeforeValidator(parse_content, json_schema_input_type=A
 LogitBias = Annotated[
     dict[int, float], BeforeValidator(parse_logit_bias, json_schema_input_type=dict[str, float] | None)
 ]
+BadWords = Annotated[list[str], BeforeValidator(parse_bad_words)]
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(parse_template_kwargs)]
+Documents = Annotated[list[dict[str, str]], BeforeValidator(parse_documents)]
 # The first bad item is enough: a million of them must not cost a million error reports.
 TokenIds = Annotated[list[int], Field(fail_fast=True), AfterValidator(_non_negative)]
+ChosenTools = Annotated[Any, BeforeValidator(parse_tool_choice, json_schema_input_type=Any)]
+Parameters = Annotated[
+    dict[str, Any] | None, BeforeValidator(parse_parameters, json_schema_input_type=dict[str, Any] | None)
+]
 Unsupported = Annotated[Any, AfterValidator(refuse)]
 TextOnly = Annotated[Any, AfterValidator(_only_text)]
-TextFormat = Annotated[Any, AfterValidator(_only_text_format)]
 Harmless = Any  # changes neither the answer nor its form, so it is accepted and ignored

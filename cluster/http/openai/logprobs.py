@@ -27,30 +27,61 @@ def token_text(token_bytes: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def _name(token_id: int, tokenizer: Tokenizer, as_ids: bool) -> str:
+    """With `as_ids` as vLLM writes it for who needs to tell tokens of the same text apart."""
+    return f"token_id:{token_id}" if as_ids else token_text(tokenizer.token_bytes(token_id))
+
+
+def chat_logprobs(
+    entries: Sequence[TokenEntry], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> dict[str, Any] | None:
     """`choices[].logprobs` of chat completions; None where no token's are due."""
     if not entries:
         return None
     content = [
         {
-            **_chat_token(entry.token_id, entry.logprob, tokenizer),
-            "top_logprobs": [_chat_token(token_id, logprob, tokenizer) for token_id, logprob in entry.top],
+            **_chat_token(entry.token_id, entry.logprob, tokenizer, as_ids),
+            "top_logprobs": [_chat_token(token_id, logprob, tokenizer, as_ids) for token_id, logprob in entry.top],
         }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    token_bytes = tokenizer.token_bytes(token_id)
-    return {"token": token_text(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
+    token_bytes = list(tokenizer.token_bytes(token_id))
+    return {"token": _name(token_id, tokenizer, as_ids), "logprob": _finite(logprob), "bytes": token_bytes}
 
 
-def completion_logprobs(tokens: Sequence[CompletionToken], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def prompt_logprobs(
+    token_ids: list[int], known: Sequence[tuple[float, Top]], num_top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of a prompt after the first, by their ids, it and the `num_top`
+    likeliest. A rank is told of those only: how many are likelier than a token far behind is not known."""
+    told: list[dict[str, Any] | None] = [None]
+    for token_id, (logprob, top) in zip(token_ids[1:], known, strict=True):
+        ranked = {other: (rank, value) for rank, (other, value) in enumerate(top[:num_top], start=1)}
+        of_token = {token_id: ranked.get(token_id, (None, logprob)), **ranked}
+        told.append(
+            {
+                str(other): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer.token_bytes(other)),
+                }
+                for other, (rank, value) in of_token.items()
+            }
+        )
+    return told
+
+
+def completion_logprobs(
+    tokens: Sequence[CompletionToken], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> dict[str, Any] | None:
     """`choices[].logprobs` of text completions, four lists of the same length; None where no token's are due."""
     if not tokens:
         return None
-    texts = [token_text(tokenizer.token_bytes(token_id)) for token_id, _, _, _ in tokens]
+    texts = [_name(token_id, tokenizer, as_ids) for token_id, _, _, _ in tokens]
     tops: list[dict[str, float] | None] = []
     for text, (_, logprob, top, _) in zip(texts, tokens, strict=True):
         if logprob is None:
@@ -58,7 +89,7 @@ def completion_logprobs(tokens: Sequence[CompletionToken], tokenizer: Tokenizer)
             continue
         named = {text: _finite(logprob)}
         for other, other_logprob in top:
-            named.setdefault(token_text(tokenizer.token_bytes(other)), _finite(other_logprob))
+            named.setdefault(_name(other, tokenizer, as_ids), _finite(other_logprob))
         tops.append(named)
     return {
         "tokens": texts,
@@ -69,11 +100,16 @@ def completion_logprobs(tokens: Sequence[CompletionToken], tokenizer: Tokenizer)
 
 
 def prompt_tokens(
-    token_ids: list[int], known: Sequence[tuple[float, Top]], tokenizer: Tokenizer
+    token_ids: list[int],
+    known: Sequence[tuple[float, Top]],
+    num_top: int,
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool = True,
 ) -> list[CompletionToken]:
     """An echoed prompt's; the model has no opinion of the first, `known` are those after it."""
-    opinions: list[tuple[float | None, Top]] = [(None, ()), *known]
-    offsets = text_offsets(token_ids, tokenizer)
+    opinions: list[tuple[float | None, Top]] = [(None, ()), *((logprob, top[:num_top]) for logprob, top in known)]
+    offsets = text_offsets(token_ids, tokenizer, skip_special_tokens=skip_special_tokens)
     return [(token, *opinion, at) for token, opinion, at in zip(token_ids, opinions, offsets, strict=True)]
 
 
@@ -82,9 +118,9 @@ def output_tokens(entries: Sequence[TokenEntry], base_offset: int) -> list[Compl
     return [(entry.token_id, entry.logprob, entry.top, base_offset + entry.offset) for entry in entries]
 
 
-def text_offsets(token_ids: list[int], tokenizer: Tokenizer) -> Iterator[int]:
+def text_offsets(token_ids: list[int], tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Iterator[int]:
     """Where in their text each token begins, in characters; parts of one character share its offset."""
-    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
     offset = 0
     for token_id in token_ids:
         yield offset

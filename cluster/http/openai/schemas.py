@@ -6,26 +6,37 @@ declared `Unsupported` and refused with a sentence; what makes no difference is 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cluster.http.openai.fields import (
+    BadWords,
+    ChosenTools,
     Content,
+    Documents,
     Harmless,
     LogitBias,
+    Parameters,
     Prompts,
     Stop,
-    TextFormat,
+    TemplateKwargs,
     TextOnly,
     TokenIds,
+    ToolChoice,
     Unsupported,
 )
-from engine.sampling.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from cluster.http.openai.structured import ResponseFormat, StructuredOutputs
+from engine.sampling.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from kv_transfer.messages.fields import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 2**18  # of their schemas and descriptions
 MAX_MESSAGES = 2**14  # of a chat: what is made of more takes long at a stretch
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Body(BaseModel):
@@ -44,7 +55,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
-    continuous_usage_stats: Harmless = None  # vLLM's, which load generators send: usage comes with the last event only
+    continuous_usage_stats: bool | None = None  # vLLM's
 
 
 class GenerationBody(Body):
@@ -67,8 +78,16 @@ class GenerationBody(Body):
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: Stop = []
     stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    bad_words: BadWords = []
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Harmless = None  # a text is its tokens' bytes: there is nothing to choose
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64_MAX)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str | None = Field(None, max_length=256)
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -77,22 +96,95 @@ class GenerationBody(Body):
     store: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
-    response_format: TextFormat = None
+    prompt_cache_options: Harmless = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+
+
+class FunctionCall(Body):
+    name: FunctionName
+    arguments: str  # JSON, where the model wrote it well
+
+
+class ToolCall(Body):
+    """Of an assistant's earlier turn."""
+
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Harmless = None
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+def _check_tools(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise PydanticCustomError("invalid_value", "two functions have the same name")
+    num_chars = sum(len(json.dumps(tool.function.parameters)) + len(tool.function.description or "") for tool in tools)
+    if num_chars > MAX_TOOLS_CHARS:
+        raise PydanticCustomError(
+            "invalid_value", f"they have {num_chars} characters; at most {MAX_TOOLS_CHARS} are possible"
+        )
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
-    tool_calls: Unsupported = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     function_call: Unsupported = None
-    tool_call_id: Unsupported = None
+    tool_call_id: str | None = Field(None, max_length=256)
     audio: Unsupported = None
     refusal: Harmless = None
     annotations: Harmless = None
+    reasoning: str | None = None  # of an assistant's earlier turn; its older name follows
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("tool_calls"):
+            return {**fields, "content": fields.get("content") or ""}
+        return fields
+
+    @model_validator(mode="after")
+    def _calls_in_their_place(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("invalid_value", "tool_calls are only possible in an assistant's message")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError(
+                "invalid_value", "a tool_call_id belongs to each message of the role 'tool' alone"
+            )
+        return self
 
 
-class ChatBody(GenerationBody):
+class TemplateBody(Body):
+    """What the chat template is told besides the messages."""
+
+    chat_template_kwargs: TemplateKwargs = {}
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Documents = []
+
+
+class ChatBody(GenerationBody, TemplateBody):
     """`POST /v1/chat/completions`"""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -100,16 +192,24 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: TextOnly = None
-    parallel_tool_calls: Harmless = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: ChosenTools = ToolChoice("auto")
+    tools: Tools | None = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        choice: ToolChoice = self.tool_choice
+        return [] if choice.mode == "none" else self.tools or []
+
+    def callable_tools(self) -> list[Tool]:
+        """Those that it may call."""
+        names = self.tool_choice.names
+        return [tool for tool in self.offered_tools() if names is None or tool.function.name in names]
 
 
 class CompletionBody(GenerationBody):
@@ -122,13 +222,14 @@ class CompletionBody(GenerationBody):
     suffix: Unsupported = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """`POST /tokenize`: either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):

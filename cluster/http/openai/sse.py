@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from cluster.errors import ApiError
 from cluster.http.openai.choice import Delta
 from cluster.http.parse import Job
 
@@ -69,7 +70,7 @@ class Shape(ABC):
         self._whole_name = whole_name
         head = dumps(self._envelope(chunk_name))
         self._head = b"data: " + head[:-1] + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if job.include_usage else b"}]}\n\n"
+        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
 
     @abstractmethod
     def opening(self, index: int) -> bytes:
@@ -83,6 +84,10 @@ class Shape(ABC):
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """All of choice `index` in an answer that is not streamed, but for what `whole` adds to each."""
 
+    def finish_reason(self, index: int, delta: Delta) -> str | None:
+        """As the answer names it."""
+        return delta.finish_reason
+
     def closing(self) -> bytes:
         """After every choice has ended, with OpenAI's `usage` where the client asked for it."""
         if not self.job.include_usage:
@@ -90,15 +95,27 @@ class Shape(ABC):
         last = {**self._envelope(self._chunk_name), "choices": [], "usage": self.job.usage()}
         return b"data: " + dumps(last) + b"\n\n" + DONE
 
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The whole answer where there is none."""
+        return error.body()
+
+    def last_word(self, error: ApiError) -> bytes:
+        """The last event of a stream that ends with an error."""
+        return b"data: " + dumps(self.failure(error)) + b"\n\n"
+
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is not streamed; `deltas[i]` is all of choice i."""
         choices = []
         for index, delta in enumerate(deltas):
             token_ids = {"token_ids": delta.token_ids} if self.job.return_token_ids else {}
-            choices.append(
-                {"index": index, **self.choice(index, delta), "finish_reason": delta.finish_reason, **token_ids}
-            )
-        return {**self._envelope(self._whole_name), "choices": choices, "usage": self.job.usage()}
+            choice = {"index": index, **self.choice(index, delta)}
+            ending = {"finish_reason": self.finish_reason(index, delta), "stop_reason": delta.stop_reason}
+            choices.append({**choice, **ending, **token_ids})
+        return {**self._envelope(self._whole_name), "choices": choices, "usage": self.job.usage(), **self.of_prompt()}
+
+    def of_prompt(self) -> dict[str, Any]:
+        """What a whole answer tells of its prompt besides its choices."""
+        return {}
 
     def _envelope(self, object_name: str) -> dict[str, Any]:
         """The fields that every object of this answer has."""
@@ -111,13 +128,22 @@ class Shape(ABC):
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
-    def _event(self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None) -> bytes:
-        """`content` is JSON of a member, such as b'"text":"hello"'; None for `delta`: nothing has been generated."""
-        finish_reason = None if delta is None else delta.finish_reason
+    def _event(
+        self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None, beside: bytes = b""
+    ) -> bytes:
+        """`content` is JSON of a member, such as b'"text":"hello"'; `beside` of one of the event's, with a comma before
+        it. None for `delta`: nothing has been generated."""
+        finish_reason = None if delta is None else self.finish_reason(index, delta)
         if delta is not None and self.job.return_token_ids:
             content += b',"token_ids":' + dumps(delta.token_ids)
         ending = b',"logprobs":%b,"finish_reason":%b' % (
             b"null" if logprobs is None else dumps_large(logprobs) if delta is None else dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
         )
-        return self._head + b"%d," % index + content + ending + self._tail
+        if delta is not None and delta.stop_reason is not None:
+            ending += b',"stop_reason":' + dumps(delta.stop_reason)
+        tail = self._tail
+        if self.job.continuous_usage:
+            usage = self.job.usage(0 if delta is None else delta.num_tokens)
+            tail = b',"usage":' + dumps(usage) + b"}\n\n"
+        return self._head + b"%d," % index + content + ending + b"}]" + beside + tail

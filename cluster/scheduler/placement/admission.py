@@ -8,7 +8,7 @@ picked, and decides what happens to those for whom nothing good was found: they 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -138,7 +138,7 @@ class Admission:
 
     def _in_turn(self, waiting: Iterable[_Waiting], now: float) -> list[_Waiting]:
         """First who has targets, then whose tenant is not ahead, then the least slack."""
-        ahead = {tenant: self._shares.is_ahead(tenant, now) for tenant in {w.query.tenant for w in waiting}}
+        ahead = {tenant: self._is_ahead(tenant, now) for tenant in {w.query.tenant for w in waiting}}
 
         def turn(w: _Waiting) -> tuple[bool, bool, float, float, str]:
             return not w.query.has_targets, ahead[w.query.tenant], w.latest_start, w.came_at, w.query.request_id
@@ -176,15 +176,20 @@ class Admission:
 
     def _share(self, query: Place, now: float) -> float:
         """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then; and
-        whole for those whose length or tenant is below its floor. A tenant that is ahead has none."""
+        whole for those whose length or tenant is below its floor. A tenant that is ahead of another which falls
+        short has none."""
         kept = 0.0
-        if self._shares.is_ahead(query.tenant, now):
+        if self._is_ahead(query.tenant, now):
             kept = 1.0
         elif any(self.attainment.is_below_floor(group) for group in self._groups(query)):
             pass
         elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
             kept = self._calendar.return_rate
         return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)
+
+    def _is_ahead(self, tenant: str, now: float) -> bool:
+        """Whether it was served more than another one of which too little is served: the others want for nothing."""
+        return self._shares.is_ahead(tenant, now, self.attainment.falls_short)
 
     def _groups(self, query: Place) -> list[Hashable]:
         """Those that it belongs to, of which none is to be served much less than the others."""
@@ -305,17 +310,19 @@ class TenantShares:
         if tenant in self._served:
             self._served[tenant] += prompt_tokens + _OUTPUT_WEIGHT * output_tokens
 
-    def is_ahead(self, tenant: str, now: float) -> bool:
-        """Whether it was served more than another tenant that wants something too."""
-        return self._served.get(tenant, 0.0) - self._least_served(now) > self._quantum
+    def is_ahead(self, tenant: str, now: float, falls_short: Callable[[str], bool] = lambda tenant: True) -> bool:
+        """Whether it was served more than another tenant that wants something too, and that `falls_short`."""
+        served = (self._served[other] for other in self._active(now) if falls_short(other))
+        return self._served.get(tenant, 0.0) - min(served, default=float("inf")) > self._quantum
 
     def _least_served(self, now: float) -> float:
-        least = float("inf")
+        return min((self._served[tenant] for tenant in self._active(now)), default=0.0)
+
+    def _active(self, now: float) -> Iterator[str]:
         for tenant in reversed(self._served):
             if now - self._asked_at[tenant] > self._active_s:
-                break
-            least = min(least, self._served[tenant])
-        return least if least < float("inf") else 0.0
+                return
+            yield tenant
 
 
 def _length_class(query: Place) -> Hashable:

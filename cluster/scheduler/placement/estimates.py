@@ -150,5 +150,9 @@ class Attainment:
         while len(self._of) > self._max_groups:
             self._of.popitem(last=False)
 
+    def falls_short(self, group: Hashable) -> bool:
+        """Whether less of it than `FLOOR` is served, whatever the others get."""
+        return self._of.get(group, self.overall) < FLOOR
+
     def is_below_floor(self, group: Hashable) -> bool:
         return self._of.get(group, self.overall) < FLOOR * self.overall

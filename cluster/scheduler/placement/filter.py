@@ -60,8 +60,8 @@ _PROMPT_FIELDS: Final = tuple(field.name for field in fields(PromptForecast))
 @dataclass(frozen=True, slots=True)
 class Filtered:
     """`prompt`: by row of the table. `ready_s`: by row, when the prompt would be computed there; inf for those that may
-    not compute it, or of the decode workers, may not do the rest. `decodes`: whether any may. `shortest_s` and
-    `shortest_tpot_s`: TTFT and TPOT on the fastest, were nobody else there; inf without any.
+    not compute it, or of the decode workers, may not do the rest. `decodes`: whether any may do that, if there is one.
+    `shortest_s` and `shortest_tpot_s`: TTFT and TPOT on the fastest, were nobody else there; inf without any.
     """
 
     prompt: PromptForecast
@@ -84,7 +84,7 @@ def filter_workers(
     return Filtered(
         prompt=prompt,
         ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
-        decodes=bool(allowed[decodes].any()),
+        decodes=bool(allowed[decodes].any()) or (query.is_pooled and bool(allowed.any())),
         shortest_s=float(prompt.work_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
         shortest_tpot_s=float(alone_s[allowed[decodes]].min(initial=np.inf)),
     )
@@ -100,6 +100,8 @@ def eligible(table: WorkerTable, query: Place) -> NDArray[np.bool_]:
     fits = longest >= query.num_tokens
     fits[decodes] = longest[decodes] >= query.num_tokens + query.max_new_tokens
     wanted: NDArray[np.bool_] = fits & (table.rows[Row.DRAINING, : len(table)] == 0.0)
+    if query.is_pooled:
+        return _for_pooling(table, query, wanted)
     staying = wanted[decodes].copy()
     if query.exclude:
         wanted[[table.row(worker_id) for worker_id in query.exclude if worker_id in table]] = False
@@ -113,10 +115,22 @@ def eligible(table: WorkerTable, query: Place) -> NDArray[np.bool_]:
     return wanted
 
 
+def _for_pooling(table: WorkerTable, query: Place, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of those that could compute the prompt: prefill workers, where there are any; not the excluded ones, where there
+    are others."""
+    prefills, _ = table.pools()
+    others = wanted.copy()
+    others[[table.row(worker_id) for worker_id in query.exclude if worker_id in table]] = False
+    chosen = others if others.any() else wanted
+    if chosen[prefills].any():
+        chosen[prefills.stop :] = False
+    return chosen
+
+
 def could_ever(table: WorkerTable, query: Place) -> bool:
     """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
     _, decodes = table.pools()
-    longest = table.rows[Row.MAX_MODEL_LEN, decodes]
+    longest = table.rows[Row.MAX_MODEL_LEN, slice(0, len(table)) if query.is_pooled else decodes]
     return not len(longest) or bool(longest.max() >= query.num_tokens + query.max_new_tokens)
 
 
@@ -170,7 +184,10 @@ def shortlist(
     """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
     the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
     computed first. In one pool also these few, each for each of them. With them, which of the candidates may be
-    split."""
+    split. Of what is pooled nobody decodes: the best few alone."""
+    if query.is_pooled:
+        best = np.array(_first(found.ready_s, policy.num_exact), dtype=np.intp)
+        return (best, best), np.array([], dtype=np.intp)
     prefills, decodes = table.pools()
     kinds, one = table.rows[Row.COMPATIBILITY, : len(table)], len(table.kinds) == 1
     step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query, policy), np.inf)

@@ -35,7 +35,8 @@ _ASSUMED_COST: Final = StepCost(
 
 @dataclass(slots=True)
 class Booking:
-    """`computing`: the worker of the prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end.
+    """`slot`: of `decode`; what is pooled has none, and `decode` is who computes it. `computing`: the worker of the
+    prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end.
     Where the request is split, so much of it only, and `rest_s` for the `rest_tokens` which `decode` computes then."""
 
     query: Place
@@ -70,7 +71,8 @@ class BookedWorker:
     def num_unknown(self) -> int:
         """Sequences that it reports beyond those booked on it, and those whose prompts it computes for others."""
         held = self.snapshot.num_running + self.snapshot.num_waiting - self.snapshot.num_handing_over
-        return max(0, held - len(self.decoding))
+        num_pooled = sum(booking.query.is_pooled for booking in self.queue.values())
+        return max(0, held - len(self.decoding) - num_pooled)
 
     @property
     def used_tokens(self) -> int:
@@ -281,6 +283,8 @@ class Ledger:
             if booking.is_first and len(computing.queue) == 1:
                 self.overhead.observe(now - booking.placed_at - booking.prefill_s)
             self._leave_queue(computing, request_id, now, computed=True)
+            if booking.query.is_pooled:
+                return
             row = self.table.row(booking.decode)
             self.table.advance(row, now)
             slots = self.table.slots[:, row, booking.slot]
@@ -293,9 +297,12 @@ class Ledger:
         if booking is None:
             return
         # The prefill worker may be gone since: with the prompt computed, that is no matter.
-        computing, decoding = self._workers.get(booking.computing), self._workers[booking.decode]
+        computing = self._workers.get(booking.computing)
         if computing is not None and request_id in computing.queue:
             self._leave_queue(computing, request_id, now, computed=False)
+        if booking.query.is_pooled:
+            return
+        decoding = self._workers[booking.decode]
         if decoding.coming.pop(request_id, None) is not None:
             self._plan_queue(decoding, now)
         row = self.table.row(booking.decode)
@@ -323,6 +330,10 @@ class Ledger:
         now: float,
     ) -> Booking:
         self.ended(query.request_id, now)
+        if query.is_pooled:
+            booking = Booking(query, computing, computing, uncached_tokens, prefill_s, now, -1, now)
+            self._bookings[query.request_id] = booking
+            return booking
         decoding, row = self._workers[decode], self.table.row(decode)
         self.table.advance(row, now)
         slot = self.table.take_slot(row)
@@ -346,6 +357,8 @@ class Ledger:
 
     def _known(self, booking: Booking, num_emitted: int) -> None:
         """What the worker reports of the request is nobody's no more."""
+        if booking.query.is_pooled:
+            return
         rows, row = self.table.rows, self.table.row(booking.decode)
         extra = self._workers[booking.decode].num_unknown
         context = rows[Row.EXTRA_CONTEXT, row] - booking.query.num_tokens - num_emitted
@@ -393,7 +406,8 @@ class Ledger:
         for booking in worker.queue.values():
             at = max(at + booking.prefill_s, now)
             booking.computed_at = at
-            self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at + booking.rest_s
+            if not booking.query.is_pooled:
+                self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at + booking.rest_s
         row = self.table.row(worker.info.worker_id)
         coming_s = sum(booking.rest_s for booking in worker.coming.values())
         self.table.rows[Row.DRAINED_AT, row] = max(at, now) + coming_s if coming_s else at

@@ -120,15 +120,18 @@ def pick(
 ) -> tuple[Decision, Candidates | None]:
     """The decision, and all candidates that it was made among, for `Admission` to look at again; None where there are
     none. `share`: see `DecisionPolicy.admits`."""
-    candidates = rank(ledger, policy, query, found, now)
+    candidates = rank(ledger, policy, query, found, now, share=share)
     if candidates is None:
         return Decision(query=query, now=now, action=Action.IMPOSSIBLE, rows=()), None
     action = Action.PLACE if _is_good_enough(policy, query, candidates, share) else Action.DEFER
     return Decision(query=query, now=now, action=action, rows=_rows(ledger, candidates)), candidates
 
 
-def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, now: float) -> Candidates | None:
-    """The shortlist, scored and in order. None where no decode worker is there that could ever do it."""
+def rank(
+    ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, now: float, *, share: float = 1.0
+) -> Candidates | None:
+    """The shortlist, scored and in order, those first that are good enough with that `share`: the best of the others
+    must not be why the request is turned away. None where no decode worker is there that could ever do it."""
     if not found.decodes:
         return None
     computing, decode, prompt = with_splits(ledger, query, found, *shortlist(ledger.table, policy, query, found))
@@ -147,13 +150,19 @@ def rank(ledger: Ledger, policy: DecisionPolicy, query: Place, found: Filtered, 
             if (least := cost[kind & ~is_split].min(initial=np.inf)) < np.inf:  # else none of them has ever room
                 cost[kind] -= least
         rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
-    is_batch = not query.has_targets
-    barred = ~(leaves_room & (slo_probability >= policy.min_gain)) if is_batch else np.zeros_like(leaves_room)
+    if query.has_targets:
+        too_bad = ~policy.admits(ttft_s, slo_gain, query.ttft_target_s, share)
+        barred = np.zeros_like(leaves_room)
+    else:
+        too_bad = np.zeros_like(leaves_room)
+        barred = ~(leaves_room & (slo_probability >= policy.min_gain))
     barred |= is_split & (slo_gain < slo_gain[~is_split].max() + policy.split_gain)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
     # decode workers nothing moves for nothing.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
-    return Candidates(predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, barred)))
+    return Candidates(
+        predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, too_bad, barred))
+    )
 
 
 def _price_in_one_pool(

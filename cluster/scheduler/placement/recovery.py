@@ -114,26 +114,30 @@ class RecoveredRequests:
 
     def _as_booked(self, booking: Booking, now: float) -> _Kept:
         table = self._ledger.table
-        row = table.row(booking.decode)
-        table.advance(row, now)
-        slot = table.slots[:, row, booking.slot]
-        num_emitted, since_first_s = 0, 0.0
-        if slot[Slot.JOINED_STEP] < float("inf"):
-            num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP])))
-            since_first_s = max(0.0, now - float(slot[Slot.FIRST_AT]))
+        num_emitted, since_first_s, weight = 0, 0.0, 1.0
+        if not booking.query.is_pooled:
+            row = table.row(booking.decode)
+            table.advance(row, now)
+            slot = table.slots[:, row, booking.slot]
+            weight = float(slot[Slot.WEIGHT])
+            if slot[Slot.JOINED_STEP] < float("inf"):
+                num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP])))
+                since_first_s = max(0.0, now - float(slot[Slot.FIRST_AT]))
         request = StandingRequest(
             place=booking.query,
             prefill=None if booking.computing == booking.decode else booking.computing,
             decode=booking.decode,
             num_emitted=num_emitted,
             since_first_s=since_first_s,
-            slo_probability=float(slot[Slot.WEIGHT]),
+            slo_probability=weight,
         )
         there = [worker_id for worker_id in (booking.computing, booking.decode) if worker_id in table]
         return _Kept(request, now, {worker_id: self._ledger.info(worker_id) for worker_id in there})
 
     def _book(self, kept: _Kept, now: float) -> None:
         request = kept.request
+        if request.num_emitted and request.place.is_pooled:
+            return  # it has all that there is
         if request.num_emitted:
             self._ledger.book_decoding(
                 request.place,

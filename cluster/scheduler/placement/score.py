@@ -74,6 +74,8 @@ def predict(
 ) -> Prediction:
     """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
     table = ledger.table
+    if query.is_pooled:
+        return _predict_pooled(ledger, query, computing, prompt, later_s, now)
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     alone, beside = computing == decode, computing >= table.num_prefills
     lead_s = _join_times(prompt.wait_s, prompt.work_s, alone | (prompt.split_at > 0.0), later_s)
@@ -93,6 +95,24 @@ def predict(
     if not query.has_targets:
         idle_share = _idle_shares(table, beside, later_s, now)
     return Prediction(later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, idle_share)
+
+
+def _predict_pooled(
+    ledger: Ledger, query: Place, computing: Rows, prompt: PromptForecast, later_s: Floats, now: float
+) -> Prediction:
+    """Nobody decodes, and no memory is held beyond the prompt's computation. Where that is in a decode worker, others
+    there wait for it."""
+    table, beside = ledger.table, computing >= ledger.table.num_prefills
+    alone = np.ones_like(beside)
+    nothing = np.zeros((len(later_s), len(computing)))
+    slo_loss = nothing.copy()
+    if beside.any() and not query.has_targets:
+        lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
+        slo_loss[:, beside] = forecast_delay(table, computing[beside], prompt.added_s[beside], lead_s, now)
+    after = DecodeForecast(nothing, nothing, np.zeros(len(computing)), nothing, slo_loss)
+    start_s = np.maximum(later_s[:, None], prompt.wait_s)
+    idle_share = _UNASKED if query.has_targets else _idle_shares(table, beside, later_s, now)
+    return Prediction(later_s, computing, computing, alone, beside, prompt, start_s, after, slo_loss, idle_share)
 
 
 def score(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 from cluster.scheduler.block_index import BlockIndex
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
@@ -55,9 +56,6 @@ class Router(Protocol):
     def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
         """It was served, or, without tokens, refused by a worker. Not told of whom the router turned away itself."""
         ...
-
-
-_MIN_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +173,7 @@ class Baseline(ABC):
         if request.request_id in self._placed:
             self.ended(request.request_id, now, None)  # an earlier attempt
         if not self.decodes:
-            return turned_away(request, "no decode worker is there", _MIN_RETRY_AFTER_S)
+            return turned_away(request, "no decode worker is there", MIN_RETRY_AFTER_S)
         placed = self.choose(request, now)
         if isinstance(placed, Unplaceable):
             return placed

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Final, Literal
 
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.simulation.routers.base import Baseline, Member, Placed, turned_away
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
 from engine.kv.prefix import HASH_BYTES
@@ -22,7 +23,6 @@ from kv_transfer.messages.scheduling import Place, Unplaceable
 from kv_transfer.messages.workers import WorkerSnapshot
 
 _MAX_QUEUED_TOKENS: Final = 131_072
-_MIN_RETRY_AFTER_S: Final = 1.0
 _NO_TARGET: Final = float("inf")
 
 
@@ -97,7 +97,7 @@ class Dynamo(Baseline):
         decodes = [m for m in self.decodes if not self._is_busy(m)]
         prefills = [m for m in self.prefills if m.queued_tokens <= self._busy_tokens]
         if not decodes or (self.prefills and not prefills):
-            return turned_away(query, "all workers are busy", _MIN_RETRY_AFTER_S)
+            return turned_away(query, "all workers are busy", MIN_RETRY_AFTER_S)
         if not prefills:
             both = min(decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._would_be_active(m, query))
             return Placed(query, None, both, cached.get(both.info.worker_id, 0))
@@ -225,7 +225,7 @@ class QueueLengthRouter(Baseline):
         excess = queued_tokens - _MAX_QUEUED_TOKENS
         if excess > 0:
             speed = ASSUMED_PREFILL_TOKENS_PER_S if prefill is None else _prefill_tokens_per_s(prefill)
-            retry_after_s = max(_MIN_RETRY_AFTER_S, excess / speed)
+            retry_after_s = max(MIN_RETRY_AFTER_S, excess / speed)
             return turned_away(query, f"{queued_tokens} prompt tokens are waiting", retry_after_s)
         self._unreported[placed.computing.info.worker_id][query.request_id] = now, query.num_tokens
         return placed
@@ -285,9 +285,9 @@ class Mooncake(Baseline):
         tbt_s, tbt_target_s = decode.tpot_s(query), _between_tokens_s(query)
         if query.ttft_s is not None and ttft_s > self._ttft_share * query.ttft_s:
             reason = f"the first token would come after {ttft_s:.2f} s"
-            return turned_away(query, reason, max(_MIN_RETRY_AFTER_S, ttft_s - self._ttft_share * query.ttft_s))
+            return turned_away(query, reason, max(MIN_RETRY_AFTER_S, ttft_s - self._ttft_share * query.ttft_s))
         if tbt_target_s is not None and tbt_s > self._tbt_share * tbt_target_s:
-            return turned_away(query, f"tokens would come every {tbt_s * 1000:.0f} ms", _MIN_RETRY_AFTER_S)
+            return turned_away(query, f"tokens would come every {tbt_s * 1000:.0f} ms", MIN_RETRY_AFTER_S)
         return Placed(query, chosen if self.prefills else None, decode, cached.get(chosen.info.worker_id, 0))
 
 

@@ -1,0 +1,147 @@
+"""The lines of a batch: what a file of them may say, and what is written of each that was answered.
+
+As OpenAI's batches have them: a line is `{"custom_id", "method", "url", "body"}` in JSON.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jiter
+
+from cluster.errors import InvalidRequestError
+
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_LINES: Final = 50_000
+MAX_CUSTOM_ID: Final = 512
+MAX_ERRORS: Final = 100  # of a file that are told
+_LONGEST_LINE: Final = 64 * 2**20  # bytes; what a request may have is less, and said by the gateway that gets it
+_FIELDS: Final = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLine:
+    """`number`: from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineAnswer:
+    """`status`: HTTP's; 0: there was no answer, and `body` says why in OpenAI's shape. `retry_after_s`: when to ask
+    again, where that was said."""
+
+    status: int
+    body: dict[str, Any]
+    request_id: str = ""
+    retry_after_s: float | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == 200
+
+    def describe(self, line: BatchLine) -> dict[str, Any]:
+        """The line of a file of answers."""
+        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        return {
+            "id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": line.custom_id,
+            "response": response if self.status else None,
+            "error": None if self.status else self.body["error"],
+        }
+
+
+class LineError(InvalidRequestError):
+    """What is wrong with one line, or with the file (`line` None)."""
+
+    def __init__(self, message: str, code: str, *, line: int | None = None, param: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.line = line
+
+    def describe(self) -> dict[str, Any]:
+        """One of the `errors` of a batch."""
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+def read_lines(path: Path, endpoint: str | None = None) -> Iterator[BatchLine | LineError]:
+    """Each line that is not blank, or what is wrong with it. `endpoint` None: a line may name any of `ENDPOINTS`."""
+    known: set[str] = set()
+    with path.open("rb") as file:
+        number = 0
+        while text := file.readline(_LONGEST_LINE + 1):
+            number += 1
+            if not text.strip():
+                continue
+            try:
+                line = _parsed(text, number, endpoint)
+                if line.custom_id in known:
+                    raise LineError(
+                        f"The custom_id {line.custom_id!r} is there twice. Give each line one of its own.",
+                        "duplicate_custom_id",
+                        line=number,
+                        param="custom_id",
+                    )
+                known.add(line.custom_id)
+                yield line
+            except LineError as error:
+                yield error
+                if error.code == "line_too_long":
+                    return
+
+
+def check_lines(path: Path, endpoint: str | None = None) -> tuple[int, list[LineError]]:
+    """How many lines there are, and what is wrong with them."""
+    num_lines = 0
+    errors: list[LineError] = []
+    for line in read_lines(path, endpoint):
+        num_lines += 1
+        if isinstance(line, LineError):
+            errors.append(line)
+        if num_lines > MAX_LINES:
+            errors.append(LineError(f"A batch has at most {MAX_LINES} lines. Send several.", "too_many_lines"))
+        if num_lines > MAX_LINES or len(errors) == MAX_ERRORS:
+            break
+    if num_lines == 0:
+        errors.append(LineError("The file has no lines. Write one request of JSON in each.", "empty_file"))
+    return num_lines, errors
+
+
+def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
+    """Raises LineError."""
+    if len(text) > _LONGEST_LINE:
+        raise LineError(f"The line is longer than {_LONGEST_LINE} bytes.", "line_too_long", line=number)
+    try:
+        given = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise LineError(f"The line is no JSON: {str(error)[:200]}.", "invalid_json_line", line=number) from None
+    if not isinstance(given, dict) or not given.keys() <= _FIELDS:
+        raise LineError(
+            f"The line must be an object with {', '.join(sorted(_FIELDS))}, and nothing else.",
+            "invalid_line",
+            line=number,
+        )
+    urls = ENDPOINTS if endpoint is None else (endpoint,)
+    for name, holds, wanted in (
+        ("custom_id", _is_name(given.get("custom_id")), f"a text of 1 to {MAX_CUSTOM_ID} characters"),
+        ("method", given.get("method", "POST") == "POST", '"POST"'),
+        ("url", given.get("url") in urls, f'"{urls[0]}", the batch\'s endpoint' if endpoint else f"one of {urls}"),
+        ("body", isinstance(given.get("body"), dict), "an object: the request"),
+    ):
+        if not holds:
+            raise LineError(f"{name} must be {wanted}.", "invalid_line", line=number, param=name)
+    if given["body"].get("stream"):
+        raise LineError(
+            "A line's answer can't be streamed. Leave stream out.", "invalid_line", line=number, param="body.stream"
+        )
+    return BatchLine(number=number, custom_id=given["custom_id"], url=given["url"], body=given["body"])
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_CUSTOM_ID

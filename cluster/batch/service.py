@@ -1,0 +1,191 @@
+"""Sees that batches go on while this gateway lives, and that another one can go on with them when it ends.
+
+Lines are sent through the gateway's own application, without a socket: the same doors as for any client, in the class
+without targets, so that they fill what others leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
+from cluster.batch.runner import run_lines
+from cluster.storage.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
+from cluster.storage.database import Database
+from cluster.storage.files import Files, StoredFile
+
+logger = logging.getLogger(__name__)
+
+SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
+
+CLAIM_S: Final = 10.0  # that a gateway which is gone keeps its batches from others
+_LOOK_S: Final = 1.0  # between two looks at what there is to do
+_SWEEP_S: Final = 60.0
+_BATCHES: Final = 4  # that one gateway runs at a time, so that a small one need not wait for a large one
+_LINES: Final = 64  # of all of them, in flight at a time
+_AT_ONCE: Final = 500  # lines that are given up in one transaction
+_WHY: Final[dict[Status, str]] = {
+    "expired": "The batch's completion window was over before this line was answered.",
+    "cancelled": "The batch was cancelled before this line was answered.",
+}
+
+
+class BatchService:
+    """Of one gateway, on the folder of `database`. `budget`: bytes that all files there may take."""
+
+    def __init__(self, database: Database, budget: int) -> None:
+        self.secret = database.secret
+        self.files = Files(database, budget)
+        self.batches = Batches(database)
+        self._database = database
+        self._runs: dict[str, _Run] = {}
+        self._woken = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self, send: SendFor) -> AsyncIterator[None]:
+        """Run what there is to run until the end of the block; what is not done then is left to others."""
+        slots = asyncio.Semaphore(_LINES)
+
+        async def send_in_turn(batch: Batch, line: BatchLine) -> LineAnswer:
+            async with slots:
+                return await send(batch, line)
+
+        looking = asyncio.create_task(self._look(send_in_turn), name="batches")
+        try:
+            yield
+        finally:
+            await _cancel(looking, *(run.task for run in self._runs.values()))
+            await self.batches.renew(self._runs, until=0.0)
+            self._database.close()
+
+    async def add(self, batch: Batch, file: StoredFile) -> None:
+        """A batch of the lines in `file`, which may be deleted from then on."""
+        await self._database.in_thread(os.link, self.files.content(file), self._input(batch))
+        await self.batches.create(batch)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something new to do."""
+        self._woken.set()
+
+    def _input(self, batch: Batch) -> Path:
+        return self._database.files / batch.id
+
+    async def _look(self, send: SendFor) -> None:
+        sweep_at = 0.0
+        while True:
+            self._woken.clear()
+            try:
+                await self._once(send)
+                if time.monotonic() >= sweep_at:
+                    sweep_at = time.monotonic() + _SWEEP_S
+                    await self.files.sweep(time.time())
+            except Exception:
+                logger.exception("the batches could not be looked at, which is tried again")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._woken.wait()
+
+    async def _once(self, send: SendFor) -> None:
+        """Forget what has ended, end what is lost or cancelled, and begin what nobody runs."""
+        self._runs = {batch_id: run for batch_id, run in self._runs.items() if not run.task.done()}
+        statuses = await self.batches.renew(self._runs, until=time.time() + CLAIM_S)
+        for batch_id, run in self._runs.items():
+            if batch_id not in statuses:
+                run.task.cancel()
+            elif statuses[batch_id] == "cancelling":
+                run.is_cancelled.set()
+        while len(self._runs) < _BATCHES and (batch := await self.batches.claim(time.time() + CLAIM_S)):
+            is_cancelled = asyncio.Event()
+            running = asyncio.create_task(self._run_safely(batch, send, is_cancelled), name=batch.id)
+            self._runs[batch.id] = _Run(running, is_cancelled)
+
+    async def _run_safely(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
+        """What goes wrong here leaves the batch to whoever claims it once this claim has run out."""
+        try:
+            await self._run(batch, send, is_cancelled)
+        except* LostClaimError:
+            logger.warning("batch %s is run by another gateway by now", batch.id)
+        except* Exception:
+            logger.exception("batch %s could not go on, which is tried again", batch.id)
+
+    async def _run(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
+        if batch.status == "validating":
+            batch = await self._validated(batch)
+            if batch.status == "failed":
+                return
+        end: Status = "completed"
+        if batch.status == "in_progress":
+            end = await self._answered(batch, send, is_cancelled)
+        elif batch.status == "cancelling":
+            end = "cancelled"
+        if end == "completed":
+            await self.batches.turn(batch, "finalizing")
+        else:
+            await self._give_up(batch, end)
+        await self.batches.finish(batch, end, self.files.new_content(), self.files.new_content())
+
+    async def _validated(self, batch: Batch) -> Batch:
+        num_lines, errors = await asyncio.to_thread(check_lines, self._input(batch), batch.endpoint)
+        if errors:
+            return await self.batches.turn(batch, "failed", errors=[error.describe() for error in errors])
+        return await self.batches.turn(batch, "in_progress", num_lines=num_lines)
+
+    async def _answered(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> Status:
+        """How it ends: with an answer to each line, cancelled, or too late."""
+
+        async def keep(line: BatchLine, answer: LineAnswer) -> None:
+            await self.batches.answer(batch, [_kept(line, answer)])
+
+        lines = await self._unanswered(batch)
+        working = asyncio.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
+        cancelled = asyncio.create_task(is_cancelled.wait())
+        try:
+            timeout_s = max(0.0, batch.expires_at - time.time())
+            await asyncio.wait({working, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+                return "completed"
+            return "cancelled" if cancelled.done() else "expired"
+        finally:
+            await _cancel(working, cancelled)
+
+    async def _unanswered(self, batch: Batch) -> Iterator[BatchLine]:
+        answered = await self.batches.answered(batch)
+        lines = read_lines(self._input(batch), batch.endpoint)
+        return (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
+
+    async def _give_up(self, batch: Batch, end: Status) -> None:
+        """Say of each line without an answer why it has none."""
+        why = LineAnswer(status=0, body={"error": {"code": f"batch_{end}", "message": _WHY[end]}})
+        lines = await self._unanswered(batch)
+        while some := await asyncio.to_thread(lambda: [_kept(line, why) for line in islice(lines, _AT_ONCE)]):
+            await self.batches.answer(batch, some)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Of one batch."""
+
+    task: asyncio.Task[None]
+    is_cancelled: asyncio.Event  # by its owner
+
+
+def _kept(line: BatchLine, answer: LineAnswer) -> KeptAnswer:
+    return KeptAnswer(line.number, answer.succeeded, json.dumps(answer.describe(line)))
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,442 @@
+"""`legato bench`: load a server as clients do, over real HTTP, streaming, and say what they saw.
+
+Any OpenAI-compatible server will do: what is sent is OpenAI's own, unless `--ignore-eos` or `--header` asks for more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import uvloop
+
+from cluster.command.arguments import ArgumentsError
+from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, Server, read_stream, stream_chunks
+from cluster.load.pace import keep_open, send_at_their_times
+from cluster.load.prompts import text_of
+from cluster.load.timing import MS, Json, RequestTiming, percentile, rounded
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
+from cluster.slo.classes import SloClass
+
+_DEFAULT_REQUESTS: Final = 100
+_MOST: Final = 10**9  # requests that are drawn, where only time ends them
+_LONGEST: Final = 10**6  # tokens of a drawn prompt or answer
+_LATE_MS: Final = 50.0  # at P99, from which on it is told that requests were sent late
+_SHARES: Final = (0.5, 0.9, 0.95, 0.99, 1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """One request and what became of it. Seconds since the first one was due. `timing` None: it got no whole answer,
+    and `error` says why; `status` is HTTP's, 0 where there was none."""
+
+    request: TraceRequest
+    due_s: float
+    sent_s: float
+    end_s: float
+    status: int
+    error: str = ""
+    timing: RequestTiming | None = None
+    num_prompt_tokens: int | None = None
+    are_tokens_counted: bool = True  # by the server; else a piece of text counts as one
+
+    def describe(self) -> Json:
+        """A line of the log. Milliseconds; `arrivals_ms`: of each piece of text, since the request was sent."""
+        line: Json = {
+            "id": self.request.request_id,
+            "due_s": round(self.due_s, 6),
+            "sent_s": round(self.sent_s, 6),
+            "status": self.status,
+            "prompt_tokens_asked": self.request.prompt_tokens,
+            "output_tokens_asked": self.request.output_tokens,
+        }
+        timing = self.timing
+        if timing is None:
+            return {**line, "error": self.error}
+        return {
+            **line,
+            "answer_id": timing.answer_id,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": timing.num_cached_tokens,
+            "output_tokens": timing.num_tokens,
+            "output_tokens_are": "counted by the server" if self.are_tokens_counted else "pieces of text",
+            "ttft_ms": _ms(timing.ttft_s),
+            "tpot_ms": _ms(timing.tpot_s) if timing.num_tokens > 1 else None,
+            "gap_p99_ms": None if timing.gap_p99_s is None else _ms(timing.gap_p99_s),
+            "e2e_ms": _ms(timing.last_s - timing.sent_s),
+            "arrivals_ms": [_ms(arrival_s - timing.sent_s) for arrival_s in timing.arrivals_s],
+        }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds / MS, 3)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        server = Server.at(arguments.url)
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from error
+    _require_meaning(arguments)
+    if arguments.seed is None:
+        arguments.seed = secrets.randbelow(10**6)
+    try:
+        headers = _headers(arguments.header)
+        requests = requests_of(arguments)
+        model = arguments.model or first_model(server, headers)
+        asker = Asker(server, model, headers, arguments)
+        with contextlib.ExitStack() as files:
+            if arguments.log is not None:
+                asker.log = files.enter_context(arguments.log.open("w", encoding="utf-8"))
+            uvloop.run(_send(asker, requests, arguments))
+    except AnswerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = error.filename or server.url
+        print(f"error: {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # of a trace's line, or a length
+        raise ArgumentsError(str(error)) from error
+    if not asker.sent:
+        print("error: no request was sent: the trace has none there", file=sys.stderr)
+        return 1
+    promise = _promise(arguments)
+    report = report_of(asker.sent, promise)
+    head: Json = {"url": server.url, "model": model, "seed": arguments.seed}
+    print(json.dumps({**head, **report}) if arguments.json else table_of(head, report), flush=True)
+    if arguments.plot is not None:
+        from cluster.command.bench_plots import plot  # matplotlib need not be installed
+
+        plot([sent for sent in asker.sent if sent.timing is not None], promise, arguments.plot)
+    return 0 if any(sent.timing is not None for sent in asker.sent) else 1
+
+
+def _require_meaning(arguments: argparse.Namespace) -> None:
+    """Before anything is sent. Raises ArgumentsError."""
+    if arguments.rate is not None and arguments.concurrency is not None:
+        raise ArgumentsError("--rate and --concurrency are two ways to say when requests are sent: leave out one")
+    if arguments.trace is not None and arguments.rate is not None:
+        raise ArgumentsError("a trace has times of its own: leave out --rate, and make it denser with --load")
+    if arguments.trace is not None and not arguments.trace.is_file():
+        raise ArgumentsError(f"there is no file {arguments.trace}")
+    for name in ("log", "plot"):
+        path: Path | None = getattr(arguments, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentsError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentsError("--plot needs matplotlib, which is not installed here: pip install matplotlib")
+
+
+def _headers(lines: Sequence[str]) -> dict[str, str]:
+    """With the key that OpenAI's clients take from the environment. Raises ArgumentsError."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or not line.isprintable():
+            raise ArgumentsError(f"--header {line!r}: write a name and a value, such as 'x-slo-class: batch'")
+        headers[name.strip().lower()] = value.strip()
+    return headers
+
+
+def first_model(server: Server, headers: Mapping[str, str]) -> str:
+    """Raises AnswerError, OSError."""
+    try:
+        models = json.loads(server.get("/v1/models", headers=headers))["data"]
+        return str(models[0]["id"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise AnswerError(f"{server.url}/v1/models names no model; say which one with --model") from error
+
+
+def requests_of(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
+    """In order of their times. Raises ValueError."""
+    limit = arguments.requests
+    if arguments.trace is not None:
+        read = read_trace(arguments.trace, arguments.format)
+        requests = scaled(read, load=arguments.load, length=arguments.length, first=arguments.first, limit=limit)
+    else:
+        if limit is None:
+            limit = _DEFAULT_REQUESTS if arguments.duration is None else _MOST
+        requests = draw_requests(_workload(arguments, limit), arguments.seed)
+    if arguments.duration is None or arguments.concurrency is not None:
+        return requests  # who sends so many at a time knows when to stop
+    return itertools.takewhile(lambda request: request.arrival_s <= arguments.duration, requests)
+
+
+def _workload(arguments: argparse.Namespace, num_requests: int) -> Workload:
+    """No conversations: who answers is not Legato perhaps, and what it would answer is not known."""
+    own = arguments.prompt_tokens - arguments.shared_tokens
+    if own < 1:
+        raise ValueError(
+            f"--shared-tokens {arguments.shared_tokens} leaves nothing of --prompt-tokens {arguments.prompt_tokens}"
+            " that is a prompt's own: lower it"
+        )
+    return Workload(
+        requests_per_s=arguments.rate or 1.0,
+        num_requests=num_requests,
+        burstiness=arguments.burstiness,
+        turn=LogNormal(median=own, sigma=arguments.sigma, most=_LONGEST),
+        output=LogNormal(median=arguments.output_tokens, sigma=arguments.sigma, most=_LONGEST),
+        num_systems=1,
+        system_tokens=arguments.shared_tokens,
+        follow_up=0.0,
+        max_prompt_tokens=_LONGEST,
+    )
+
+
+class Asker:
+    """Sends requests to one server and keeps what became of them."""
+
+    def __init__(self, server: Server, model: str, headers: Mapping[str, str], arguments: argparse.Namespace) -> None:
+        self.server = server
+        self.sent: list[Sent] = []
+        self.num_running = 0
+        self.began_s = 0.0  # by `time.perf_counter`
+        self.log: TextIO | None = None
+        self._model = model
+        self._headers = headers
+        self._arguments = arguments
+
+    async def ask(self, due: Due) -> None:
+        """One request, to its end. Raises nothing but the loop's own cancellation."""
+        self.num_running += 1
+        sent_s = time.perf_counter()
+        pieces: list[Piece] = []
+        status, error = 0, ""
+        try:
+            async with asyncio.timeout(self._arguments.timeout):
+                path = CHAT if self._arguments.chat else COMPLETIONS
+                async with contextlib.aclosing(
+                    stream_chunks(self.server, due.body, self._headers, path=path)
+                ) as chunks:
+                    async for chunk in chunks:
+                        pieces.append((time.perf_counter(), chunk))
+            status = 200
+        except AnswerError as raised:
+            status, error = raised.status, str(raised)
+        except TimeoutError:
+            error = f"no end of the answer within {self._arguments.timeout:g} s"
+        except OSError as raised:
+            error = f"the connection failed: {raised.strerror or raised}"
+        finally:
+            self.num_running -= 1
+        self._keep(due, sent_s, pieces, status, error)
+
+    def _keep(self, due: Due, sent_s: float, pieces: Sequence[Piece], status: int, error: str) -> None:
+        sent = Sent(
+            request=due.request,
+            due_s=due.due_s if due.due_s is not None else sent_s - self.began_s,
+            sent_s=sent_s - self.began_s,
+            end_s=time.perf_counter() - self.began_s,
+            status=status,
+            error=error,
+        )
+        if not error:
+            _read(sent, sent_s, pieces)
+        self.sent.append(sent)
+        if self.log is not None:
+            self.log.write(json.dumps(sent.describe()) + "\n")
+
+    def body(self, request: TraceRequest) -> bytes:
+        """OpenAI's fields, and `ignore_eos` where it was asked for."""
+        text = text_of(request, salt=f"{self._arguments.seed} ")
+        fields: dict[str, Any] = {
+            "model": self._model,
+            **({"messages": [{"role": "user", "content": text}]} if self._arguments.chat else {"prompt": text}),
+            "max_tokens": request.output_tokens,
+            "temperature": self._arguments.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._arguments.ignore_eos:
+            fields["ignore_eos"] = True
+        return json.dumps(fields).encode()
+
+
+def _read(sent: Sent, sent_s: float, pieces: Sequence[Piece]) -> None:
+    """What the answer says. An answer without text or without an end is none."""
+    try:
+        told = read_stream(pieces)
+    except AnswerError as error:
+        sent.error = str(error)
+        return
+    if not told.has_ended or not told.arrivals_s:
+        sent.error = "the stream ended early" if not told.has_ended else "the answer has no text"
+        return
+    sent.num_prompt_tokens = told.num_prompt_tokens
+    sent.are_tokens_counted = told.num_tokens is not None
+    sent.timing = RequestTiming(
+        sent_s=sent_s,
+        first_s=told.arrivals_s[0],
+        last_s=told.arrivals_s[-1],
+        num_tokens=told.num_tokens or len(told.arrivals_s),
+        arrivals_s=told.arrivals_s,
+        answer_id=told.answer_id,
+        num_cached_tokens=told.num_cached_tokens or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A request that is ready to be sent. `due_s` None: when another one is answered."""
+
+    request: TraceRequest
+    body: bytes
+    due_s: float | None
+
+    @property
+    def arrival_s(self) -> float:
+        return self.due_s or 0.0
+
+
+async def _send(asker: Asker, requests: Iterator[TraceRequest], arguments: argparse.Namespace) -> None:
+    """Until all is answered. Ctrl-C ends it, and what was answered by then is told."""
+    is_timed = arguments.concurrency is None and (arguments.rate is not None or arguments.trace is not None)
+    loop = asyncio.get_running_loop()
+    asker.began_s = time.perf_counter()
+    ends_s = None if arguments.duration is None else loop.time() + arguments.duration
+    due = (Due(request, asker.body(request), request.arrival_s if is_timed else None) for request in requests)
+    sending: asyncio.Future[Any]
+    if is_timed:
+        sending = asyncio.ensure_future(send_at_their_times(due, asker.ask))
+    else:
+        in_time = itertools.takewhile(lambda _: ends_s is None or loop.time() < ends_s, due)
+        sending = asyncio.ensure_future(keep_open(in_time, arguments.concurrency or 1, asker.ask))
+    loop.add_signal_handler(signal.SIGINT, sending.cancel)
+    telling = asyncio.create_task(_tell(asker))
+    try:
+        await sending
+    except asyncio.CancelledError:
+        print(f"Interrupted; {asker.num_running} requests had no whole answer yet.", file=sys.stderr)
+    finally:
+        telling.cancel()
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _tell(asker: Asker) -> None:
+    """Once a second, where somebody looks on."""
+    while sys.stderr.isatty():
+        await asyncio.sleep(1)
+        seconds = time.perf_counter() - asker.began_s
+        failed = sum(sent.timing is None for sent in asker.sent)
+        told = f"{seconds:4.0f} s: {len(asker.sent)} ended, {failed} of them without an answer, {asker.num_running} run"
+        print(f"\r{told}\x1b[K\r", end="", file=sys.stderr, flush=True)
+
+
+def _promise(arguments: argparse.Namespace) -> SloClass:
+    return SloClass(
+        name="bench",
+        ttft_s=arguments.ttft_ms * MS,
+        tpot_s=arguments.tpot_ms * MS,
+        gap_s=arguments.gap_ms * MS,
+    )
+
+
+def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
+    """Of all requests: what was answered, how fast, and what was in time. Whoever got no answer was not in time."""
+    answered = [request.timing for request in sent if request.timing is not None]
+    duration_s = max(request.end_s for request in sent) - min(request.sent_s for request in sent)
+    errors: dict[str, int] = {}
+    for request in sent:
+        if request.timing is None and request.status != 429:
+            errors[request.error] = errors.get(request.error, 0) + 1
+    tpots = [timing.tpot_s for timing in answered if timing.num_tokens > 1]
+    return {
+        "requests": len(sent),
+        "duration_s": rounded(duration_s),
+        "answered": len(answered),
+        "refused_429": sum(request.timing is None and request.status == 429 for request in sent),
+        "failed": sum(errors.values()),
+        "errors": dict(sorted(errors.items(), key=lambda entry: -entry[1])[:10]),
+        "requests_per_s": rounded(len(answered) / duration_s),
+        "prompt_tokens": sum(request.num_prompt_tokens or 0 for request in sent),
+        "cached_tokens": sum(timing.num_cached_tokens for timing in answered),
+        "output_tokens": sum(timing.num_tokens for timing in answered),
+        "output_tokens_per_s": rounded(sum(timing.num_tokens for timing in answered) / duration_s),
+        "tokens_are_pieces": any(request.timing and not request.are_tokens_counted for request in sent),
+        "latency_ms": {
+            "ttft": _quantiles([timing.ttft_s for timing in answered]),
+            "tpot": _quantiles(tpots),
+            "gap": _quantiles([gap_s for timing in answered for gap_s in timing.gaps_s]),
+            "e2e": _quantiles([timing.last_s - timing.sent_s for timing in answered]),
+        },
+        "late_to_send_ms": _quantiles([max(0.0, request.sent_s - request.due_s) for request in sent]),
+        "goodput": {
+            "ttft_and_tpot": _goodput([t for t in answered if t.keeps_tpot(promise)], len(sent), duration_s),
+            "ttft_and_gap": _goodput([t for t in answered if t.keeps_gap(promise)], len(sent), duration_s),
+        },
+        "promise_ms": {
+            "ttft": _told_ms(promise.ttft_s),
+            "tpot": _told_ms(promise.tpot_s),
+            "gap": _told_ms(promise.gap_s),
+        },
+    }
+
+
+def _told_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else rounded(seconds / MS)
+
+
+def _quantiles(values: Sequence[float]) -> Json | None:
+    if not values:
+        return None
+    names = [f"p{share * 100:g}" if share < 1 else "max" for share in _SHARES]
+    found = [rounded(percentile(values, share) / MS) for share in _SHARES]
+    return {**dict(zip(names, found, strict=True)), "samples": len(values)}
+
+
+def _goodput(good: Sequence[RequestTiming], num_requests: int, duration_s: float) -> Json:
+    return {
+        "requests_per_s": rounded(len(good) / duration_s),
+        "share": round(len(good) / num_requests, 4),
+        "output_tokens_per_s": rounded(sum(timing.num_tokens for timing in good) / duration_s),
+    }
+
+
+def table_of(head: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    promise, goodput = report["promise_ms"], report["goodput"]
+    lines = [
+        f"{report['requests']} requests to {head['url']} ({head['model']}) in {report['duration_s']:g} s:"
+        f" {report['answered']} answered, {report['refused_429']} refused with 429, {report['failed']} failed",
+        *(f"  {number} x {error}" for error, number in report["errors"].items()),
+        f"{report['output_tokens']} tokens of answers, {report['output_tokens_per_s']:g} a second;"
+        f" {report['prompt_tokens']} of prompts, {report['cached_tokens']} of them cached",
+        "",
+        f"{'ms':<6}" + "".join(f"{name:>10}" for name in ("P50", "P90", "P95", "P99", "max", "samples")),
+    ]
+    for name, found in report["latency_ms"].items():
+        cells = ["-"] * 6 if found is None else [f"{value:g}" for value in found.values()]
+        lines.append(f"{name.upper() if name != 'gap' else 'gaps':<6}" + "".join(f"{cell:>10}" for cell in cells))
+    lines.append("")
+    for told, found in (
+        (f"first token within {promise['ttft']:g} ms, {promise['tpot']:g} ms a token", goodput["ttft_and_tpot"]),
+        (f"first token within {promise['ttft']:g} ms, gaps of {promise['gap']:g} ms", goodput["ttft_and_gap"]),
+    ):
+        lines.append(
+            f"goodput ({told}): {found['requests_per_s']:g} requests/s, {found['output_tokens_per_s']:g} tokens/s,"
+            f" {found['share']:.1%} of all requests"
+        )
+    if report["tokens_are_pieces"]:
+        lines.append("The server counts no tokens (stream_options.include_usage): pieces of text are counted instead.")
+    late = report["late_to_send_ms"]
+    if late is not None and late["p99"] > _LATE_MS:
+        lines.append(
+            f"Requests were sent up to {late['p99']:g} ms late (P99): this machine is too busy to send them in time."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,286 @@
+"""`legato check`: what is wrong with a configuration, and what its workers would take, with nothing started or loaded.
+
+The model's folder is read as far as its config.json and the headers of its weights. A model that is not on this machine
+is not fetched: then the configuration alone is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cluster.command.serve import count_gpus, is_config, model_document, require_model
+from cluster.config.fields import format_budget
+from cluster.config.load import ConfigError, load_config
+from cluster.config.settings import LegatoConfig
+from cluster.deployment.capacity import needs, require_room
+
+if TYPE_CHECKING:
+    from engine.checkpoint.quantisation import Quantisation
+    from engine.model.config import ModelConfig
+    from kv_transfer.messages.fields import Role
+
+# torch, which most of what is asked below brings along, takes seconds: a configuration that is wrong is told at once.
+
+_MOST_HEADER_BYTES: Final = 100 * 2**20
+_MIB: Final = 2**20
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """1 where something is wrong."""
+    try:
+        if is_config(arguments.target):
+            config = load_config(arguments.target)
+        else:
+            require_model(arguments.target)
+            config = _config_of_model(arguments.target)
+    except ConfigError as error:
+        return _tell(str(error).splitlines())
+    parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in needs(config))
+    print(f"The configuration is valid: {config.model.name} on {parts}.", flush=True)
+    try:
+        folder = find_model(config.model.ref)
+    except ValueError as error:
+        return _tell([str(error)])
+    if folder is None:
+        print(
+            f"{config.model.ref} is not on this machine: `legato serve` fetches it, and its memory is not known here."
+        )
+        return 0
+    problems: list[str] = []
+    workers: dict[Role, WorkerBytes] = {}
+    for role in _roles(config):
+        try:
+            workers[role] = worker_memory(role, config, folder)
+        except ValueError as error:
+            problems.append(f"a {role} worker: {error}")
+        else:
+            print("\n".join(_table(role, config, workers[role])), flush=True)
+    for note in _notes(config, workers):
+        print(f"Note: {note}")
+    return _tell(list(dict.fromkeys(problems)))
+
+
+def _tell(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _config_of_model(ref: str) -> LegatoConfig:
+    """What `legato serve` makes of a model on this machine."""
+    document = model_document(
+        ref,
+        num_prefill=1,
+        num_decode=1,
+        num_workers=None,
+        port=8000,
+        num_cores=len(os.sched_getaffinity(0)),
+        num_gpus=count_gpus(),
+    )
+    return load_config(document["applications"][0]["args"])
+
+
+def _roles(config: LegatoConfig) -> Iterator[Role]:
+    """Of the pools that there are."""
+    if not config.colocated:
+        yield "prefill"
+    yield "decode"
+
+
+def find_model(ref: str) -> Path | None:
+    """The folder of a model that is on this machine; None: it would have to be fetched. Raises ValueError for a folder
+    or a file that is no model."""
+    from engine.checkpoint.builtin_models import BUILTIN_MODELS
+    from engine.checkpoint.store import resolve_model
+    from kernels.cache_folder import default_cache_dir
+
+    if ref in BUILTIN_MODELS:
+        folder = default_cache_dir() / ref
+        return folder if (folder / "config.json").is_file() else None
+    if Path(ref).expanduser().exists():
+        return resolve_model(ref)
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = ref.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except OSError:  # it is not in the hub's cache
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerBytes:
+    """Of one worker, on all of its devices. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host
+    memory, on top. `kv_bytes` None: what the rest leaves of the share of a GPU that the configuration names."""
+
+    weight_bytes: int
+    step_bytes: int
+    staging_bytes: int
+    host_bytes: int
+    kv_bytes: int | None = None
+    kv_tokens: int | None = None
+    host_tokens: int | None = None
+    context: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.step_bytes + (self.kv_bytes or 0) + self.staging_bytes + self.host_bytes
+
+
+def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes:
+    """By the same rules as a worker that loads the model. Raises ValueError, with advice, where it would."""
+    from cluster.config.build import engine_config, tiers_config
+    from cluster.simulation.plan.worker_memory import activation_bytes
+    from engine.cost_model.roofline import ModelShape
+    from engine.kv.sizes import KVMemory, size_tiers
+    from engine.memory.host import memory_bytes
+    from engine.model.config import ModelConfig
+    from engine.model.shards import check_degree
+    from engine.steps.loading import context_length, dtype_of, layout_of
+
+    model = ModelConfig.from_folder(folder)
+    engine = engine_config(role, config)
+    engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
+    check_degree(model, engine.tensor_parallel)
+    layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
+    weights = weight_bytes(folder, model, layout.dtype.itemsize, engine.quantisation)
+    shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
+    step = activation_bytes(
+        shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
+    )
+    kv_bytes = engine.kv_bytes
+    if engine.kv_share is not None and engine.device == "cpu":
+        kv_bytes = int(engine.kv_share * memory_bytes()) - weights - step - engine.staging_bytes
+        if kv_bytes <= 0:
+            raise ValueError(
+                f"of {engine.kv_share:.0%} of this machine's memory nothing is left for KV beside"
+                f" {weights / 1e9:.1f} GB of weights and {step / 1e9:.1f} GB for a step; allow a larger share, or"
+                " shorter steps (chunk_tokens)"
+            )
+    memory = KVMemory(
+        kv_blocks=engine.kv_blocks if kv_bytes is None else None,
+        kv_bytes=kv_bytes,
+        host_bytes=engine.host_bytes,
+        staging_bytes=engine.staging_bytes,
+        ring_groups=engine.ring_groups,
+    )
+    found = WorkerBytes(
+        weight_bytes=weights, step_bytes=step, staging_bytes=engine.staging_bytes, host_bytes=engine.host_bytes
+    )
+    made_for = model.max_position_embeddings
+    if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU
+        context_length(config.model.max_model_len, made_for=made_for, held=sys.maxsize)
+        return found
+    sizes = size_tiers(layout, memory)
+    columns, host_columns = (blocks // layout.num_layer_groups for blocks in (sizes.pool_blocks, sizes.host_blocks))
+    reached = min(host_columns, sizes.ring.num_blocks if sizes.ring else 0)
+    held = max(columns, reached) * layout.block_size
+    return replace(
+        found,
+        kv_bytes=sizes.pool_blocks * layout.block_bytes,
+        kv_tokens=columns * layout.block_size,
+        host_tokens=host_columns * layout.block_size,
+        context=context_length(config.model.max_model_len, made_for=made_for, held=held),
+    )
+
+
+def weight_bytes(folder: Path, model: ModelConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
+    """What the weights take once they are loaded. Raises ValueError where some are missing, or the files damaged."""
+    from engine.checkpoint.gguf.store import GGUF_NAME
+    from engine.checkpoint.weights import expected_shapes, is_projection
+
+    if (folder / GGUF_NAME).exists():
+        return (folder / GGUF_NAME).stat().st_size
+    tensors = {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
+    if model.packing is not None:
+        return sum(end - start for start, end in (fields["data_offsets"] for fields in tensors.values()))
+    total = 0.0
+    for name, shape in expected_shapes(model).items():
+        if name not in tensors:
+            raise ValueError(f"{name} is in none of the *.safetensors of {folder}; fetch the model again")
+        if tuple(tensors[name]["shape"]) != shape:
+            raise ValueError(
+                f"{name} in {folder} is {list(tensors[name]['shape'])}, and by its config.json it is {list(shape)};"
+                " fetch the model again"
+            )
+        bytes_each = float(value_bytes)
+        if quantisation is not None and is_projection(name):
+            bytes_each = _quantised_bytes(quantisation if name != _HEAD else quantisation.of_the_head)
+        total += prod(shape) * bytes_each
+    if quantisation is not None and model.tied_embeddings:  # the head is there a second time, rounded
+        total += model.vocab_size * model.hidden_size * _quantised_bytes(quantisation.of_the_head)
+    return round(total)
+
+
+_HEAD: Final = "lm_head.weight"
+
+
+def _quantised_bytes(quantisation: Quantisation) -> float:
+    """Of one weight, with its part of scales and minimums of two bytes."""
+    return 1 + 2 / quantisation.group_size if quantisation.name == "int8" else 0.5 + 4 / quantisation.group_size
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """Of a safetensors file: type, shape and place of each tensor, by its name. Raises ValueError."""
+    try:
+        with path.open("rb") as file:
+            (num_bytes,) = struct.unpack("<Q", file.read(8))
+            if num_bytes > _MOST_HEADER_BYTES:
+                raise ValueError("its header has no end")
+            header: dict[str, Any] = json.loads(file.read(num_bytes))
+        header.pop("__metadata__", None)
+        last = max((fields["data_offsets"][1] for fields in header.values()), default=0)
+        if path.stat().st_size < 8 + num_bytes + last:
+            raise ValueError("it ends before its tensors do")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error}); fetch the model again") from error
+    return header
+
+
+def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str]:
+    pool, kv = config.pools[role], config.kv.pools[role]
+    where = f"{pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}" if pool.num_gpus else "the CPU"
+    step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
+    yield f"Each {role} worker, on {where}:"
+    yield _row("weights", found.weight_bytes, config.model.quantization or "")
+    yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
+    yield _row("KV", found.kv_bytes, f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens")
+    if found.staging_bytes:
+        yield _row("staging", found.staging_bytes, "through which layers in host memory pass")
+    if found.host_bytes:
+        told = f"KV in host memory ({format_budget(kv.host_memory)})"
+        yield _row("host", found.host_bytes, f"{told}, {found.host_tokens:,} tokens" if found.host_tokens else told)
+    context = "" if found.context is None else f"prompt and answer together up to {found.context:,} tokens"
+    yield _row("in all", found.total_bytes, context)
+
+
+def _row(name: str, num_bytes: int | None, told: str) -> str:
+    amount = "the rest" if num_bytes is None else f"{num_bytes / _MIB:,.0f} MiB"
+    return f"  {name:<8} {amount:>12}  {told}".rstrip()
+
+
+def _notes(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> Iterator[str]:
+    """What does not fit on this machine, which may not be the one that serves."""
+    from engine.memory.host import memory_bytes
+
+    on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}
+    together = sum(config.pools[role].replicas * found.total_bytes for role, found in on_cpu.items())
+    if together > memory_bytes():
+        yield (
+            f"together the workers on CPUs take {together / 1e9:.1f} GB, and this machine has"
+            f" {memory_bytes() / 1e9:.1f}: lower kv.*.memory or kv.*.host_memory, or serve it on other nodes"
+        )
+    here = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(count_gpus())}
+    try:
+        require_room(config, [here])
+    except ConfigError as error:
+        yield f"on a Ray of this machine alone: {error}"

@@ -1,0 +1,266 @@
+"""`legato top`: a cluster in the terminal, drawn anew each second from what `/cluster`, `/slo` and `/metrics` say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+from cluster.command.arguments import ArgumentsError
+from cluster.load.client import AnswerError, Server
+
+_TIMEOUT_S: Final = 5.0
+_BAR: Final = 10  # characters
+_WIDE: Final = 200  # columns, where there is no terminal
+_STYLES: Final = {"": "", "title": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31"}
+_FULL_SHARE: Final = 0.9  # of a tier that is held, from which on it is worth a look
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
+
+Line = Sequence[tuple[str, str]]
+"""Pieces of text, each with the name of its style."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What a cluster said of itself at one time."""
+
+    url: str
+    cluster: Mapping[str, Any]
+    slo: Mapping[str, Any]
+    running: float  # requests that this gateway answers
+    outcomes: Mapping[str, float]  # requests that it has ended, by how
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        server = Server.at(arguments.url)
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from error
+    if arguments.once or not sys.stdout.isatty():
+        return _show_once(server)
+    return _watch(server, arguments.every)
+
+
+def _show_once(server: Server) -> int:
+    try:
+        picture = look(server)
+    except (OSError, AnswerError) as error:
+        print(f"error: {_unreachable(server, error)}", file=sys.stderr)
+        return 1
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    for line in frame(picture):
+        print(render(line, width, colour=_has_colour(sys.stdout)).rstrip())
+    return 0
+
+
+def _watch(server: Server, every_s: float) -> int:
+    """Until Ctrl-C. A new size of the terminal is drawn for at once."""
+    wake, ended = threading.Event(), False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+        wake.set()
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGWINCH, lambda *_: wake.set())
+    lines: list[Line] = [[(f"Legato at {server.url} ...", "title")]]
+    sys.stdout.write(_ENTER)
+    try:
+        next_s = 0.0
+        while not ended:
+            if time.monotonic() >= next_s:
+                lines = _lines(server)
+                next_s = time.monotonic() + every_s
+            _draw(lines, sys.stdout)
+            wake.wait(max(0.0, next_s - time.monotonic()))
+            wake.clear()
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+    return 0
+
+
+def _lines(server: Server) -> list[Line]:
+    """Of the picture, or of why there is none: it may come back."""
+    try:
+        return frame(look(server))
+    except (OSError, AnswerError) as error:
+        return [[("Legato", "title"), ("  ", ""), (_unreachable(server, error), "bad")]]
+
+
+def _draw(lines: Sequence[Line], stream: TextIO) -> None:
+    """Over what was there, without a moment in which nothing is; what does not fit is left out."""
+    width, height = shutil.get_terminal_size()
+    colour = _has_colour(stream)
+    drawn = [f"{render(line, width, colour=colour)}\x1b[K" for line in lines[: max(1, height - 1)]]
+    stream.write("\x1b[H" + "\r\n".join(drawn) + "\x1b[J")
+    stream.flush()
+
+
+def _has_colour(stream: TextIO) -> bool:
+    """As no-color.org has it."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def look(server: Server) -> Picture:
+    """Raises OSError where nobody answers, AnswerError where it is not Legato that does."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        cluster = json.loads(server.get("/cluster", timeout_s=_TIMEOUT_S))
+        slo = json.loads(server.get("/slo", timeout_s=_TIMEOUT_S))
+        metrics = server.get("/metrics", timeout_s=_TIMEOUT_S).decode()
+        running, outcomes = 0.0, dict[str, float]()
+        for family in text_string_to_metric_families(metrics):
+            for sample in family.samples:
+                if sample.name == "legato_requests_running":
+                    running = sample.value
+                elif sample.name == "legato_requests_total":
+                    outcome = sample.labels["outcome"]
+                    outcomes[outcome] = outcomes.get(outcome, 0.0) + sample.value
+        return Picture(url=server.url, cluster=cluster, slo=slo, running=running, outcomes=outcomes)
+    except (ValueError, KeyError, TypeError) as error:
+        raise AnswerError(f"{server.url} answers, but not as Legato does ({error!r})") from error
+
+
+def _unreachable(server: Server, error: Exception) -> str:
+    if isinstance(error, AnswerError):
+        hint = " Is it a Legato?" if error.status == 404 else ""
+        return f"{str(error).splitlines()[0]}{hint}"
+    return (
+        f"nothing answers at {server.url} ({getattr(error, 'strerror', None) or error}). Start a cluster with"
+        " `legato serve`, or write where one is: legato top URL."
+    )
+
+
+def render(line: Line, width: int, *, colour: bool) -> str:
+    """No wider than that."""
+    text, room = "", width
+    for piece, style in line:
+        shown = piece[:room]
+        room -= len(shown)
+        code = _STYLES[style] if colour else ""
+        text += f"\x1b[{code}m{shown}\x1b[0m" if code and shown else shown
+    return text
+
+
+def frame(picture: Picture) -> list[Line]:
+    """All lines, however many."""
+    workers: list[Mapping[str, Any]] = sorted(
+        picture.cluster["workers"], key=lambda worker: (worker["role"] != "prefill", str(worker["worker_id"]))
+    )
+    lines: list[Line] = [_head(picture, len(workers)), []]
+    for role in dict.fromkeys(worker["role"] for worker in workers):
+        pool = [worker for worker in workers if worker["role"] == role]
+        lines += [*_pool(role, pool, picture.cluster.get("wanted", {}).get(role)), []]
+    if not workers:
+        lines += [[("No worker has reported yet.", "warn")], []]
+    lines += _classes(picture.slo)
+    return lines
+
+
+def _head(picture: Picture, num_workers: int) -> Line:
+    ended = ", ".join(f"{number:.0f} {outcome}" for outcome, number in sorted(picture.outcomes.items()))
+    return [
+        (f"Legato at {picture.url}", "title"),
+        (f"   {num_workers} worker{'s' * (num_workers != 1)}   {picture.running:.0f} requests running", ""),
+        (f"   ended: {ended}" if ended else "", "dim"),
+    ]
+
+
+_WORKER: Final = "{:<24.24} {:>7} {:>7} {:>9} {:>7}  "
+
+
+def _pool(role: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -> Iterator[Line]:
+    told = f"{len(workers)}" if wanted is None else f"{len(workers)} of {wanted} wanted"
+    yield [(f"{role.upper()} ", "title"), (told, "")]
+    yield [(_WORKER.format("worker", "running", "waiting", "to prefill", "leases") + "held of KV", "dim")]
+    for worker in workers:
+        style, state = _state(worker)
+        yield [
+            (_WORKER.format(_short(str(worker["worker_id"])), *(_load(worker))), ""),
+            *_tiers(worker),
+            (state, style),
+        ]
+
+
+def _load(worker: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Sequences running and waiting, prompt tokens to compute, reservations."""
+    names = ("num_running", "num_waiting", "queued_prefill_tokens", "num_leases")
+    running, waiting, tokens, leases = (str(worker.get(name, "-")) for name in names)
+    return running, waiting, tokens, leases
+
+
+def _short(worker_id: str) -> str:
+    """Its beginning and its end: what tells workers apart is at either."""
+    return worker_id if len(worker_id) <= 24 else f"{worker_id[:13]}…{worker_id[-10:]}"
+
+
+def _state(worker: Mapping[str, Any]) -> tuple[str, str]:
+    for name, style in (("suspect", "bad"), ("draining", "warn")):
+        if worker.get(name):
+            return style, name
+    return ("warn", "not connected") if worker.get("connected") is False else ("", "")
+
+
+def _tiers(worker: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    tiers: Mapping[str, Mapping[str, int]] = (worker.get("tiers") or {}).get("blocks") or {}
+    for tier, blocks in tiers.items():
+        total = blocks["free"] + blocks["cached"] + blocks["held"]
+        if not total:
+            continue
+        held, cached = blocks["held"] / total, blocks["cached"] / total
+        full, kept = round(held * _BAR), round((held + cached) * _BAR)
+        bar = "#" * full + "=" * (kept - full) + "." * (_BAR - kept)
+        yield f"{tier} ", "dim"
+        yield f"[{bar}] {held:4.0%}  ", "warn" if held >= _FULL_SHARE else ""
+
+
+_CLASS: Final = "{:<16.16}"
+_LATENCY: Final = "{:>18}"
+_RATE: Final = "{:>10} {:>12} {:>10} {:>8}"
+
+
+def _classes(slo: Mapping[str, Any]) -> Iterator[Line]:
+    """P99s of the last minute beside what was promised."""
+    head = _CLASS.format("class")
+    for name in ("ttft", "tpot", "gap"):
+        head += _LATENCY.format(f"P99 {name} / SLO ms")
+    yield [("PROMISES, last minute", "title")]
+    yield [(head + _RATE.format("in time", "good req/s", "tokens/s", "burn"), "dim")]
+    found: dict[str, Mapping[str, Any]] = {row["slo_class"]: row for row in slo["classes"]}
+    for name, target in slo["targets"].items():
+        row = found.get(name)
+        cells: list[tuple[str, str]] = [(_CLASS.format(name), "")]
+        for metric in ("ttft", "tpot", "gap"):
+            p99 = None if row is None else (row["latency_ms"].get(metric) or {}).get("p99")
+            cells.append(_latency(p99, target.get(f"{metric}_ms")))
+        if row is None:
+            yield [*cells, ("  no requests", "dim")]
+            continue
+        short = row["windows"]["short"]
+        attained, burn = short["attainment"], short["burn_rate"]
+        rates = _RATE.format(
+            "-" if attained is None else f"{attained:.1%}",
+            f"{row['goodput_requests_per_s']:.2f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{burn:.1f}",
+        )
+        yield [*cells, (rates, "bad" if burn > 1 else "")]
+
+
+def _latency(p99_ms: float | None, target_ms: float | None) -> tuple[str, str]:
+    measured = "-" if p99_ms is None else f"{p99_ms:.0f}" if p99_ms >= 10 else f"{p99_ms:.1f}"
+    promised = "-" if target_ms is None else f"{target_ms:g}"
+    style = "" if p99_ms is None or target_ms is None else "good" if p99_ms <= target_ms else "bad"
+    return _LATENCY.format(f"{measured} / {promised}"), style

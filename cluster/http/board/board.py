@@ -1,0 +1,158 @@
+"""Sends pictures of the cluster to those who look at the board: a whole one first, then what is different from it.
+
+While somebody looks, one task takes a picture `PER_S` times a second; its difference from the last one is written once,
+for all. A viewer that is slow gets no queue: when it has taken what it was sent, it gets the newest difference, or a
+whole picture if it has missed one. So what waits for it is bounded by one message. It counts as unread output, and who
+takes none of it for `HttpLimits.unread_timeout_s` is cut off, as from any other answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import OverloadedError, UnreadError
+from cluster.http.api import Api
+from cluster.http.board.picture import Observer, Picture
+from cluster.http.connection import Connection, connection_of
+from cluster.http.openai.sse import dumps
+from cluster.http.response import UNBUFFERED, disconnected, first_of
+from cluster.http.unread import Outbox
+
+logger = logging.getLogger(__name__)
+
+PER_S: Final = 4.0
+MAX_VIEWERS: Final = 32  # of one gateway
+BEAT_S: Final = 2.0  # where nothing changes, a comment: so that who looks knows that it is so
+_BEAT: Final = b": beat\n\n"
+
+
+class Board:
+    """Of one gateway; belongs to its event loop. Costs nothing while nobody looks."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self._observer = Observer(api)
+        self._picture: Picture = {}
+        self._version = 0  # of the picture; 0: there is none yet
+        self._whole: bytes | None = None  # the picture as an event; None: not written yet
+        self._change = b""  # the same for what is different from the version before
+        self._next = asyncio.Event()  # another version, or the end
+        self._num_viewers = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        """While one more looks. Raises OverloadedError if there are too many."""
+        if self._num_viewers >= MAX_VIEWERS:
+            raise OverloadedError(
+                f"{MAX_VIEWERS} others look at this gateway's board already. Try again later.", retry_after_s=10.0
+            )
+        if self._task is None or self._task.done():
+            self._picture, self._version = {}, 0
+            self._observer.forget()
+            self._task = asyncio.create_task(self._watch(), name="board")
+        self._num_viewers += 1
+        try:
+            yield
+        finally:
+            self._num_viewers -= 1
+            if self._num_viewers == 0 and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def news(self, version: int) -> tuple[int, bytes]:
+        """What brings a viewer that has `version` (0: nothing) up to date, and the version that it has then. Waits for
+        news, and where none comes for `BEAT_S`, says that. No bytes: there will be none."""
+        try:
+            async with asyncio.timeout(BEAT_S):
+                while self._version == version:
+                    if self._task is None or self._task.done():
+                        return version, b""
+                    await self._next.wait()
+        except TimeoutError:
+            return version, _BEAT
+        if version and version == self._version - 1:
+            return self._version, self._change
+        if self._whole is None:
+            self._whole = _event("picture", self._picture)
+        return self._version, self._whole
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                self._show(await self._observer.look())
+                await asyncio.sleep(1.0 / PER_S)
+        except Exception:
+            logger.exception("the board cannot be shown")
+            asyncio.get_running_loop().call_soon(self._next.set)  # once this task is done
+
+    def _show(self, picture: Picture) -> None:
+        change = difference(self._picture, picture)
+        if change.keys() <= {"now"}:
+            return
+        self._picture, self._whole, self._change = picture, None, _event("change", change)
+        self._version += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+
+class BoardResponse(Response):
+    """The pictures as server-sent events, until the viewer leaves or does not read, or the server stops."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__()
+        self._board = board
+        self._complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        too_much = asyncio.Event()
+        with self._board.viewing():
+            outbox = self._board.api.unread.open(1, too_much.set)
+            try:
+                await first_of(self._send(send, connection, outbox), disconnected(receive), too_much.wait())
+            except (TimeoutError, UnreadError):
+                logger.info("somebody who looked at the board did not read")
+            finally:
+                outbox.close()
+                if not self._complete:
+                    connection.abort()
+
+    async def _send(self, send: Send, connection: Connection, outbox: Outbox) -> None:
+        """Raises TimeoutError or UnreadError for a viewer that does not read."""
+        headers = {"content-type": "text/event-stream", **UNBUFFERED}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        version, news = await self._board.news(0)
+        while news and not connection.is_ending():
+            outbox.grow(len(news))
+            async with asyncio.timeout(self._board.api.limits.unread_timeout_s):
+                await send({"type": "http.response.body", "body": news, "more_body": True})
+            outbox.shrink(len(news))
+            version, news = await self._board.news(version)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._complete = True
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7396) that makes `new` of `old`; neither holds None."""
+    patch: dict[str, Any] = {name: None for name in old if name not in new}
+    for name, value in new.items():
+        before = old.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            if value is not before and (inner := difference(before, value)):
+                patch[name] = inner
+        elif value != before:
+            patch[name] = value
+    return patch
+
+
+def _event(name: str, value: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(value))

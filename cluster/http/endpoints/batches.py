@@ -1,0 +1,249 @@
+"""OpenAI's files and batches: many requests in one file, answered when there is room, into another file."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse
+from pydantic import Field
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException
+
+from cluster.batch.lines import BatchLine, LineAnswer
+from cluster.batch.service import BatchService
+from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.http.api import Api, ApiOf
+from cluster.http.body import JsonRoute
+from cluster.http.inside import OnBehalf, post_inside
+from cluster.http.openai.schemas import Body
+from cluster.http.terms import Tenants
+from cluster.slo.classes import CLASS_HEADER, SloConfig
+from cluster.storage.batches import Batch
+from cluster.storage.files import StoredFile
+
+PURPOSE: Final = "batch"
+FILES_PATH: Final = "/v1/files"
+MAX_FILE_BYTES: Final = 200 * 2**20  # OpenAI's bound for a batch
+MAX_PAGE: Final = 1_000
+_MAX_FIELD_BYTES: Final = 4_096
+_MAX_FILENAME: Final = 255
+_WINDOW: Final = re.compile(r"(\d{1,5})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_LONGEST_WINDOW_S: Final = 14 * 86_400
+_EXPIRY_S: Final = (3_600, 2_592_000)  # that a file may be asked to expire after: OpenAI's bounds
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class BatchBody(Body):
+    """`POST /v1/batches`"""
+
+    input_file_id: str = Field(min_length=1, max_length=100)
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: str = Field(max_length=10)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+
+
+@router.post(FILES_PATH, response_model=None)
+async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
+    service, owner = _service(api), _owner(request, api)
+    try:
+        form = await request.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
+    except MultiPartException as error:
+        raise InvalidRequestError(f"This is no form with a file: {error.message} Send multipart/form-data.") from None
+    async with _closing(form):
+        upload = form.get("file")
+        if not isinstance(upload, UploadFile):
+            raise InvalidRequestError("There is no file in the form. Send it as `file`.", param="file")
+        expires_at = _checked_fields(form)
+        content = service.files.new_content()
+        try:
+            await service.files.copy(upload.file, content)
+            filename = (upload.filename or "file")[:_MAX_FILENAME]
+            file = await service.files.add(content, owner, filename=filename, purpose=PURPOSE, expires_at=expires_at)
+        except BaseException:
+            content.unlink(missing_ok=True)
+            raise
+    return file.describe()
+
+
+@asynccontextmanager
+async def _closing(form: FormData) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await form.close()
+
+
+def _checked_fields(form: FormData) -> int | None:
+    """When the file expires. Raises InvalidRequestError for what is asked for in vain."""
+    known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    for name in form:
+        if name not in known:
+            raise InvalidRequestError(f"There is no field {name[:100]!r} here. Leave it out.", param=name[:100])
+    if form.get("purpose") != PURPOSE:
+        raise InvalidRequestError(f'purpose must be "{PURPOSE}": files are for batches here.', param="purpose")
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    least, most = _EXPIRY_S
+    if anchor != "created_at" or not isinstance(seconds, str) or not re.fullmatch(r"\d{1,9}", seconds):
+        raise InvalidRequestError('expires_after needs the anchor "created_at" and seconds.', param="expires_after")
+    if not least <= int(seconds) <= most:
+        raise InvalidRequestError(f"expires_after lies between {least} and {most} seconds.", param="expires_after")
+    return int(time.time()) + int(seconds)
+
+
+@router.get(FILES_PATH, response_model=None)
+async def list_files(
+    request: Request,
+    api: ApiOf,
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: int = MAX_PAGE,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    limit = _checked_limit(limit)
+    files = await _service(api).files.list(
+        _owner(request, api), purpose=purpose, after=after, limit=limit + 1, newest_first=order == "desc"
+    )
+    return _page([file.describe() for file in files], limit)
+
+
+@router.get(FILES_PATH + "/{file_id}", response_model=None)
+async def retrieve_file(file_id: str, request: Request, api: ApiOf) -> dict[str, Any]:
+    return (await _file(file_id, request, api)).describe()
+
+
+@router.get(FILES_PATH + "/{file_id}/content", response_model=None)
+async def file_content(file_id: str, request: Request, api: ApiOf) -> FileResponse:
+    file = await _file(file_id, request, api)
+    return FileResponse(_service(api).files.content(file), media_type="application/octet-stream")
+
+
+@router.delete(FILES_PATH + "/{file_id}", response_model=None)
+async def delete_file(file_id: str, request: Request, api: ApiOf) -> dict[str, Any]:
+    await _service(api).files.delete(file_id, _owner(request, api))
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+async def _file(file_id: str, request: Request, api: Api) -> StoredFile:
+    return await _service(api).files.get(file_id, _owner(request, api))
+
+
+@router.post("/v1/batches", response_model=None)
+async def create_batch(body: BatchBody, request: Request, api: ApiOf) -> dict[str, Any]:
+    service, owner = _service(api), _owner(request, api)
+    file = await service.files.get(body.input_file_id, owner)
+    if file.purpose != PURPOSE:
+        raise InvalidRequestError("The file's purpose is not batch. Upload the lines anew.", param="input_file_id")
+    batch = Batch(
+        owner=owner,
+        tenant=api.tenants.name(request.headers, None, None),
+        salt=api.tenants.salt(request.headers, None),
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        expires_at=int(time.time()) + _window_s(body.completion_window),
+        metadata=body.metadata,
+    )
+    await service.add(batch, file)
+    return batch.describe()
+
+
+def _window_s(text: str) -> int:
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
+    if not 0 < seconds <= _LONGEST_WINDOW_S:
+        raise InvalidRequestError(
+            "completion_window is a number with s, m, h or d, such as 24h, of 14d at most.", param="completion_window"
+        )
+    return seconds
+
+
+@router.get("/v1/batches", response_model=None)
+async def list_batches(request: Request, api: ApiOf, after: str | None = None, limit: int = 20) -> dict[str, Any]:
+    limit = _checked_limit(limit)
+    batches = await _service(api).batches.list(_owner(request, api), after=after, limit=limit + 1)
+    return _page([batch.describe() for batch in batches], limit)
+
+
+@router.get("/v1/batches/{batch_id}", response_model=None)
+async def retrieve_batch(batch_id: str, request: Request, api: ApiOf) -> dict[str, Any]:
+    return (await _service(api).batches.get(batch_id, _owner(request, api))).describe()
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_model=None)
+async def cancel_batch(batch_id: str, request: Request, api: ApiOf) -> dict[str, Any]:
+    service = _service(api)
+    batch = await service.batches.cancel(batch_id, _owner(request, api))
+    service.wake()
+    return batch.describe()
+
+
+def _service(api: Api) -> BatchService:
+    if api.batches is None:
+        raise NotFoundError(
+            "This server keeps no files. Who operates it can give them a folder: gateway.storage.", code="no_storage"
+        )
+    return api.batches
+
+
+def _owner(request: Request, api: Api) -> str:
+    """Whose files these are: under the folder's secret, so that they are found again after a restart."""
+    tenants = Tenants(_service(api).secret, trust_header=api.settings.trust_tenant_header)
+    return tenants.name(request.headers, None, None)
+
+
+def _checked_limit(limit: int) -> int:
+    if not 0 < limit <= MAX_PAGE:
+        raise InvalidRequestError(f"limit lies between 1 and {MAX_PAGE}.", param="limit")
+    return limit
+
+
+def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """`objects`: one more than `limit` where there are more."""
+    shown = objects[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > limit,
+    }
+
+
+@asynccontextmanager
+async def running_batches(app: FastAPI) -> AsyncIterator[None]:
+    """Answer the lines of batches while the application runs."""
+    api: Api = app.state.api
+    if api.batches is None:
+        yield
+        return
+    headers = {CLASS_HEADER: _patient_class(api.slo.classes)}
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        answered = await post_inside(app, line.url, line.body, headers, OnBehalf(batch.tenant, batch.salt))
+        retry_after_s = None
+        with suppress(KeyError, ValueError):
+            retry_after_s = float(answered.headers["retry-after"])
+        return LineAnswer(
+            status=answered.status,
+            body=json.loads(answered.body),
+            request_id=answered.headers.get("x-request-id", ""),
+            retry_after_s=retry_after_s,
+        )
+
+    async with api.batches.running(send):
+        yield
+
+
+def _patient_class(classes: SloConfig) -> str:
+    """The name of the class that batches run in: the first without targets; the default where all have some."""
+    return next((known.name for known in classes.classes if not known.has_targets), classes.default)

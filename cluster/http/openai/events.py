@@ -1,0 +1,96 @@
+"""What a choice says as a stream of events, and OpenAI's chat answers made from it.
+
+An answer of which calls or reasoning are to be read has a `Reading`. Its choices' deltas go through a parser each; the
+events that come out (`engine.text.output.Event`) are what every API's shape is a translation of. Chats without have no
+parser and no events.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.http.openai.choice import Delta
+from engine.text.formats import ReasoningFormat, ToolFormat
+from engine.text.output import Event, OutputParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the choices of one request are read; `cluster.http.openai.tools` makes it. `functions` may be called,
+    `single`: once at most. `reasons`: the prompt ends inside the reasoning."""
+
+    tools: ToolFormat | None
+    functions: frozenset[str]
+    single: bool
+    reasoning: ReasoningFormat | None
+    reasons: bool
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Of which special tokens have to reach the parser."""
+        formats = (self.tools, self.reasoning)
+        return frozenset[str]().union(*(known.marks for known in formats if known is not None))
+
+
+class ChoiceEvents:
+    """The events of one choice. Takes its deltas in order, all or the sum of all."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._parser = OutputParser(
+            tools=reading.tools,
+            functions=reading.functions,
+            single=reading.single,
+            reasoning=reading.reasoning,
+            reasons=reading.reasons,
+        )
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.num_calls > 0
+
+    def read(self, delta: Delta) -> list[Event]:
+        events = self._parser.feed(delta.text)
+        return events if delta.finish_reason is None else events + self._parser.finish()
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def chat_members(events: Sequence[Event]) -> dict[str, Any]:
+    """What they add to a chat's message, as OpenAI's `delta` has it. Calls that are opened get their ids here."""
+    texts: dict[str, list[str]] = {"text": [], "reasoning": []}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "call":
+            function = {"name": event.text, "arguments": ""}
+            calls[event.index] = {"id": new_call_id(), "type": "function", "function": function}
+        elif event.kind == "arguments":
+            call = calls.setdefault(event.index, {"function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+        else:
+            texts[event.kind].append(event.text)
+    members: dict[str, Any] = {}
+    if texts["reasoning"]:
+        members["reasoning"] = members["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["text"]:
+        members["content"] = "".join(texts["text"])
+    if calls:
+        members["tool_calls"] = [{"index": index, **call} for index, call in calls.items()]
+    return members
+
+
+def chat_message(events: Sequence[Event], *, reasons: bool) -> dict[str, Any]:
+    """A whole message. `reasons`: it tells its reasoning, be it none."""
+    members = chat_members(events)
+    calls = members.get("tool_calls", [])
+    message: dict[str, Any] = {"role": "assistant", "content": members.get("content", None if calls else "")}
+    message["refusal"] = None
+    if reasons:
+        message["reasoning"] = message["reasoning_content"] = members.get("reasoning")
+    if calls:
+        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+    return message

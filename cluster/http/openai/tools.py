@@ -1,0 +1,213 @@
+"""Functions that a model may call, as OpenAI's API has them: checked, told to the model, and read from its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from cluster.errors import InvalidRequestError
+from cluster.http.openai.events import Reading
+from cluster.http.openai.fields import ToolChoice
+from cluster.http.openai.schemas import ChatBody, ChatMessage, Tool, ToolCall
+from cluster.http.openai.structured import Wanted
+from engine.text.formats import Message, OutputFormats, with_hermes_tools
+from engine.text.tokenizer import Tokenizer
+
+_MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
+
+
+def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Reading | None:
+    """How the answers are read; None: they are text. `prompt_end`: the end of the prompt, special tokens included.
+
+    Raises InvalidRequestError where `tool_choice` cannot be followed.
+    """
+    choice: ToolChoice = body.tool_choice
+    offered = frozenset(tool.function.name for tool in body.offered_tools())
+    if choice.names is not None and (missing := choice.names - offered):
+        raise _refusal(f"tool_choice names {min(missing)[:64]!r}, which is not among the tools. Send that tool, too.")
+    if choice.mode == "required" and not offered:
+        raise _refusal("tool_choice asks for a call, and there are no tools. Send some, or leave tool_choice out.")
+    reasoning = formats.reasoning
+    answer = answer_of(body)
+    if answer is not None and answer.kind != "json":
+        reasoning = None  # what is said is what was asked for, from the first character on
+    if not offered and reasoning is None:
+        return None
+    return Reading(
+        tools=formats.tools if offered else None,
+        functions=offered if choice.names is None else choice.names,
+        single=body.parallel_tool_calls is False,
+        reasoning=reasoning,
+        reasons=reasoning is not None and prompt_end.rstrip().endswith(reasoning.opening),
+    )
+
+
+def _refusal(sentence: str, code: str = "invalid_value") -> InvalidRequestError:
+    return InvalidRequestError(sentence, param="tool_choice", code=code)
+
+
+def answer_of(body: ChatBody) -> Wanted | None:
+    """What the answer must be where it calls nothing."""
+    wanted: Wanted | None = body.response_format or body.structured_outputs
+    return wanted
+
+
+def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> Wanted | None:
+    """What an answer must be with all that it may begin with: reasoning, calls. None: what `answer_of` says alone.
+
+    Raises InvalidRequestError for what no grammar can be made of.
+    """
+    answer = answer_of(body)
+    tools = body.callable_tools()
+    forced, strict = body.tool_choice.mode == "required", any(tool.function.strict for tool in tools)
+    if reading is None or not (forced or strict or answer is not None):
+        return None
+    if tools and answer is not None and (forced or answer.kind != "json"):
+        raise _refusal(
+            f"A call and {answer.param} are both asked for, and one answer cannot be both. Send one of them.",
+            "unsupported_value",
+        )
+    if answer is not None and answer.kind != "json":
+        return None
+    writer = _CallGrammar(reading, tokenizer)
+    try:
+        lark = writer.free(tools) if strict and not forced and answer is None else writer.exact(tools, answer)
+    except (ValueError, RecursionError):
+        return None  # the schema is a text that is no JSON: refused where it is compiled by itself
+    param = "tools" if answer is None else answer.param
+    return Wanted("calls", json.dumps({"lark": lark, "schemas": writer.schemas}), param)
+
+
+_SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]*/"
+
+
+class _CallGrammar:
+    """Writes calls in a model's own format as rules of llguidance's Lark, to be read back by the same parser."""
+
+    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+        self._reading = reading
+        self._tokenizer = tokenizer
+        self.schemas: list[Any] = []
+
+    def exact(self, tools: Sequence[Tool], answer: Wanted | None) -> str:
+        """Nothing but calls, or the answer; behind reasoning where the model reasons."""
+        ways: list[str] = []
+        rules = [_SPACES]
+        if tools:
+            rules += self._calls(tools, strict=True)
+            ways.append("calls")
+        if answer is not None:
+            ways.append(self._json(json.loads(answer.text)))
+        start = f"({' | '.join(ways)})"
+        if (reasoning := self._reading.reasoning) is not None:
+            rules.append(self._up_to("thought", reasoning.closing))
+            thought = "thought SPACE"
+            start = (
+                f"{thought} {start}"
+                if self._reading.reasons
+                else f"({self._mark(reasoning.opening)} {thought})? {start}"
+            )
+        return "\n".join([f"start: {start}", *rules])
+
+    def free(self, tools: Sequence[Tool]) -> str:
+        """Any text, in which calls follow their schemas where they are strict."""
+        known = self._reading.tools
+        assert known is not None
+        if known.bare or known.body != "json":
+            raise _refusal("strict functions need tool_choice 'required' for this model.", "unsupported_value")
+        rules = [_SPACES, *self._calls(tools, strict=False), self._up_to("before", known.opening)]
+        return "\n".join(["start: (before call)* TEXT", *rules])
+
+    def _calls(self, tools: Sequence[Tool], *, strict: bool) -> list[str]:
+        """The rule `calls`, and `call`, which lacks the opening mark."""
+        known = self._reading.tools
+        assert known is not None
+        if known.body == "gemma":
+            raise _refusal(
+                "Calls in this model's format cannot be forced, nor made strict. Send tool_choice 'auto'.",
+                "unsupported_value",
+            )
+        objects: list[str] = []
+        key = "parameters" if known.bare else "arguments"
+        for tool in tools:
+            function = tool.function
+            schema = function.parameters if strict or function.strict else None
+            head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
+            objects.append(f'{head} {self._json({**(schema or {}), "type": "object"})} "}}"')
+        rules = ["object: " + " | ".join(objects)]
+        if known.bare:
+            return [*rules, "calls: object"]
+        opening, single = self._mark(known.opening), self._reading.single
+        if known.body == "mistral":
+            further = "" if single else '(", " object)*'
+            return [*rules, f'calls: {opening} "[" object {further} "]"']
+        further = "" if single else rf'("\n" {opening} call)*'
+        return [*rules, r'call: "\n" object "\n" ' + self._mark(known.closing), f"calls: {opening} call {further}"]
+
+    def _json(self, schema: Any) -> str:
+        self.schemas.append(schema)
+        return f"json_{len(self.schemas) - 1}"
+
+    def _mark(self, mark: str) -> str:
+        """A special token has no text of its own."""
+        ids = self._tokenizer.special_ids_of([mark])
+        return f"<[{min(ids)}]>" if ids else json.dumps(mark)
+
+    def _up_to(self, rule: str, mark: str) -> str:
+        """Any text up to the first of this mark."""
+        lazy = "" if self._tokenizer.special_ids_of([mark]) else "[lazy]"
+        return f"{rule}{lazy}: TEXT {self._mark(mark)}"
+
+
+def told_tools(body: ChatBody) -> list[dict[str, Any]]:
+    """As chat templates know them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                **({} if tool.function.description is None else {"description": tool.function.description}),
+                "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in body.offered_tools()
+    ]
+
+
+def told_calls(message: ChatMessage, formats: OutputFormats) -> dict[str, Any]:
+    """What a message of the history says of calls, as chat templates know it; arguments are objects there."""
+    members: dict[str, Any] = {}
+    if message.tool_calls:
+        members["tool_calls"] = [_told_call(call, formats) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        members["tool_call_id"] = _id(message.tool_call_id, formats)
+        members["name"] = message.name
+    return members
+
+
+def _told_call(call: ToolCall, formats: OutputFormats) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    try:
+        value = json.loads(arguments or "{}")
+        arguments = value if isinstance(value, dict) else arguments
+    except (ValueError, RecursionError):
+        pass  # what a model wrote and a client gives back is told as it is
+    return {
+        "id": _id(call.id, formats),
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _id(call_id: str, formats: OutputFormats) -> str:
+    return call_id[-_MISTRAL_ID_CHARS:] if formats.tools.body == "mistral" else call_id
+
+
+def with_tools(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]], formats: OutputFormats
+) -> tuple[list[Message], dict[str, Any]]:
+    """The messages, and the variables of a chat template, that tell a model of its tools."""
+    if formats.in_template:
+        return messages, {"tools": list(tools)} if tools else {}
+    return with_hermes_tools(messages, tools), {}

@@ -1,0 +1,1 @@
+"""Load over real HTTP, and what a client sees of it: for `legato bench`, and for the benchmarks."""

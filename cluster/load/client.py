@@ -1,0 +1,212 @@
+"""A client of any OpenAI-compatible server that costs next to nothing: it may share the machine with what it measures.
+
+Sockets and just enough of HTTP/1.1: one request per connection. The pieces of an answer are noted while they come, and
+read when all of them are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import ssl
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+_READ_BYTES: Final = 65_536
+_TOLD_BYTES: Final = 2_000  # of an answer that is an error
+_TEXTS: Final = ("text", "content", "reasoning_content", "reasoning")  # where servers put what the model says
+
+Piece = tuple[float, bytes]
+"""When it came, and what: a chunk of the answer's body, of any length."""
+
+
+class AnswerError(RuntimeError):
+    """The server answered something else than was asked for. `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server listens. `prefix` stands before all of its paths."""
+
+    host: str
+    port: int
+    prefix: str = ""
+    tls: bool = False
+
+    @classmethod
+    def at(cls, url: str) -> Server:
+        """Of a URL such as `http://127.0.0.1:8000`, with or without `http://` and a `/v1` at its end. Raises
+        ValueError."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"{url!r} is no URL of a server: {error}. Write one such as {EXAMPLE}.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is no URL of a server. Write one such as {EXAMPLE}.")
+        tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port if port is not None else 443 if tls else 80, prefix, tls)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+
+    def get(self, path: str, *, timeout_s: float = 10.0, headers: Mapping[str, str] = NO_HEADERS) -> bytes:
+        """The body at a path. Blocks. Raises OSError where nobody answers, AnswerError for another status than 200."""
+        connect = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = connect(self.host, self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", f"{self.prefix}{path}", headers=dict(headers))
+            answer = connection.getresponse()
+            body = answer.read()
+        except http.client.HTTPException as error:
+            raise AnswerError(f"{self.url}{path} was answered by something that is not HTTP: {error!r}") from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            told = body[:_TOLD_BYTES].decode(errors="replace")
+            raise AnswerError(f"{self.url}{path} was answered with {answer.status}: {told}", answer.status)
+        return body
+
+
+EXAMPLE: Final = "http://127.0.0.1:8000"
+
+
+async def stream_chunks(
+    server: Server, body: bytes, headers: Mapping[str, str] = NO_HEADERS, *, path: str = COMPLETIONS
+) -> AsyncGenerator[bytes, None]:
+    """The pieces of the answer to a POST, as they come. Raises AnswerError where there is none, OSError where nobody
+    listens or the connection breaks."""
+    tls = ssl.create_default_context() if server.tls else None
+    reader, writer = await asyncio.open_connection(server.host, server.port, ssl=tls)
+    try:
+        writer.write(_head(server, path, len(body), headers) + body)
+        status, is_chunked = await _answered(reader)
+        pieces = _chunks(reader) if is_chunked else _rest(reader)
+        if status != 200:
+            raise AnswerError(await _told(pieces, status), status)
+        async for piece in pieces:
+            yield piece
+    except asyncio.IncompleteReadError as error:
+        raise AnswerError("the connection ended before the answer did") from error
+    finally:
+        writer.close()
+
+
+def _head(server: Server, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+    lines = [
+        f"POST {server.prefix}{path} HTTP/1.1",
+        f"host: {server.host}:{server.port}",
+        "connection: close",
+        "content-type: application/json",
+        f"content-length: {num_bytes}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+async def _answered(reader: asyncio.StreamReader) -> tuple[int, bool]:
+    """Status, and whether the body comes in chunks; else it ends with the connection."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        status = int(status_line.split(" ", 2)[1])
+    except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
+        raise AnswerError("the answer is not HTTP") from error
+    fields = {name.strip().lower(): value.strip().lower() for name, _, value in (line.partition(":") for line in lines)}
+    return status, "chunked" in fields.get("transfer-encoding", "")
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    """Of a chunked body. A connection that ends before it raises."""
+    while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:size]
+
+
+async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    while piece := await reader.read(_READ_BYTES):
+        yield piece
+
+
+async def _told(pieces: AsyncGenerator[bytes, None], status: int) -> str:
+    """What the server says of an error, in OpenAI's shape or not."""
+    told = b""
+    async for piece in pieces:
+        told += piece
+        if len(told) > _TOLD_BYTES:
+            break
+    text = told[:_TOLD_BYTES].decode(errors="replace")
+    try:
+        return f"the server answered {status}: {json.loads(told)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {status} {text!r}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Streamed:
+    """All that a stream said. Numbers of tokens are the server's own (`usage`); None where it says none."""
+
+    arrivals_s: list[float] = field(default_factory=list)  # of each event that had text
+    text: str = ""
+    answer_id: str = ""
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    has_ended: bool = False  # by the mark that OpenAI's streams end with
+
+
+def read_stream(pieces: Sequence[Piece]) -> Streamed:
+    """What pieces of server-sent events say. Raises AnswerError for an event that tells of an error, or is no JSON."""
+    streamed = Streamed()
+    for at_s, event in _events(pieces):
+        if event is None:
+            streamed.has_ended = True
+            continue
+        if "error" in event:
+            raise AnswerError(f"the server answered {json.dumps(event)[:300]}")
+        said = "".join(map(_said, event.get("choices", [])))
+        if said:
+            streamed.arrivals_s.append(at_s)
+            streamed.text += said
+        streamed.answer_id = streamed.answer_id or str(event.get("id", ""))
+        if usage := event.get("usage"):
+            streamed.num_tokens = usage.get("completion_tokens", streamed.num_tokens)
+            streamed.num_prompt_tokens = usage.get("prompt_tokens", streamed.num_prompt_tokens)
+            details = usage.get("prompt_tokens_details") or {}
+            streamed.num_cached_tokens = details.get("cached_tokens", streamed.num_cached_tokens)
+    return streamed
+
+
+def _said(choice: dict[str, Any]) -> str:
+    """By either endpoint."""
+    source = choice.get("delta") or choice
+    return "".join(text for name in _TEXTS if isinstance(text := source.get(name), str))
+
+
+def _events(pieces: Sequence[Piece]) -> Iterator[tuple[float, dict[str, Any] | None]]:
+    """Server-sent events, each when its line had come; a line may come in several pieces. None: the end mark."""
+    rest = b""
+    for at_s, data in pieces:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            try:
+                yield at_s, None if payload == b"[DONE]" else json.loads(payload)
+            except ValueError as error:
+                raise AnswerError(f"an event of the answer is no JSON: {payload[:200]!r}") from error

@@ -1,0 +1,78 @@
+"""A gateway's metrics in Ray's own: the names and numbers of `/metrics`, once a second.
+
+So whoever scrapes Ray's nodes, as Ray's discovery file has it, sees Legato beside Serve; Ray puts `ray_` before the
+names. Every sample becomes a gauge, also those of counters and of a histogram's buckets. Ray's counters take
+differences only, and keep for ever what one counted that is gone; a gauge holds the number itself, and is forgotten
+some twenty seconds after it was set last. Prometheus goes by names and numbers, so `rate` and `histogram_quantile` are
+what they are over `/metrics`.
+
+There is one source: the registry, which knows of the whole cluster's workers and promises. With several gateways each
+tells of these, as each does in its `/metrics`; dashboards and rules take the maximum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, Metric
+
+PERIOD_S: Final = 1.0
+MOST_OF_A_CORE: Final = 0.004  # where there is so much to tell that this would not do, it is told less often
+LONGEST_PERIOD_S: Final = 8.0  # Ray's processes report every ten seconds
+_SAMPLES_AT_ONCE: Final = 50  # some 0.1 ms; then it is the others' turn on the loop
+_OVER: Final = object()
+
+
+class Gauge(Protocol):
+    """What is used of `ray.util.metrics.Gauge`."""
+
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+MakeGauge = Callable[[str, str, tuple[str, ...]], Gauge]
+"""Of a name, a description and the names of its labels: `ray.util.metrics.Gauge` itself."""
+
+
+class RayExport:
+    """Lives on the loop of the gateway that the registry belongs to, whose streams go on between its turns."""
+
+    def __init__(self, registry: CollectorRegistry, make_gauge: MakeGauge) -> None:
+        self._registry = registry
+        self._make_gauge = make_gauge
+        self._gauges: dict[str, Gauge] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            turns, spent_s = self.turns(), 0.0
+            while True:
+                began = time.thread_time()
+                is_over = next(turns, _OVER) is _OVER
+                spent_s += time.thread_time() - began
+                if is_over:
+                    break
+                await asyncio.sleep(0)
+            await asyncio.sleep(pause_s(spent_s))
+
+    def turns(self) -> Iterator[None]:
+        """Tell Ray of every sample as it is now; pauses often."""
+        for family in self._registry.collect():
+            for number, sample in enumerate(family.samples, 1):
+                if not sample.name.endswith("_created"):  # when a counter began, which no query asks
+                    self._gauge(family, sample.name, sample.labels).set(sample.value, sample.labels)
+                if number % _SAMPLES_AT_ONCE == 0:
+                    yield
+            yield
+
+    def _gauge(self, family: Metric, name: str, labels: dict[str, str]) -> Gauge:
+        if (gauge := self._gauges.get(name)) is None:
+            gauge = self._gauges[name] = self._make_gauge(name, family.documentation, tuple(labels))
+        return gauge
+
+
+def pause_s(spent_s: float) -> float:
+    """Until everything is told again, by the processor's time that it took."""
+    return min(max(PERIOD_S, spent_s / MOST_OF_A_CORE), LONGEST_PERIOD_S)

@@ -1,0 +1,279 @@
+"""Batches and the answers to their lines: `Batches`, which the endpoints and `cluster.batch.service` use.
+
+Of all gateways that share the folder one runs a batch at a time: it claims it for some seconds and says again and again
+that it is still there. Whoever finds a claim that has run out takes the batch over. A line's answer is written once,
+whoever sends it; who has lost its claim cannot write.
+
+    validating ──> in_progress ──> finalizing ──> completed
+        │               ├──> (its time is over) ──> expired
+        └──> failed     └──> cancelling ──> cancelled
+
+All but the last of each way are passed on to the next gateway if this one ends.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from cluster.errors import ConflictError, NotFoundError
+from cluster.storage.database import Database
+from cluster.storage.files import StoredFile, insert_file, page
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
+_READ_AT_ONCE: Final = 200  # answers
+_STAMPS: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`tenant` and `salt`: whose its lines are and which prefixes they share, as for requests of the client that sent
+    it. `stamps`: when it came into each status. Times are seconds since 1970."""
+
+    id: str = field(default_factory=lambda: f"batch_{secrets.token_hex(12)}")
+    owner: str
+    tenant: str
+    salt: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    stamps: dict[str, int] = field(default_factory=dict)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    num_lines: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    num_succeeded: int = 0
+    num_failed: int = 0
+
+    def turned(self, status: Status, **changes: Any) -> Batch:
+        return replace(self, status=status, stamps={**self.stamps, status: int(time.time())}, **changes)
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's `batch` object."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{name}_at": self.stamps.get(name) for name in _STAMPS},
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_succeeded,
+                "failed": self.num_failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+class KeptAnswer(NamedTuple):
+    """`answer`: JSON, the line of a file of answers."""
+
+    line: int
+    succeeded: bool
+    answer: str
+
+
+class LostClaimError(RuntimeError):
+    """Another gateway runs this batch by now."""
+
+
+class Batches:
+    """`runner` is a name that no other gateway has."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.runner = secrets.token_hex(8)
+
+    async def create(self, batch: Batch) -> None:
+        await self._database.transact(_create, batch)
+
+    async def get(self, batch_id: str, owner: str) -> Batch:
+        """Raises NotFoundError, also for one of another owner."""
+        return await self._database.transact(_get, batch_id, owner)
+
+    async def list(self, owner: str, *, after: str | None, limit: int) -> list[Batch]:
+        """At most `limit` of the owner's, the newest first, those behind the batch `after`."""
+        return await self._database.transact(_list, owner, after, limit)
+
+    async def cancel(self, batch_id: str, owner: str) -> Batch:
+        """Whoever runs it will see that it is to end. Raises NotFoundError; ConflictError for one that has ended."""
+        return await self._database.transact(_cancel, batch_id, owner)
+
+    async def claim(self, until: float) -> Batch | None:
+        """The oldest that nobody runs, until then this gateway's."""
+        return await self._database.transact(_claim, self.runner, until)
+
+    async def renew(self, batch_ids: Iterable[str], *, until: float) -> dict[str, Status]:
+        """Those of them that are still this gateway's, from now until then, and in which status they are."""
+        return await self._database.transact(_renew, self.runner, list(batch_ids), until)
+
+    async def turn(self, batch: Batch, status: Status, **changes: Any) -> Batch:
+        """Into its next status. One that was cancelled meanwhile goes no further than that. Raises LostClaimError."""
+        return await self._database.transact(_turn, self.runner, batch.id, status, changes)
+
+    async def answered(self, batch: Batch) -> set[int]:
+        """The numbers of its lines that have an answer."""
+        return await self._database.transact(_answered, batch.id)
+
+    async def answer(self, batch: Batch, answers: Iterable[KeptAnswer]) -> None:
+        """Of some lines; the first one of a line stays. Raises LostClaimError."""
+        await self._database.transact(_answer, self.runner, batch.id, answers)
+
+    async def finish(self, batch: Batch, status: Status, output: Path, errors: Path) -> None:
+        """Write the answers, in the order of the lines, into these contents of files, and end the batch with those that
+        hold any. Raises LostClaimError."""
+        await self._database.transact(_finish, self.runner, batch.id, status, output, errors)
+
+
+def _of_row(connection: sqlite3.Connection, row: sqlite3.Row) -> Batch:
+    batch = Batch(**json.loads(row["record"]))
+    if batch.status in ENDED:
+        return batch
+    succeeded, failed = connection.execute(
+        "SELECT coalesce(sum(succeeded), 0), coalesce(sum(1 - succeeded), 0) FROM answers WHERE batch = ?", (batch.id,)
+    ).fetchone()
+    return replace(batch, num_succeeded=succeeded, num_failed=failed)
+
+
+def _create(connection: sqlite3.Connection, batch: Batch) -> None:
+    connection.execute(
+        "INSERT INTO batches (id, owner, created_at, record) VALUES (?, ?, ?, ?)",
+        (batch.id, batch.owner, batch.created_at, json.dumps(asdict(batch))),
+    )
+
+
+def _save(connection: sqlite3.Connection, batch: Batch) -> None:
+    connection.execute(
+        "UPDATE batches SET record = ?, ended = ? WHERE id = ?",
+        (json.dumps(asdict(batch)), batch.status in ENDED, batch.id),
+    )
+
+
+def _get(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
+    row = connection.execute("SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)).fetchone()
+    if row is None:
+        raise NotFoundError(f"There is no batch {batch_id[:100]!r}.", param="batch_id", code="batch_not_found")
+    return _of_row(connection, row)
+
+
+def _list(connection: sqlite3.Connection, owner: str, after: str | None, limit: int) -> list[Batch]:
+    rows = page(connection, "batches", "owner = ?", (owner,), after, limit, newest_first=True)
+    return [_of_row(connection, row) for row in rows]
+
+
+def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
+    batch = _get(connection, batch_id, owner)
+    if batch.status in ENDED:
+        raise ConflictError(f"The batch has ended: it is {batch.status}.", param="batch_id", code="batch_ended")
+    if batch.status in ("validating", "in_progress"):
+        batch = batch.turned("cancelling")
+        _save(connection, batch)
+    return batch
+
+
+def _claim(connection: sqlite3.Connection, runner: str, until: float) -> Batch | None:
+    row = connection.execute(
+        "UPDATE batches SET runner = ?, runs_until = ? WHERE id = (SELECT id FROM batches WHERE NOT ended"
+        " AND (runner IS NULL OR runs_until < ?) ORDER BY created_at, rowid LIMIT 1) RETURNING *",
+        (runner, until, time.time()),
+    ).fetchone()
+    return None if row is None else _of_row(connection, row)
+
+
+def _renew(connection: sqlite3.Connection, runner: str, batch_ids: list[str], until: float) -> dict[str, Status]:
+    statuses: dict[str, Status] = {}
+    for batch_id in batch_ids:
+        row = connection.execute(
+            "UPDATE batches SET runs_until = ? WHERE id = ? AND runner = ? AND NOT ended"
+            " RETURNING json_extract(record, '$.status')",
+            (until, batch_id, runner),
+        ).fetchone()
+        if row is not None:
+            statuses[batch_id] = row[0]
+    return statuses
+
+
+def _own(connection: sqlite3.Connection, runner: str, batch_id: str) -> Batch:
+    row = connection.execute("SELECT * FROM batches WHERE id = ? AND runner = ?", (batch_id, runner)).fetchone()
+    if row is None:
+        raise LostClaimError(batch_id)
+    return _of_row(connection, row)
+
+
+def _turn(connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, changes: dict[str, Any]) -> Batch:
+    batch = _own(connection, runner, batch_id)
+    if batch.status == "cancelling" and status != "failed":
+        batch = replace(batch, **changes)
+    else:
+        batch = batch.turned(status, **changes)
+    _save(connection, batch)
+    return batch
+
+
+def _answered(connection: sqlite3.Connection, batch_id: str) -> set[int]:
+    return {row["line"] for row in connection.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
+
+
+def _answer(connection: sqlite3.Connection, runner: str, batch_id: str, answers: Iterable[KeptAnswer]) -> None:
+    if connection.execute("SELECT 1 FROM batches WHERE id = ? AND runner = ?", (batch_id, runner)).fetchone() is None:
+        raise LostClaimError(batch_id)
+    connection.executemany(
+        "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", ((batch_id, *answer) for answer in answers)
+    )
+
+
+def _finish(
+    connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, output: Path, errors: Path
+) -> None:
+    batch = _own(connection, runner, batch_id)
+    files: dict[str, str | None] = {}
+    for name, content, succeeded in (("output", output, True), ("error", errors, False)):
+        size = 0
+        with content.open("wb") as out:
+            for answer in _answers(connection, batch_id, succeeded):
+                size += out.write(answer.encode() + b"\n")
+        if size == 0:
+            content.unlink()
+            continue
+        insert_file(
+            connection,
+            StoredFile(
+                id=content.name,
+                owner=batch.owner,
+                filename=f"{batch_id}_{name}.jsonl",
+                purpose="batch_output",
+                num_bytes=size,
+                created_at=int(time.time()),
+            ),
+        )
+        files[f"{name}_file_id"] = content.name
+    _save(connection, batch.turned(status, **files))
+    connection.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+
+
+def _answers(connection: sqlite3.Connection, batch_id: str, succeeded: bool) -> Iterator[str]:
+    last = -1
+    while rows := connection.execute(
+        "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line LIMIT ?",
+        (batch_id, succeeded, last, _READ_AT_ONCE),
+    ).fetchall():
+        yield from (row["answer"] for row in rows)
+        last = rows[-1]["line"]

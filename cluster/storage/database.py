@@ -1,0 +1,94 @@
+"""The folder in which a gateway keeps what must outlive it: a database of records, and the contents of files beside it.
+
+SQLite in its oldest journal mode, which works wherever POSIX locks do, so several gateways may share the folder: those
+of one machine, or of several on a file system that keeps such locks. A record is on the disk when a call returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BUSY_S: Final = 20.0  # that one gateway waits for another one's transaction, which takes milliseconds
+_VERSION: Final = 1  # of the tables
+_TABLES: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, ended INTEGER NOT NULL DEFAULT 0,
+    runner TEXT, runs_until REAL, record TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, succeeded INTEGER NOT NULL, answer TEXT NOT NULL,
+    PRIMARY KEY (batch, line)) WITHOUT ROWID;
+"""
+
+
+class Database:
+    """Of one folder, which is made where there is none.
+
+    Calls go through one thread, in their order. `secret`: 32 bytes that belong to the folder, so that whose a record is
+    can be told after a restart under another secret of the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError or sqlite3.Error where the folder can't be used."""
+        self.files = folder / "files"
+        self.files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.secret = _secret(folder / "secret")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._connection = sqlite3.connect(
+            folder / "records.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        self._connection.row_factory = sqlite3.Row
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
+        self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version = {_VERSION};COMMIT;")
+
+    async def transact(
+        self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call `work` with the connection, in a transaction: all that it writes, or, where it raises, nothing."""
+
+        def whole() -> T:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                done = work(self._connection, *args, **kwargs)
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+            return done
+
+        return await self.in_thread(whole)
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what reads or writes the folder's files. It is done even where the caller is cancelled meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self._connection.close()
+
+
+def _secret(path: Path) -> bytes:
+    """The one in the file, drawn by whoever comes first."""
+    drawn = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    drawn.touch(mode=0o600)
+    drawn.write_bytes(secrets.token_bytes(32))
+    try:
+        os.link(drawn, path)
+    except FileExistsError:
+        pass
+    finally:
+        drawn.unlink()
+    return path.read_bytes()

@@ -1,0 +1,205 @@
+"""Files that clients sent, and those with the answers to their batches: `Files`, which endpoints and batches use.
+
+A file is seen by its owner alone. Its content is on the disk before its record is, and goes after it, so a crash leaves
+at most a content without a record, which `sweep` takes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from cluster.errors import NotFoundError, UnavailableError
+from cluster.storage.database import Database
+
+_PIECE_BYTES: Final = 2**20
+ORPHAN_S: Final = 3600.0  # that a content may be without a record: longer than any upload takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """`expires_at`: in seconds since 1970, like `created_at`; None: it is kept until it is deleted."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's `file` object."""
+        told: dict[str, Any] = {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+        return told if self.expires_at is None else {**told, "expires_at": self.expires_at}
+
+
+class Files:
+    """`budget`: bytes that all files together may take."""
+
+    def __init__(self, database: Database, budget: int) -> None:
+        self._database = database
+        self._budget = budget
+
+    def new_content(self) -> Path:
+        """Where the content of a file is written that `add` then makes one."""
+        return self._database.files / f"file-{secrets.token_hex(12)}"
+
+    def content(self, file: StoredFile) -> Path:
+        return self._database.files / file.id
+
+    async def copy(self, source: BinaryIO, content: Path) -> None:
+        """Into what `new_content` gave."""
+        await asyncio.to_thread(_copy, source, content)
+
+    async def add(
+        self, content: Path, owner: str, *, filename: str, purpose: str, expires_at: int | None = None
+    ) -> StoredFile:
+        """Make what `new_content` gave a file. Raises UnavailableError where there is no room for it."""
+        file = StoredFile(
+            id=content.name,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            num_bytes=await self._database.in_thread(os.path.getsize, content),
+            created_at=int(time.time()),
+            expires_at=expires_at,
+        )
+        await self._database.transact(_add, file, self._budget)
+        return file
+
+    async def get(self, file_id: str, owner: str) -> StoredFile:
+        """Raises NotFoundError, also for one of another owner."""
+        found = await self._database.transact(_find, file_id, owner)
+        if found is None:
+            raise NotFoundError(f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
+        return found
+
+    async def list(
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> list[StoredFile]:
+        """At most `limit` of the owner's, those behind the file `after`."""
+        return await self._database.transact(_list, owner, purpose, after, limit, newest_first)
+
+    async def delete(self, file_id: str, owner: str) -> None:
+        """Raises NotFoundError, also for one of another owner."""
+        file = await self.get(file_id, owner)
+        await self._database.transact(_delete, file.id)
+        await self._database.in_thread(self.content(file).unlink, missing_ok=True)
+
+    async def sweep(self, now: float) -> None:
+        """Take away what has expired, and contents without a record."""
+        known = await self._database.transact(_expire, now)
+        await self._database.in_thread(_remove_others, self._database.files, known, now)
+
+
+def _copy(source: BinaryIO, content: Path) -> None:
+    with content.open("xb") as out:
+        shutil.copyfileobj(source, out, _PIECE_BYTES)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _of_row(row: sqlite3.Row) -> StoredFile:
+    return StoredFile(num_bytes=row["bytes"], **{name: row[name] for name in row.keys() if name != "bytes"})  # noqa: SIM118
+
+
+def _add(connection: sqlite3.Connection, file: StoredFile, budget: int) -> None:
+    (used,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+    if used + file.num_bytes > budget:
+        raise UnavailableError(
+            f"Files take {used} of the {budget} bytes that the server has for them. Delete some, or ask who operates it"
+            " for more room (gateway.storage_budget).",
+            retry_after_s=60.0,
+            code="storage_full",
+        )
+    insert_file(connection, file)
+
+
+def insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:
+    """Within a transaction; its content is there."""
+    connection.execute(
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (file.id, file.owner, file.filename, file.purpose, file.num_bytes, file.created_at, file.expires_at),
+    )
+
+
+def _find(connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile | None:
+    row = connection.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
+    return None if row is None else _of_row(row)
+
+
+def _list(
+    connection: sqlite3.Connection, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+) -> list[StoredFile]:
+    return [
+        _of_row(row)
+        for row in page(
+            connection,
+            "files",
+            "owner = ? AND (? IS NULL OR purpose = ?)",
+            (owner, purpose, purpose),
+            after,
+            limit,
+            newest_first,
+        )
+    ]
+
+
+def page(
+    connection: sqlite3.Connection,
+    table: str,
+    where: str,
+    values: tuple[Any, ...],
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+) -> list[sqlite3.Row]:
+    """At most `limit` rows in the order of their making, those behind the one of the id `after`."""
+    order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+    rows: list[sqlite3.Row] = connection.execute(
+        f"SELECT * FROM {table} WHERE {where}"
+        f" AND (? IS NULL OR (created_at, rowid) {beyond} (SELECT created_at, rowid FROM {table} WHERE id = ?))"
+        f" ORDER BY created_at {order}, rowid {order} LIMIT ?",
+        (*values, after, after, limit),
+    ).fetchall()
+    return rows
+
+
+def _delete(connection: sqlite3.Connection, file_id: str) -> None:
+    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def _expire(connection: sqlite3.Connection, now: float) -> set[str]:
+    """What of the folder is to stay: files, and the lines of batches that have not ended."""
+    connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
+    kept = connection.execute("SELECT id FROM files UNION SELECT id FROM batches WHERE NOT ended")
+    return {row["id"] for row in kept}
+
+
+def _remove_others(folder: Path, known: set[str], now: float) -> None:
+    for content in folder.iterdir():
+        if content.name not in known and (made := _made_at(content)) is not None and now - made > ORPHAN_S:
+            content.unlink(missing_ok=True)
+
+
+def _made_at(content: Path) -> float | None:
+    try:
+        return content.stat().st_mtime
+    except FileNotFoundError:  # another gateway took it away
+        return None
