@@ -32,7 +32,7 @@ def running_cluster(changes: Json) -> Iterator[int]:
         path = Path(folder) / "cluster.yaml"
         path.write_text(yaml.safe_dump(cluster_document(changes)), encoding="utf-8")
         port = free_port()
-        command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port)]
+        command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port), "--no-dashboard"]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

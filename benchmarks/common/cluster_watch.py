@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import urllib.request
 from dataclasses import dataclass, fields
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
+
+from pydantic import TypeAdapter
 
 from cluster.gateway.request_log import LoggedWorker
+from engine.cost_model.fit import StepKind
 from engine.cost_model.noise import StepNoise
-from engine.cost_model.step_cost import StepCost
+from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.workers import StepCostReport
-from kv_transfer.worker.cost_report import reported_cost, reported_noise
+from kv_transfer.worker.cost_report import observed_steps
 
 SAMPLE_S = 1.0
 TIMEOUT_S = 10.0
@@ -32,7 +34,14 @@ class _Sample:
 
     worker: dict[str, Any]
     cost: StepCost
-    noise: StepNoise
+    noise: dict[StepKind, StepNoise]
+
+
+_REPORT: Final = TypeAdapter(StepCostReport)
+_USUAL: Final[dict[StepKind, StepWork]] = {
+    "prefill": StepWork.of_prefill(256),
+    "decode": StepWork(decodes=8, context_tokens=2400),
+}
 
 
 class ClusterWatch:
@@ -57,15 +66,17 @@ class ClusterWatch:
         self.look()
 
     def worker(self, role: str) -> LoggedWorker:
-        """With the mean of what their steps were said to cost: the fit follows the last few dozen steps."""
+        """With the mean of what their steps were said to cost, and how steps scattered around that: by what they did
+        at each look, and by what the looks differ, since the machine is now faster and now slower for a while."""
         samples = self._samples[role]
         newest = samples[-1].worker
+        cost = _mean([sample.cost for sample in samples])
         return LoggedWorker(
-            cost=_mean([sample.cost for sample in samples]),
+            cost=cost,
             kv_tokens=newest["num_blocks"] // newest["layer_groups"] * newest["block_size"],
             token_budget=newest["chunk_tokens"],
             max_num_seqs=newest["max_num_seqs"],
-            noise=_typical([sample.noise for sample in samples]),
+            noise_by_kind=_noise_around(cost, samples),
         )
 
     def num_workers(self, role: str) -> int:
@@ -81,11 +92,10 @@ class ClusterWatch:
 
     def look(self) -> None:
         for worker in read_json(self._port, "/cluster")["workers"]:
-            report = None if worker["step_cost"] is None else StepCostReport(**worker["step_cost"])
-            cost = reported_cost(worker["role"], report)
-            if cost is not None:
-                sample = _Sample(worker, cost, reported_noise(worker["role"], report))
-                self._samples.setdefault(worker["role"], []).append(sample)
+            report = None if worker["step_cost"] is None else _REPORT.validate_python(worker["step_cost"])
+            observed = observed_steps(worker["role"], report)
+            if observed is not None:
+                self._samples.setdefault(worker["role"], []).append(_Sample(worker, *observed))
 
 
 def _mean(costs: list[StepCost]) -> StepCost:
@@ -93,10 +103,9 @@ def _mean(costs: list[StepCost]) -> StepCost:
     return StepCost(**{field.name: fmean(getattr(cost, field.name) for cost in costs) for field in fields(StepCost)})
 
 
-def _typical(noises: list[StepNoise]) -> StepNoise:
-    """Of those that are known, the mean of variances."""
-    known = [noise for noise in noises if noise.spread] or noises
-    return StepNoise(
-        spread=math.sqrt(fmean(noise.spread**2 for noise in known)),
-        run_spread=math.sqrt(fmean(noise.run_spread**2 for noise in known)),
-    )
+def _noise_around(cost: StepCost, samples: list[_Sample]) -> dict[StepKind, StepNoise]:
+    around: dict[StepKind, list[StepNoise]] = {}
+    for sample in samples:
+        for kind, noise in sample.noise.items():
+            around.setdefault(kind, []).append(noise.over(cost.step_s(_USUAL[kind]) / sample.cost.step_s(_USUAL[kind])))
+    return {kind: StepNoise.of_all(noises) for kind, noises in around.items()}

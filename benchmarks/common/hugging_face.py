@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.timing import RequestTiming, Wave
+from benchmarks.common.waves import Wave
 from benchmarks.common.workload import Load, draw_prompts
+from cluster.load.timing import RequestTiming
 
 
 class _FirstToken:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.common.timing import RequestTiming, Wave
+from benchmarks.common.waves import Wave
 from benchmarks.common.workload import MODEL, Load, draw_prompts, greedy, sequences
+from cluster.load.timing import RequestTiming
 from decode_workers.local_engine import LocalEngine
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 

@@ -1,6 +1,6 @@
-"""A client of `/v1/completions` that costs next to nothing: it shares the machine with the servers it measures.
+"""Completions of exactly so many tokens from a server of this machine: token ids in, arrival times out.
 
-Sockets and just enough of HTTP/1.1: one request per connection, chunked answers. Token ids in, arrival times out.
+By the client of `cluster.load`. Of each piece only the time is kept: reading them would cost as much as the streams.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import uvloop
 
-from benchmarks.common.timing import RequestTiming, Wave
+from benchmarks.common.waves import Wave
 from benchmarks.common.workload import Load, draw_prompts
+from cluster.load.client import AnswerError, Server, stream_chunks
+from cluster.load.timing import RequestTiming
 
 REQUEST_TIMEOUT_S = 300.0
-NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _ID = re.compile(rb'"id":"([^"]+)"')
 _CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
 
-class AnswerError(RuntimeError):
-    """The server answered something else than the tokens that were asked for."""
+def local_server(port: int) -> Server:
+    return Server("127.0.0.1", port)
 
 
 def http_wave(port: int, model: str, load: Load) -> Wave:
@@ -61,24 +60,12 @@ def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def stream_chunks(port: int, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> AsyncGenerator[bytes, None]:
-    """The pieces of the answer as they come. Raises AnswerError where there is none."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(_head(len(body), headers) + body)
-        await _require_ok(reader)
-        while chunk := await _chunk(reader):
-            yield chunk
-    finally:
-        writer.close()
-
-
 async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
     """The last event but one of a stream carries its last text; then come usage and the end mark."""
     sent_s = time.perf_counter()
     arrivals: list[float] = []
     head = tail = b""
-    async for chunk in stream_chunks(port, body):
+    async for chunk in stream_chunks(local_server(port), body):
         head = head or chunk
         if b'"text"' in chunk:
             arrivals.append(time.perf_counter())
@@ -98,26 +85,6 @@ async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
 def _found(pattern: re.Pattern[bytes], data: bytes) -> str:
     match = pattern.search(data)
     return "" if match is None else match[1].decode()
-
-
-def _head(num_bytes: int, headers: Mapping[str, str]) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n%b"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    ) % (b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in headers.items()), num_bytes)
-
-
-async def _require_ok(reader: asyncio.StreamReader) -> None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise AnswerError(f"the server answered {head[:100]!r} {await reader.read(500)!r}")
-
-
-async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """The next piece of a chunked body; empty at its end."""
-    size = int(await reader.readline(), 16)
-    data = await reader.readexactly(size + 2)
-    return data[:size]
 
 
 def _require_usage(tail: bytes, num_tokens: int) -> None:

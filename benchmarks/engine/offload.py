@@ -18,8 +18,8 @@ from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.tiered_engine import StepCost, TieredEngine
-from benchmarks.common.timing import MS
 from benchmarks.common.workload import MODEL, draw_prompts, greedy
+from cluster.load.timing import MS
 from engine.sequence import SampledToken, Sequence
 from engine.steps.loading import EngineConfig, load_model
 

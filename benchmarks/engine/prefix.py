@@ -14,8 +14,8 @@ from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.sse_client import stream_one
 from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.timing import MS, RequestTiming
 from benchmarks.common.workload import MODEL, draw_prompts
+from cluster.load.timing import MS, RequestTiming
 
 PREFIX_TOKENS = 1_500
 SUFFIX_TOKENS = 16

@@ -18,7 +18,7 @@ from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.timing import throughputs
+from benchmarks.common.waves import throughputs
 from benchmarks.common.workload import MODEL, Load, sequences
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation

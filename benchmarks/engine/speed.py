@@ -16,7 +16,7 @@ from benchmarks.common.local import greedy_tokens, load_default_model, local_eng
 from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.timing import Wave, describe_waves, throughputs
+from benchmarks.common.waves import Wave, describe_waves, throughputs
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model

@@ -18,9 +18,10 @@ from typing import Any, Final, Literal
 
 import torch
 
-from benchmarks.common.timing import RequestTiming, Wave
+from benchmarks.common.waves import Wave
 from benchmarks.common.workload import Load, draw_prompts, greedy
 from benchmarks.gpu.speed.stepping import Stepper
+from cluster.load.timing import RequestTiming
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 from engine.steps.memory_profile import StepSize
 

@@ -22,10 +22,11 @@ import torch
 
 from benchmarks.common.part import GateError
 from benchmarks.common.provenance import ROOT, version_of
-from benchmarks.common.timing import RequestTiming, Wave, describe_waves
+from benchmarks.common.waves import Wave, describe_waves
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.peer_engines import ENGINES, EngineName, EngineOrder, read_answers
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
+from cluster.load.timing import RequestTiming
 
 LEAST_AGREEMENT = 0.75  # of first tokens: bfloat16 rounds otherwise in another order
 ENGINE_TIMEOUT_S = 400.0

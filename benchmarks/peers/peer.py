@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.common.timing import RequestTiming
 from benchmarks.common.workload import TOKEN_IDS
+from cluster.load.timing import RequestTiming
 
 THREADS = 2  # what everyone computes with
 MAX_CONCURRENT = 32  # sequences that everyone is configured for

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.common.summary import Json, percentiles, spread
+from benchmarks.common.summary import Json, spread
+from cluster.load.timing import percentiles
 
 Records = Sequence[dict[str, Any]]
 POOLED = "all_"  # begins the names of lists that are pooled

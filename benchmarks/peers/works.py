@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.common.summary import Json
-from benchmarks.common.timing import Wave
+from benchmarks.common.waves import Wave
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
 from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json, percentiles
+from benchmarks.common.summary import Json
 from benchmarks.scheduling.goodput import PUBLISHED
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
+from cluster.load.timing import percentiles
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
 from cluster.scheduler.placement.ledger import Ledger

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal, get_args
@@ -83,17 +83,23 @@ class Counts:
     """Counts the requests of one simulation as their outcomes become known; `see` is for `simulate(watch=...)`.
 
     `promises`: what is judged beside the targets of TTFT, which the requests' classes have; its `tpot_s` or `gap_s`.
-    `stops`: raise DecidedError once nothing can change which countings are served.
+    `stops`: raise DecidedError once nothing can change which countings are served. `kind`: groups of length and tenant
+    are formed for each value of it apart.
     """
 
     def __init__(
-        self, requests: Iterable[TraceRequest], promises: Mapping[Promise, SloClass], *, stops: bool = False
+        self,
+        requests: Iterable[TraceRequest],
+        promises: Mapping[Promise, SloClass],
+        *,
+        stops: bool = False,
+        kind: Callable[[TraceRequest], str] = lambda request: "",
     ) -> None:
         self._promises = promises
         self._stops = stops
         self._groups: dict[tuple[Promise, Counting], dict[str, _Group]] = {}
         self._of: defaultdict[str, list[tuple[Counting, str, float]]] = defaultdict(list)
-        for counting, name, request, weight in _memberships(list(requests)):
+        for counting, name, request, weight in _memberships(list(requests), kind):
             self._of[request.request_id].append((counting, name, weight))
             for promise in promises:
                 groups = self._groups.setdefault((promise, counting), {})
@@ -151,15 +157,21 @@ class Counts:
         return found
 
 
-def _memberships(requests: Sequence[TraceRequest]) -> Iterable[tuple[Counting, str, TraceRequest, float]]:
+def _memberships(
+    requests: Sequence[TraceRequest], kind: Callable[[TraceRequest], str]
+) -> Iterable[tuple[Counting, str, TraceRequest, float]]:
     """Each request's groups under each counting, and what it weighs there."""
     for request in requests:
         yield "requests", "all", request, 1.0
         yield "most requests", "all", request, 1.0
         yield "tokens", "all", request, float(request.prompt_tokens + request.output_tokens)
-    for name, members in (*length_groups(requests), *_tenant_groups(requests)):
-        for request in members:
-            yield "everyone", name, request, 1.0
+    of_kind: defaultdict[str, list[TraceRequest]] = defaultdict(list)
+    for request in requests:
+        of_kind[kind(request)].append(request)
+    for name, alike in of_kind.items():
+        for group, members in (*length_groups(alike), *_tenant_groups(alike)):
+            for request in members:
+                yield "everyone", f"{name} {group}".strip(), request, 1.0
 
 
 def length_groups(requests: Sequence[TraceRequest]) -> list[tuple[str, Sequence[TraceRequest]]]:

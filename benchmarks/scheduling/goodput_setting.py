@@ -209,6 +209,10 @@ class Setting:
         named = _named(self.trace, self.path, first, self.num_requests, self.seed if self.has_tenants else None)
         return scaled(named, load=load)
 
+    def kind(self, request: TraceRequest) -> str:
+        """What lengths and tenants are told apart by where they are counted; here nothing."""
+        return ""
+
     def slo(self) -> SloConfig:
         cost = self.cost
 
@@ -254,7 +258,7 @@ def play(
 
 def counted(setting: Setting, router: str, layout: Layout, load: float, first: int) -> Counts:
     """All countings of one simulation, which ends as soon as all of them are decided."""
-    counts = Counts(setting.requests(first, 1.0), setting.promises, stops=True)
+    counts = Counts(setting.requests(first, load), setting.promises, stops=True, kind=setting.kind)
     with suppress(DecidedError):
         play(setting, router, layout, load, first, counts.see)
     return counts

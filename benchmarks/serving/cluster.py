@@ -21,7 +21,7 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave
 from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.timing import Wave, describe_waves, throughputs
+from benchmarks.common.waves import Wave, describe_waves, throughputs
 from benchmarks.common.workload import MODEL, Load
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model

@@ -16,10 +16,11 @@ from benchmarks.common.local import MAX_NUM_SEQS, load_default_model, local_engi
 from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave
-from benchmarks.common.summary import Json, percentiles
+from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.works import LONG_TOKENS, STEADY_STREAMS, drawing, steady
+from cluster.load.timing import percentiles
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.slo.classes import GAP_HEADER
 

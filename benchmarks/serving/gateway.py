@@ -3,7 +3,8 @@
 First the HTTP application alone, over a generator that is never the bottleneck: with the client on the other core this
 is also the most tokens per second that one core streams. Then the whole gateway, its orchestrator fed by a scripted
 worker over the connections that real workers use: at a steady beat, at full speed, and with answers of one token that
-is there at once, whose times are what the gateway adds to a first token.
+is there at once, whose times are what the gateway adds to a first token. Last, how far the timelines that it keeps of
+requests are from their clients' own clock, while workers die and preempt.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import uvloop
 
 from benchmarks.common.part import note, run_part
 from benchmarks.common.provenance import ROOT
-from benchmarks.common.sse_client import AnswerError, stream_wave
-from benchmarks.common.summary import Json, percentiles, spread
-from benchmarks.common.timing import MS
+from benchmarks.common.sse_client import stream_wave
+from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 from benchmarks.serving.gateway_server import ServerOrder
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat, keep_pace
+from benchmarks.serving.timelines import measure_timelines
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
+from cluster.load.client import AnswerError
+from cluster.load.timing import MS, percentiles
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.messages.requests import Endpoint
@@ -45,6 +48,11 @@ BEAT_SECONDS = 4.0
 TOKENS_IN_FLOOD = 200_000
 FLOODS = (1, 32, 256, 1_024)
 FIRST_TOKENS = 300
+# Of the board: 50 streams are 200 changes a second.
+VIEWERS = (0, 1, 32)
+WATCHED_STREAMS = 50
+WATCHED_BEAT_S = 0.020
+WATCHED_ROUNDS = 5
 START_TIMEOUT_S = 30.0
 
 
@@ -64,7 +72,7 @@ def measure() -> Json:
     with _server(ServerOrder(scheduler_port=None, cpu=cpus[0])) as server:
         app = [uvloop.run(_full_speed(server, streams)) for streams, _ in BEATS]
     whole: Json = uvloop.run(_whole(cpus[0]))
-    return {"app_alone": app, **whole}
+    return {"app_alone": app, **whole, "timelines": uvloop.run(_timelines(cpus[0]))}
 
 
 async def _full_speed(server: _Server, streams: int) -> Json:
@@ -106,10 +114,27 @@ async def _whole(cpu: int) -> Json:
             return {
                 "whole_gateway": [await _at_beat(server, worker, streams, period_s) for streams, period_s in BEATS],
                 "flood": [await _flooded(server, worker, streams) for streams in FLOODS],
+                "board": await _watched(server, worker),
                 "first_token": [await _first_tokens(server, worker, beside) for beside in (0, 32)],
             }
     finally:
         await worker.stop()
+        await scheduler.stop()
+
+
+async def _timelines(cpu: int) -> Json:
+    """Clients, scheduler and workers are here; the gateway knows no other workers."""
+    secret = secrets.token_bytes(32)
+    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler", secret), broadcast_period_s=0.2)
+    endpoint = await scheduler.start("127.0.0.1")
+
+    async def locate_scheduler() -> Endpoint:
+        return endpoint
+
+    try:
+        with _server(ServerOrder(scheduler_port=endpoint.port, cpu=cpu), secret) as server:
+            return await measure_timelines(server.port, MODEL, lambda name: _identity(name, secret), locate_scheduler)
+    finally:
         await scheduler.stop()
 
 
@@ -151,6 +176,57 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
         "tpot_ms": spread([tpot * 1e3 for tpot in tpots]),
         "gap_ms": percentiles(gaps, MS),
     }
+
+
+async def _watched(server: _Server, worker: ScriptedWorker) -> list[Json]:
+    """Streams at a steady beat while so many look at the board, whose picture then has a new number of tokens of each,
+    four times a second. The rounds alternate, so that what else the machine does is the same for all."""
+    shares: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
+    gaps: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
+    load = Load(num_requests=WATCHED_STREAMS, prompt_tokens=16, output_tokens=int(BEAT_SECONDS / WATCHED_BEAT_S))
+    num_messages = 0
+    for _ in range(WATCHED_ROUNDS):
+        for viewers in VIEWERS:
+            looking = [asyncio.create_task(_look(server.port)) for _ in range(viewers)]
+            waves = asyncio.create_task(stream_wave(server.port, MODEL, load))
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.until_active(WATCHED_STREAMS)
+            started_s, cpu_s = time.perf_counter(), server.cpu_s()
+            beating = asyncio.create_task(keep_beat(worker, WATCHED_BEAT_S))
+            wave = await waves
+            shares[viewers].append((server.cpu_s() - cpu_s) / (time.perf_counter() - started_s))
+            beating.cancel()
+            gaps[viewers] += [gap_s for request in wave.requests for gap_s in request.gaps_s]
+            for look in looking:
+                look.cancel()
+            num_messages += sum(await asyncio.gather(*looking))
+    rows: list[Json] = []
+    for viewers in VIEWERS:
+        more = [100 * (with_board - without) for with_board, without in zip(shares[viewers], shares[0], strict=True)]
+        rows.append(
+            {
+                "viewers": viewers,
+                "streams": WATCHED_STREAMS,
+                "core_percent": spread([100 * share for share in shares[viewers]]),
+                "more_core_percent": spread(more),
+                "gap_ms": percentiles(gaps[viewers], MS),
+            }
+        )
+        note(f"board, {viewers} viewers: {sum(more) / len(more):.1f} % of a core more, gaps {rows[-1]['gap_ms']} ms")
+    assert num_messages > 0, "nobody saw anything"
+    return rows
+
+
+async def _look(port: int) -> int:
+    """At the board, until cancelled; messages that came."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    num_messages = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        writer.write(b"GET /cluster/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        while data := await reader.read(2**16):
+            num_messages += data.count(b"event: ")
+    writer.close()
+    return num_messages
 
 
 async def _flooded(server: _Server, worker: ScriptedWorker, streams: int) -> Json:

@@ -24,17 +24,20 @@ from benchmarks.common.workload import MODEL
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
 from cluster.errors import NotFoundError
-from cluster.gateway.generator import ClusterView, Generator, ServingLimits, Tokens
+from cluster.gateway.generator import AnswerGateway, ClusterView, Generator, LinkState, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api
 from cluster.http.app import create_app
+from cluster.http.connection import prepare_server
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
+from engine.checkpoint.pooling import CheckpointPooling
 from engine.checkpoint.store import resolve_model
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.messages.workers import KnownWorker, LoadingReport
 from kv_transfer.transports.base import Identity
 
 
@@ -51,10 +54,30 @@ class _FullSpeed:
 
     pools: ClassVar[dict[Role, int]] = {}
 
+    gateway: ClassVar[str] = "gateway"
+
+    def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
+        pass
+
+    async def ask_gateways(
+        self, about: str, question: bytes, *, one_is_enough: bool = False
+    ) -> dict[str, bytes | None]:
+        return {}
+
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
         return []
 
     def describe_workers(self) -> list[dict[str, object]]:
+        return []
+
+    def reports(self) -> list[KnownWorker]:
+        return []
+
+    def link_states(self) -> dict[str, LinkState]:
+        return {}
+
+    @property
+    def loading(self) -> list[LoadingReport]:
         return []
 
     def limits(self) -> ServingLimits:
@@ -101,6 +124,7 @@ async def _serve(order: ServerOrder) -> None:
 async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
     settings = GatewaySettings(max_concurrent=2_048)
     api = Api(
+        pooling=CheckpointPooling(size=1),
         generator=generator,
         cluster=cluster,
         tokenizer=Tokenizer(resolve_model(MODEL)),
@@ -124,6 +148,7 @@ async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
 def main() -> None:
     order = ServerOrder(**json.loads(sys.argv[1]))
     os.sched_setaffinity(0, {order.cpu})
+    prepare_server()
     uvloop.run(_serve(order))
 
 

@@ -21,8 +21,9 @@ from benchmarks.common.local import load_default_model, local_engine
 from benchmarks.common.part import note, run_part
 from benchmarks.common.sse_client import http_wave, stream_one
 from benchmarks.common.summary import Json
-from benchmarks.common.timing import MS, RequestTiming, Wave, describe_requests
+from benchmarks.common.waves import Wave
 from benchmarks.common.workload import MODEL, Load, draw_prompts
+from cluster.load.timing import MS, RequestTiming, describe_requests
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 640

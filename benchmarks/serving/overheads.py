@@ -13,8 +13,8 @@ import uvloop
 from benchmarks.common.cluster_watch import ClusterWatch
 from benchmarks.common.sse_client import stream_one
 from benchmarks.common.summary import Json
-from benchmarks.common.timing import RequestTiming
 from benchmarks.common.workload import MODEL, draw_prompts
+from cluster.load.timing import RequestTiming
 from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.fields import Role
 

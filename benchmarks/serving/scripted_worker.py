@@ -1,6 +1,7 @@
 """A decode worker without a model: at a fixed beat, one more token for each request, in one frame for all of them.
 
-Registers with the scheduler and serves gateways over the connections that real workers use.
+Registers with the scheduler and serves gateways over the connections that real workers use. Where its KV is bounded,
+the youngest requests give theirs up while the older ones need it, as on a real one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from kv_transfer.connections.connection import Connection, Server
 from kv_transfer.messages.connections import Ping
-from kv_transfer.messages.requests import Cancel, Endpoint, RequestSpec, Start, StepFrame, TokenEvent
+from kv_transfer.messages.requests import Cancel, Endpoint, Preempted, RequestSpec, Start, StepFrame, TokenEvent
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker.port import Registration
@@ -23,11 +24,19 @@ _TOKEN_IDS = range(1_000, 1_997)
 
 
 class ScriptedWorker:
-    """Emits from `beat()`; between beats nothing happens."""
+    """Emits from `beat()`; between beats nothing happens. `kv_tokens`: those that its KV has room for, of all requests;
+    the oldest go first."""
 
-    def __init__(self, identity: Identity, locate_scheduler: Callable[[], Awaitable[Endpoint]]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        locate_scheduler: Callable[[], Awaitable[Endpoint]],
+        kv_tokens: int | None = None,
+    ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
+        self._kv_tokens = kv_tokens
+        self._paused: set[str] = set()
         self._active: dict[str, tuple[Connection, RequestSpec, int]] = {}
         self.num_started = 0  # requests that ever came
         self._num_snapshots = 0
@@ -86,7 +95,13 @@ class ScriptedWorker:
     def beat(self) -> None:
         """One step: a frame for each gateway."""
         tokens: defaultdict[Connection, list[TokenEvent]] = defaultdict(list)
+        num_kv_tokens = 0
         for request_id, (gateway, request, index) in list(self._active.items()):
+            num_kv_tokens += len(request.prompt_token_ids) + index + 1
+            if self._kv_tokens is not None and num_kv_tokens > self._kv_tokens:
+                self._preempt(request_id)
+                continue
+            self._paused.discard(request_id)
             finished = index + 1 == request.params.max_tokens
             event = TokenEvent(
                 request_id=request_id,
@@ -104,16 +119,23 @@ class ScriptedWorker:
         for gateway, events in tokens.items():
             gateway.post(StepFrame(tokens=events))
 
+    def _preempt(self, request_id: str) -> None:
+        gateway, request, index = self._active[request_id]
+        if index > len(request.output_token_ids) and request_id not in self._paused:
+            self._paused.add(request_id)
+            gateway.post(Preempted(request_id=request_id, attempt=request.attempt, index=index))
+
     async def _serve_gateway(self, gateway: Connection) -> None:
         try:
             async for message in gateway:
                 match message:
                     case Start(request=request):
-                        self._active[request.request_id] = (gateway, request, 0)
+                        self._active[request.request_id] = (gateway, request, len(request.output_token_ids))
                         self.num_started += 1
                         self._started.set()
                     case Cancel(request_id=request_id):
                         self._active.pop(request_id, None)
+                        self._paused.discard(request_id)
         finally:
             self._active = {name: entry for name, entry in self._active.items() if entry[0] is not gateway}
 

@@ -28,12 +28,13 @@ from benchmarks.common.cluster_watch import ClusterWatch
 from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave, stream_one
-from benchmarks.common.summary import Json, percentile
-from benchmarks.common.timing import RequestTiming, describe_requests
+from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.serving.overheads import Overheads, lone_overheads
 from benchmarks.serving.traced_load import Timed, drawn, shrunk, stretched, timed
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
+from cluster.load.pace import send_at_their_times
+from cluster.load.timing import RequestTiming, describe_requests, percentile
 from cluster.simulation.plan.demand import demand_of
 from cluster.simulation.records import Quantiles, Record
 from cluster.simulation.whatif import replay
@@ -149,15 +150,11 @@ def _stretch(requests: Sequence[TraceRequest], watch: ClusterWatch, layout: Layo
 
 
 async def _send(port: int, load: Sequence[Timed]) -> list[RequestTiming]:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-
     async def one(request: Timed) -> RequestTiming:
-        await asyncio.sleep(began + request.arrival_s - loop.time())
         return await stream_one(port, MODEL, list(request.prompt), request.output_tokens)
 
     async with asyncio.timeout(DEADLINE_S):
-        return await asyncio.gather(*map(one, load))
+        return await send_at_their_times(load, one)
 
 
 def _logged_cluster(watch: ClusterWatch, overheads: Overheads, layout: Layout) -> LoggedCluster:

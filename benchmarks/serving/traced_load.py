@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice
 from typing import Final
 
 from benchmarks.common.workload import TOKEN_IDS
+from cluster.load.prompts import prompt_of
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 
@@ -61,7 +60,7 @@ def stretched(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequ
 
 
 def timed(requests: Iterable[TraceRequest]) -> list[Timed]:
-    return [Timed(request, _prompt(request)) for request in requests]
+    return [Timed(request, tuple(prompt_of(request, TOKEN_IDS))) for request in requests]
 
 
 def _shrunk(request: TraceRequest) -> TraceRequest:
@@ -77,15 +76,3 @@ def _shrunk(request: TraceRequest) -> TraceRequest:
 
 def _within(allowed: range, length: float) -> int:
     return max(allowed.start, min(round(length), allowed.stop - 1))
-
-
-def _prompt(request: TraceRequest) -> tuple[int, ...]:
-    """Equal names, equal tokens; what no name stands for is the request's own."""
-    named = [token for name in request.content for token in _run(name)]
-    own = random.Random(request.request_id).choices(TOKEN_IDS, k=request.prompt_tokens)
-    return tuple((named + own)[: request.prompt_tokens])
-
-
-@lru_cache(maxsize=100_000)
-def _run(name: int) -> tuple[int, ...]:
-    return tuple(random.Random(name).choices(TOKEN_IDS, k=RUN_TOKENS))

@@ -20,12 +20,12 @@ from torch.profiler import ProfilerActivity
 from benchmarks.common.part import GateError
 from benchmarks.common.summary import ratio, spread
 from benchmarks.common.tiered_engine import StepCost, TieredEngine
-from benchmarks.common.timing import MS
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.exactness import generated, model_or_stand_in
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.speed.host_gap import profiling
 from benchmarks.gpu.speed.trace import DEVICE_WORK, Activity, length, read_trace, share_beside, union
+from cluster.load.timing import MS
 from engine.checkpoint.store import resolve_model
 from engine.kv.sizes import layers_per_group_for
 from engine.model.config import ModelConfig

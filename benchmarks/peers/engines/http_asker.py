@@ -12,12 +12,12 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.common.sse_client import AnswerError, stream_chunks
+from benchmarks.common.sse_client import local_server
 from benchmarks.peers.peer import Answer, Request
+from cluster.load.client import AnswerError, Piece, read_stream, stream_chunks
+from cluster.load.pace import keep_open
 
 WAVE_TIMEOUT_S = 400.0
-
-Piece = tuple[float, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,8 @@ class HttpAsker:
             return list(await asyncio.gather(*(self._whole(request) for request in requests)))
 
     async def _keep_open(self, requests: Sequence[Request], num_open: int) -> list[Answer]:
-        room = asyncio.Semaphore(num_open)
-
-        async def in_turn(request: Request) -> Answer:
-            async with room:
-                return await self._whole(request)
-
         async with asyncio.timeout(WAVE_TIMEOUT_S):
-            return list(await asyncio.gather(*map(in_turn, requests)))
+            return await keep_open(requests, num_open, self._whole)
 
     async def _whole(self, request: Request) -> Answer:
         exchange = _Exchange(request)
@@ -92,7 +86,7 @@ class _Exchange:
         body = _body(asker.model, self._request)
         self._sent_s = time.perf_counter()
         try:
-            async with aclosing(stream_chunks(asker.port, body, asker.headers)) as chunks:
+            async with aclosing(stream_chunks(local_server(asker.port), body, asker.headers)) as chunks:
                 async for chunk in chunks:
                     self._pieces.append((time.perf_counter(), chunk))
                     self.begun.set()
@@ -120,31 +114,10 @@ def _body(model: str, request: Request) -> bytes:
 
 def read_answer(sent_s: float, pieces: Sequence[Piece], num_tokens: int | None) -> Answer:
     """`num_tokens` is what a whole answer must have; None for one that was broken off. Raises AnswerError."""
-    arrivals: list[float] = []
-    text = ""
-    counted = None
-    for at_s, event in _events(pieces):
-        if "error" in event:
-            raise AnswerError(f"the server answered {json.dumps(event)[:300]}")
-        said = "".join(choice.get("text") or "" for choice in event.get("choices", []))
-        if said:
-            arrivals.append(at_s)
-            text += said
-        counted = (event.get("usage") or {}).get("completion_tokens", counted)
-    if not arrivals or (num_tokens is not None and counted != num_tokens):
-        raise AnswerError(f"{num_tokens} tokens were asked for, {counted} came, in {len(arrivals)} pieces of text")
-    return Answer(sent_s=sent_s, arrivals_s=arrivals, num_tokens=counted or len(arrivals), text=text)
-
-
-def _events(pieces: Sequence[Piece]) -> list[tuple[float, dict[str, Any]]]:
-    """Server-sent events, each when its line had come; a line may come in several pieces."""
-    events: list[tuple[float, dict[str, Any]]] = []
-    rest = b""
-    for at_s, data in pieces:
-        *lines, rest = (rest + data).split(b"\n")
-        events += [(at_s, json.loads(line[5:])) for line in lines if _is_event(line)]
-    return events
-
-
-def _is_event(line: bytes) -> bool:
-    return line.startswith(b"data:") and line.strip() != b"data: [DONE]"
+    told = read_stream(pieces)
+    if not told.arrivals_s or (num_tokens is not None and told.num_tokens != num_tokens):
+        raise AnswerError(
+            f"{num_tokens} tokens were asked for, {told.num_tokens} came, in {len(told.arrivals_s)} pieces of text"
+        )
+    num_told = told.num_tokens or len(told.arrivals_s)
+    return Answer(sent_s=sent_s, arrivals_s=told.arrivals_s, num_tokens=num_told, text=told.text)
