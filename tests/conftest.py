@@ -28,6 +28,7 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile("repeatable")
 
 RAY_TESTS = "tests/ray/"
+OPERATORS = Path(__file__).with_name("operators")
 ON_GPU = Path("/dev/nvidiactl").exists()
 _MOST_WORKERS = 4  # more of them make nothing quicker: the longest files take a quarter of the whole
 _WORKER_BYTES = 4 * 2**30  # one file loads two real models in float32
@@ -61,6 +62,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
     config.option.loadscopereorder = False  # in the order of collection
     return OneCluster(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What needs programs that no Python package brings runs where it is asked for by name: `make test-operators`."""
+    if collection_path != OPERATORS:
+        return None
+    asked = (Path(config.invocation_params.dir, name.partition("::")[0]).resolve() for name in config.args)
+    return None if any(path.is_relative_to(OPERATORS) for path in asked) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from benchmarks.common.quiet import PATIENCE_VARIABLE
-from benchmarks.common.sse_client import AnswerError
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
 from benchmarks.peers.confirm import confirm, read_output, summed_up
 from benchmarks.peers.engines.http_asker import HttpAsker, read_answer
@@ -30,6 +29,7 @@ from benchmarks.peers.rounds import run_rounds, turns
 from benchmarks.peers.stored import results
 from benchmarks.peers.works import GROUPS, ONE_STREAM, START, drawing, gaps
 from benchmarks.report.peers import peers_tables
+from cluster.load.client import AnswerError
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.scripted_generator import ScriptedGenerator

@@ -62,6 +62,18 @@ def test_a_step_lasts_at_most_until_the_next_token_that_is_due() -> None:
     assert pacer.longest_step_s([mean], 9.0, 0.01) == pytest.approx(0.095 / 2), "late, it catches up by half at most"
 
 
+def test_a_gap_is_kept_by_what_nearly_all_steps_take_and_a_mean_by_the_mean() -> None:
+    """Steps are told in careful seconds, here 1.2 times what they take in the mean."""
+    pacer, gap, mean = Pacer(), _seq("gap", 1), _seq("mean", 1)
+    gap.gap_s, mean.tpot_s = 0.2, 0.1
+    pacer.follow([gap, mean], now=0.0)
+    assert pacer.longest_step_s([gap], 0.05, 0.012, 1.2) == pytest.approx(0.19 - 0.05)
+    assert pacer.longest_step_s([mean], 0.02, 0.012, 1.2) == pytest.approx(1.2 * (0.095 - 0.02))
+    assert pacer.longest_step_s([gap], 0.0, 0.228, 1.2) == math.inf, "too many of its gaps would be late"
+    assert pacer.longest_step_s([mean], 0.0, 0.108, 1.2) == pytest.approx(1.2 * 0.095), "in the mean it is in time"
+    assert pacer.longest_step_s([mean], 0.0, 0.132, 1.2) == math.inf
+
+
 def test_tokens_in_flight_have_come_when_the_next_step_begins() -> None:
     pacer, gap, mean = Pacer(), _seq("gap", 1), _seq("mean", 1)
     gap.gap_s, mean.tpot_s = 0.2, 0.1

@@ -207,7 +207,7 @@ def _serve(folder: Path) -> None:
 
     from cluster.gateway.generator import ServingLimits
     from cluster.http.app import create_app
-    from cluster.http.connection import accept_many
+    from cluster.http.connection import prepare_server
     from engine.text.tokenizer import Tokenizer
     from tests.support.http_server import scripted_api
     from tests.support.scripted_generator import Script, ScriptedGenerator
@@ -235,7 +235,7 @@ def _serve(folder: Path) -> None:
 
     gc.collect()
     gc.freeze()  # as a gateway does
-    accept_many()
+    prepare_server()
     with asyncio.Runner(loop_factory=uvicorn.Config(app, loop="uvloop").get_loop_factory()) as runner:
         runner.run(run())
 

@@ -45,8 +45,16 @@ SENSIBLE: Final[dict[str, st.SearchStrategy[Any]]] = {
     "max_tokens": st.integers(1, 30),
     "max_completion_tokens": st.integers(1, 30),
     "min_tokens": st.integers(0, 3),
+    "input": st.text(min_size=1, max_size=12) | TOKEN_IDS | st.lists(TOKEN_IDS, min_size=1, max_size=2),
+    "text_1": st.just("hello"),
+    "text_2": st.just("sea") | st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=3),
+    "query": st.just("hello") | st.text(min_size=1, max_size=12),
+    "dimensions": st.integers(1, 8),
     "service_tier": st.sampled_from(["auto", "default"]),
+    "chat_template_kwargs": st.just({}),
+    "documents": st.just([{"text": "hello"}]),  # of a template, or to be ranked
 }
+EITHER: Final = {"prompt", "messages"}  # where a body may have both, it makes sense with one
 
 
 class Schemas:
@@ -88,12 +96,14 @@ class Schemas:
 
     def _object(self, properties: dict[str, Any], required: set[str]) -> st.SearchStrategy[dict[str, Any]]:
         fields = {name: self.strategy(schema, name) for name, schema in properties.items()}
-        optional = sorted(fields.keys() - required)
+        either = sorted(EITHER) if fields.keys() - required >= EITHER else []
+        optional = sorted(fields.keys() - required - set(either))
 
         @st.composite
         def some(draw: st.DrawFn) -> dict[str, Any]:
             chosen = draw(st.lists(st.sampled_from(optional), max_size=4, unique=True)) if optional else []
-            return {name: draw(fields[name]) for name in [*sorted(required), *chosen]}
+            one = [draw(st.sampled_from(either))] if either else []
+            return {name: draw(fields[name]) for name in [*sorted(required), *one, *chosen]}
 
         return some()
 
@@ -197,7 +207,8 @@ class Answer(NamedTuple):
 
 
 async def call(app: FastAPI, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
-    """What a server would have the application answer. The client stays until the end."""
+    """What a server would have the application answer. The client stays until the end, or for the first of events that
+    have none."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": query, "root_path": "", "headers": sent.headers,
@@ -205,12 +216,18 @@ async def call(app: FastAPI, method: str, path: str, sent: Sent = NOTHING, query
     }  # fmt: skip
     coming: list[Message] = [{"type": "http.request", "body": sent.body, "more_body": False}]
     got: list[Any] = []
+    left = asyncio.Event()
 
     async def receive() -> Message:
-        return coming.pop() if coming else await asyncio.Event().wait()  # type: ignore[return-value]
+        if not coming:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return coming.pop()
 
     async def send(message: Any) -> None:
         got.append(message)
+        if path == "/cluster/events" and "body" in message:
+            left.set()
 
     async with asyncio.timeout(HANGS_S):
         await app(scope, receive, send)
@@ -218,12 +235,18 @@ async def call(app: FastAPI, method: str, path: str, sent: Sent = NOTHING, query
     return Answer(started["status"], dict(started["headers"]), b"".join(part.get("body", b"") for part in parts))
 
 
-def check_refusal(answer: Answer) -> None:
-    """In OpenAI's shape, in a sentence, and no longer than somebody reads."""
-    error = json.loads(answer.body)["error"]
-    assert error.keys() == {"message", "type", "param", "code"}, error
+def check_refusal(answer: Answer, path: str) -> None:
+    """In OpenAI's shape or Anthropic's, in a sentence, and no longer than somebody reads."""
+    body = json.loads(answer.body)
+    error = body["error"]
     message, kind = error["message"], error["type"]
+    is_anthropics = path == "/v1/messages" or path.startswith("/v1/messages/")
+    assert error.keys() == ({"message", "type"} if is_anthropics else {"message", "type", "param", "code"}), error
     assert len(message) < 1_000, message
     assert message.endswith(".") and " " in message, message
+    if is_anthropics:
+        assert body["type"] == "error", body
+        assert kind in ("invalid_request_error", "rate_limit_error", "not_found_error", "request_too_large"), error
+        return
     assert kind in ("invalid_request_error", "rate_limit_error"), error
     assert isinstance(error["code"], str) and (error["param"] is None or isinstance(error["param"], str)), error

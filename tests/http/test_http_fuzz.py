@@ -19,6 +19,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from cluster.config.settings import GatewaySettings
 from cluster.errors import ApiError
@@ -29,7 +30,6 @@ from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, Detokeni
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
 from tests.support.http_server import MODEL, running_server, scripted_api
-from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.thoroughness import examples
 
@@ -57,7 +57,7 @@ class Gateway:
         assert answer.status < 500, (path, query, sent, answer)
         if answer.status >= 400:
             try:
-                check_refusal(answer)
+                check_refusal(answer, path)
             except Exception as error:
                 raise AssertionError(f"{path} {query!r} {sent!r} got {answer}") from error
         return answer
@@ -101,7 +101,8 @@ def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
     assert process.memory_info().rss - before < GROWTH_BYTES
     for path, _ in operations:
         path = path.replace("{worker_id}", "decode-1")
-        num_good = sum(gateway.statuses[path, status] for status in (200, 202))
+        answered = (404,) if path == "/v1/batches" else (200, 202)  # where there are no files
+        num_good = sum(gateway.statuses[path, status] for status in answered)
         assert NUM_BODIES / 5 < num_good < NUM_BODIES * NUM_BROKEN, gateway.statuses
 
 
@@ -199,11 +200,10 @@ def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, sa
     ],
 )
 def test_many_mistakes_are_reported_as_one(model: type[Body], body: dict[str, Any]) -> None:
-    """In no more than a few times what reading them takes: a report of each would take a hundred times as long."""
+    """A report of each would take a hundred times as long as to read them."""
     sent = json.dumps(body).encode()
-
-    def check() -> None:
-        with pytest.raises(ApiError):
-            _checked(sent, model)
-
-    assert in_loop_turns(check, rounds=3) < 3 * in_loop_turns(lambda: parse_json(sent), rounds=3)
+    with pytest.raises(ApiError):
+        _checked(sent, model)
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(parse_json(sent))
+    assert refused.value.error_count() <= 2

@@ -23,7 +23,7 @@ from cluster.gateway.generator import Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.app import create_app
 from cluster.http.body import MAX_VALUES, _require_few_values
-from cluster.http.connection import accept_many
+from cluster.http.connection import prepare_server
 from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
@@ -81,8 +81,8 @@ class _Turns:
 
 def test_a_hundred_new_connections_take_few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody listens once the server has stopped."""
-    monkeypatch.setattr(uvicorn.Server, "serve", uvicorn.Server.serve)  # `accept_many` replaces it
-    accept_many()
+    monkeypatch.setattr(uvicorn.Server, "serve", uvicorn.Server.serve)  # `prepare_server` replaces it
+    prepare_server()
 
     async def scenario() -> None:
         server = uvicorn.Server(uvicorn.Config(_no_application, log_level="error", lifespan="off"))

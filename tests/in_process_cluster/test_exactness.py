@@ -33,6 +33,13 @@ from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import watching
 from tests.support.waiting import HANGS_S
 
+# Two answers that end by themselves and one that is cut: what comes first, a random model would not say.
+GRAMMARS = (
+    'start: "[" /[a-z]{2,4}/ ("," /[a-z]{2,4}/){1,2} "]"',
+    '%llguidance {}\nstart: %json {"type": "object", "properties": {"n": {"type": "integer", "maximum": 900}}, '
+    '"required": ["n"], "additionalProperties": false}',
+    "start: /([a-z]{1,3}[0-9])+[A-Z]{200}/",
+)
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
 FEW: dict[str, Any] = {"lengths": (3, 40, 70, 150), "num_tokens": 10}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
@@ -67,6 +74,7 @@ class Case:
     parts: tuple[float, ...] = ()  # of prompts, that one worker computes and another one goes on from
     lengths: tuple[int, ...] = LENGTHS
     num_tokens: int = 24
+    grammars: tuple[str, ...] = ()  # of one more request each, of the longest prompt
 
 
 def blocks(size: int, layers: int) -> dict[str, Any]:
@@ -78,10 +86,15 @@ def ranks(number: int, **changes: Any) -> dict[str, Any]:
 
 
 CASES = {
-    "whole prompts": Case(prefill={"kv_blocks": 2000}, decode={"kv_blocks": 2000}),
+    "whole prompts": Case(prefill={"kv_blocks": 2000}, decode={"kv_blocks": 2000}, grammars=GRAMMARS),
     "chunks over TCP": Case(transfer=TCP, chunk_tokens=64),
     "to larger blocks, overlapped": Case(
-        prefill=blocks(8, 1), decode=blocks(32, 2), chunk_tokens=64, slab_bytes=7 * 256, overlap=True
+        prefill=blocks(8, 1),
+        decode=blocks(32, 2),
+        chunk_tokens=64,
+        slab_bytes=7 * 256,
+        overlap=True,
+        grammars=GRAMMARS,
     ),
     "odd blocks": Case(
         prefill=blocks(5, 2),
@@ -91,7 +104,12 @@ CASES = {
         slab_bytes=10 * 256,
     ),
     "with room for few": Case(
-        prefill=blocks(8, 1), decode={"block_size": 5, "kv_blocks": 50}, chunk_tokens=40, slab_bytes=9 * 256, waits=True
+        prefill=blocks(8, 1),
+        decode={"block_size": 5, "kv_blocks": 50},
+        chunk_tokens=40,
+        slab_bytes=9 * 256,
+        waits=True,
+        grammars=GRAMMARS[:1],
     ),
     "over gloo": Case(
         prefill=blocks(16, 1), decode=blocks(8, 3), transfer=ByGroups(), chunk_tokens=40, slab_bytes=9 * 256
@@ -138,7 +156,9 @@ CASES = {
         num_tokens=40,
     ),
     "of one pool": Case(one_pool=True, decode=blocks(5, 2), chunk_tokens=33, slab_bytes=10 * 256),
-    "of one pool, overlapped": Case(one_pool=True, decode=blocks(16, 1), transfer=TCP, chunk_tokens=64, overlap=True),
+    "of one pool, overlapped": Case(
+        one_pool=True, decode=blocks(16, 1), transfer=TCP, chunk_tokens=64, overlap=True, grammars=GRAMMARS[1:]
+    ),
     "of one pool, windows in some layers": Case(
         one_pool=True, family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True
     ),
@@ -232,9 +252,15 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         ):
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))
             again = await cluster.generate("again", longest, params)
+            masked = await asyncio.gather(
+                *(
+                    tokens(cluster, f"masked{n}", longest, replace(params, grammar=g))
+                    for n, g in enumerate(case.grammars)
+                )
+            )
         assert again[0].num_cached_tokens
         assert bool(keep.call_count) >= case.waits, "all had room at once"
-        assert len(pairs) == (len(prompts) + 1 if case.one_pool else 0)
+        assert len(pairs) == (len(prompts) + 1 + len(masked) if case.one_pool else 0)
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
         assert len(in_parts) == (sum(length > 16 for length in case.lengths) + 1 if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
@@ -242,3 +268,4 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)
     expected = [model.hugging_face(prompt, case.num_tokens) for prompt in [*prompts, longest]]
     assert [*found, tokens_of(again)] == expected
+    assert masked == [model.hugging_face(longest, case.num_tokens, grammar) for grammar in case.grammars]

@@ -163,6 +163,16 @@ async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
         assert await tokens(cluster, "next", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
 
 
+async def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(llama: SmallModel) -> None:
+    """No gateway would send it."""
+    config = OrchestratorConfig(max_attempts=3, retry_delay_s=0.01)
+    async with cluster_of(llama, num_decode=2, orchestrator=config) as cluster:
+        beside = asyncio.create_task(tokens(cluster, "beside", PROMPT, greedy(40)))
+        with pytest.raises(FailedError):
+            await cluster.generate("r", PROMPT[:20], greedy(grammar="start: /[/"))
+        assert await beside == llama.local(PROMPT, greedy(40)).tokens
+
+
 # --- drain ---
 
 

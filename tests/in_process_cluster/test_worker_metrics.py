@@ -12,13 +12,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics.requests import Metrics
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.timeline import RequestTimeline
+from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.workers import WorkerMetrics
+from cluster.slo.classes import RequestTerms
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.blocks import BlockEvents
+from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.workers import TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
@@ -201,17 +205,113 @@ async def test_sequences_that_rest_in_host_memory_are_told(llama: SmallModel) ->
         # Whether there are any depends on who ends when.
         assert metric("legato_worker_restores_total") == scheduler.tiers.num_restores
         assert metric("legato_worker_offloads_total") == scheduler.tiers.num_offloads
+        assert metric("legato_worker_moved_blocks_total", direction="out") == scheduler.tiers.num_offloaded_blocks
+        assert metric("legato_worker_moved_blocks_total", direction="in") == scheduler.tiers.num_restored_blocks
         assert metric("legato_worker_preemptions_total") == scheduler.num_preemptions
         await cluster.idle()
 
 
 def test_what_moved_between_device_and_host_is_told_as_counted() -> None:
-    tiers = TiersReport(num_offloads=3, num_restores=5, num_preemptions=7)
+    tiers = TiersReport(
+        num_offloads=3, num_restores=5, num_preemptions=7, num_offloaded_blocks=11, num_restored_blocks=13
+    )
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(lambda: [(worker_info("d1"), worker_snapshot("d1", tiers=tiers))]))
     labels = {"worker": "d1", "role": "decode"}
     names = ("offloads", "restores", "preemptions")
     assert [registry.get_sample_value(f"legato_worker_{name}_total", labels) for name in names] == [3, 5, 7]
+    moved = [
+        registry.get_sample_value("legato_worker_moved_blocks_total", {**labels, "direction": direction})
+        for direction in ("out", "in")
+    ]
+    assert moved == [11, 13]
+
+
+async def test_a_queue_is_told_with_its_oldest(llama: SmallModel) -> None:
+    """A step is held; who comes meanwhile waits."""
+    async with cluster_of(llama) as cluster:
+        metric = Scraper(cluster, cluster.prefills[0].info.worker_id)
+        with brake(cluster.models[0].runner):
+            first = asyncio.create_task(cluster.generate("first", PROMPT, greedy(8)))
+            await metric.shows(1, "legato_worker_running_requests")
+            assert metric("legato_worker_waiting_requests") == metric("legato_worker_oldest_wait_seconds") == 0
+            second = asyncio.create_task(cluster.generate("second", PROMPT, greedy(8)))
+            await metric.shows(1, "legato_worker_waiting_requests")
+            assert metric("legato_worker_queued_prompt_tokens") == 2 * len(PROMPT)
+            before = metric("legato_worker_oldest_wait_seconds")
+            await eventually(lambda: metric("legato_worker_oldest_wait_seconds") > before, what="it does not age")
+        await asyncio.gather(first, second)
+        await metric.shows(0, "legato_worker_waiting_requests")
+        assert metric("legato_worker_oldest_wait_seconds") == 0
+
+
+async def test_steps_and_handoffs_are_told_as_they_were(llama: SmallModel) -> None:
+    """A prompt of one chunk, and eight tokens, of which the first comes from prefill."""
+    async with cluster_of(llama) as cluster:
+        prefill, decode = cluster.prefills[0].info.worker_id, cluster.decodes[0].info.worker_id
+        sender, receiver = Scraper(cluster, prefill), Scraper(cluster, decode)
+        assert sender("legato_worker_steps_total") == sender("legato_worker_step_tokens_total") == 0
+        assert sender.tells_nothing_of("legato_worker_handoffs_total"), "there is no link yet"
+        await ask(cluster, "r")
+        await sender.shows(len(PROMPT), "legato_worker_step_tokens_total", kind="prefill")
+        assert sender("legato_worker_steps_total", kind="prefill") == 1
+        assert sender("legato_worker_steps_total", kind="decode") == 0
+        await receiver.shows(7, "legato_worker_steps_total", kind="decode")
+        assert receiver("legato_worker_step_tokens_total", kind="decode") == 7
+        assert receiver("legato_worker_steps_total", kind="prefill") == 0
+        await sender.shows(1, "legato_worker_handoffs_total", peer=decode)
+        num_bytes = len(PROMPT) * cluster.models[0].layout.num_layers * cluster.models[0].layout.bytes_per_token_layer
+        assert sender("legato_worker_handoff_bytes_total", peer=decode) == num_bytes
+        assert 0 <= sender("legato_worker_handoff_hidden_bytes_total", peer=decode) <= num_bytes
+        assert sender("legato_worker_handoff_exposed_seconds_total", peer=decode) > 0
+        assert sender("legato_worker_handoff_failures_total") == 0
+
+
+async def test_why_a_stream_went_on_elsewhere_is_told(llama: SmallModel) -> None:
+    """A worker dies behind some of its tokens."""
+    async with cluster_of(llama, num_prefill=0, num_decode=2) as cluster:
+        metrics = Metrics()
+        metrics.registry.register(RunMetrics(cluster.orchestrator.runs.values))
+
+        def told(name: str, **labels: str) -> float | None:
+            return metrics.registry.get_sample_value(name, labels)
+
+        timeline = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms())
+        request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy(60))
+        timeline.parsed([request], len(PROMPT))
+        (sequence,) = timeline.sequences
+        tokens = one_by_one(cluster.orchestrator.generate(request, sequence))
+        for _ in range(5):
+            await anext(tokens)
+        assert told("legato_sequences", state="decoding") == 1 and told("legato_sequences", state="placing") == 0
+        oldest_s = told("legato_sequences_oldest_seconds", state="decoding")
+        assert oldest_s is not None and oldest_s > 0
+        (on,) = (worker for worker in cluster.decodes if worker.info.worker_id == sequence.attempts[0].decode)
+        await cluster.remove(on)
+        assert len([token async for token in tokens]) == 55
+        timeline.ended()
+        timeline.outcome = "finished"
+        metrics.record(timeline)
+        assert told("legato_retries_total", cause="fault") == 1 and told("legato_retries_total", cause="moved") == 0
+        assert told("legato_migrations_total") == 1
+        assert told("legato_sequences", state="decoding") == 0
+
+
+def test_pools_are_told_with_what_they_should_have() -> None:
+    """By where workers were started, whatever their role."""
+    workers = [
+        (worker_info("d1"), worker_snapshot("d1")),
+        (worker_info("d2", home="prefill"), worker_snapshot("d2", draining=True)),
+    ]
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(lambda: workers, least={"prefill": 2, "decode": 1}))
+
+    def number(pool: str, state: str) -> float | None:
+        return registry.get_sample_value("legato_pool_workers", {"pool": pool, "state": state})
+
+    assert [number("decode", state) for state in ("serving", "draining")] == [1, 0]
+    assert [number("prefill", state) for state in ("serving", "draining")] == [0, 1]
+    assert registry.get_sample_value("legato_pool_least_workers", {"pool": "prefill"}) == 2
 
 
 async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None:

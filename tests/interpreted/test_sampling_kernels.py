@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logits import survivors, tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.philox import gumbel as defined_noise
@@ -23,6 +26,7 @@ from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.rows import NUM_FIELDS, RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import SPLIT, best_of_splits, gumbel
 from tests.engine.sampling.sampling_twin import EOS, params_of, random_logits, sequence
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.interpreted import device
 
 _WISHES: list[dict[str, Any]] = [
@@ -47,6 +51,10 @@ _WISHES: list[dict[str, Any]] = [
     {"min_tokens": 50, "stop_token_ids": (5, 6)},
     {"min_tokens": 50, "ignore_eos": True, "stop_token_ids": (5, 9999), "logit_bias": {5: 90.0}},
     {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 1.0}, "min_tokens": 60, "top_k": 20},
+    {"allowed_token_ids": (3, 5, 8, 200, 9999), "temperature": 1.5},
+    {"allowed_token_ids": (5, 6, EOS), "min_tokens": 50, "stop_token_ids": (5, 6)},
+    {"bad_words": (*itertools.product(range(40), (7, 123, 200)), (9,), (9999,))},
+    {"allowed_token_ids": (4, 5, 6, 7), "bad_words": ((4,), (5,)), "repetition_penalty": 1.3, "top_k": 3},
     {"temperature": 0.9, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 5, "repetition_penalty": 1.5},
     {"logprobs": 20, "top_p": 0.7},
@@ -173,7 +181,7 @@ def test_the_noise_is_the_cpus(seed: int, position: int) -> None:
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
     """Alone, in another order, and in rows of a larger matrix whose other columns are NaN."""
-    rows = [_row(number, _WISHES[number]) for number in (4, 11, 20, 22)]
+    rows = [_row(number, _WISHES[number]) for number in (4, 11, 20, 22, 23, 26)]
     logits = random_logits(1, len(rows), 257).to(device())
     sampler = DeviceSampler(257, [EOS])
     together = sampler.begin(logits, rows).finish()
@@ -192,6 +200,44 @@ def test_a_ban_that_would_leave_no_token_is_lifted() -> None:
     ours, theirs = _both(logits.repeat(12, 1), rows)
     assert ours == theirs
     assert {token.token_id for token in ours} == {EOS, 4}
+
+
+def test_grammars_are_the_cpus(tmp_path: Path) -> None:
+    """Of rows in any company, which keep their tokens; the end is allowed where nothing else is, whatever bans it."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    masks, size = GrammarMasks(tmp_path, 307, [EOS]), 307
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"logprobs": 3},
+        {"logit_bias": {5: 50.0, 20: -100.0}, "repetition_penalty": 1.3},
+        {"top_k": 4, "min_tokens": 50, "stop_token_ids": (20,)},
+        {"top_p": 0.5, "temperature": 0.6},
+        {"min_p": 0.2, "ignore_eos": True},
+    ]
+    digit = masks.tokenizer.tokenize_str("7")
+    rows = [
+        sequence(params_of(seed=n, grammar=grammar, **wish), output=digit * given, name=f"r{n}")
+        for n, (grammar, given, wish) in enumerate(
+            (grammar, given, wish)
+            for grammar, given in (("start: /[0-9]{1,3}/", 0), (None, 1), ('start: "7"', 1))
+            for wish in wishes
+        )
+    ]
+    logits = random_logits(3, len(rows), size)
+    sampler = DeviceSampler(size, [EOS], masks)
+    ours = sampler.begin(logits.to(device()), rows).finish()
+    theirs = Sampler(size, [EOS], masks).sample(logits, rows)
+    assert [token.token_id for token in ours] == [token.token_id for token in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        _assert_same(one.logprobs, other.logprobs)
+    free = [n for n, seq in enumerate(rows) if seq.params.grammar is None]
+    assert DeviceSampler(size, [EOS]).begin(logits[free].to(device()), [rows[n] for n in free]).finish() == [
+        ours[n] for n in free
+    ]
+    logits[0, masks.tokenizer.tokenize_str("0123456789")] = -math.inf
+    with pytest.raises(InvalidLogitsError, match="logits of request r0 hold"):
+        sampler.begin(logits.to(device()), rows).finish()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -44,6 +44,9 @@ _PARAMS = st.builds(
     min_tokens=st.integers(0, 50),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(_TOKEN_IDS, max_size=3).map(tuple),
+    grammar=st.none() | st.text(max_size=8),
+    allowed_token_ids=st.lists(_TOKEN_IDS, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(_TOKEN_IDS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 
 
@@ -66,13 +69,18 @@ def _strategy(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def _constrained(base: Any, constraints: list[Any]) -> st.SearchStrategy[Any]:
-    bounds = {name: getattr(c, name) for c in constraints for name in ("ge", "le", "lt") if hasattr(c, name)}
+    names = ("ge", "gt", "le", "lt", "min_length", "max_length")
+    bounds = {name: getattr(c, name) for c in constraints for name in names if hasattr(c, name)}
     if base is int:
         return st.integers(bounds["ge"], bounds.get("le", bounds.get("lt", 0) - 1))
     if base is float:
-        return st.floats(bounds.get("ge"), allow_nan=False, allow_infinity=False)
+        least, most = bounds.get("ge", bounds.get("gt")), bounds.get("lt")
+        return st.floats(
+            least, most, exclude_min="gt" in bounds, exclude_max="lt" in bounds, allow_nan=False, allow_infinity=False
+        )
     if typing.get_origin(base) is list:
-        return st.lists(_strategy(typing.get_args(base)[0]), max_size=3)
+        least = bounds.get("min_length", 0)
+        return st.lists(_strategy(typing.get_args(base)[0]), min_size=least, max_size=max(least, 3))
     hashes = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=3).map(b"".join)
     return {str: st.text(max_size=8), bool: st.booleans(), bytes: hashes}[base]
 
@@ -126,7 +134,15 @@ def _sample(hint: Any) -> Any:
     if origin is tuple:
         return tuple(map(_sample, arguments))
     if hint is SamplingParams:
-        return SamplingParams(max_tokens=300, seed=7, logit_bias={5: 1.5}, stop_token_ids=(2,))
+        return SamplingParams(
+            max_tokens=300,
+            seed=7,
+            logit_bias={5: 1.5},
+            stop_token_ids=(2,),
+            grammar="start: /a/",
+            allowed_token_ids=(3,),
+            bad_words=((4, 5),),
+        )
     plain = {int: 70_000, float: 0.25, str: "é", bool: True, bytes: b"\x07" * HASH_BYTES}
     if hint in plain:
         return plain[hint]

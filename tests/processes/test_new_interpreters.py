@@ -47,6 +47,20 @@ def test_the_command_that_starts_a_cluster_waits_for_no_torch() -> None:
     assert printed_by(program) == "set()"
 
 
+def test_help_is_there_at_once() -> None:
+    """Whatever the commands load when they run. In seconds of the processor, which no other process makes longer."""
+    program = (
+        "import sys, time\n"
+        "from cluster.__main__ import main\n"
+        "sys.argv = ['legato', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "loaded = {'torch', 'ray', 'numpy', 'pydantic', 'yaml', 'transformers'} & set(sys.modules)\n"
+        "print(loaded, time.process_time() < 0.3)"
+    )
+    assert printed_by(program).splitlines()[-1] == "set() True"
+
+
 @pytest.mark.parametrize("module", ["cluster.app", "cluster.config.scheduler", "engine.checkpoint.store"])
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
     """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""

@@ -108,6 +108,7 @@ def config_file(folder: Path, args: dict[str, Any], port: int = 8000) -> Path:
     document = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"encoding": "JSON", "enable_access_log": False},
         "applications": [
             {"name": "legato", "route_prefix": "/", "import_path": "cluster.app:build", "args": args},
         ],
@@ -123,7 +124,7 @@ def served_cluster(
     folder: Path,
     *,
     env: dict[str, str] | None = None,
-    command: Sequence[str] = (sys.executable, "-m", "cluster", "serve"),
+    command: Sequence[str] = (sys.executable, "-m", "cluster", "serve", "--no-dashboard"),
 ) -> Iterator[ServedCluster]:
     """Start a cluster with these settings, wait until it serves, and stop it with SIGINT.
 

@@ -72,7 +72,13 @@ def prompts(smollm2_folder: Path) -> list[list[int]]:
 
 def test_first_answer_is_shown(cluster: ServedCluster) -> None:
     cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "the first answer is shown")
-    assert "The capital of France is Paris." in cluster.log.read_text()
+    told = cluster.log.read_text()
+    assert "The capital of France is Paris." in told
+    # And before it what came up, in Serve's words and in the gateway's.
+    progress = told.partition("Starting Legato:")[2].partition("> What is the capital")[0]
+    for line in ("GlobalScheduler: 1 running", "Gateway: 1 running"):
+        assert f" s  {line}\n" in progress
+    assert re.search(r" s  Ready workers: .*1 decode\n", progress)  # who can serve alone while the other one loads
 
 
 def test_nothing_listens_beyond_loopback(cluster: ServedCluster) -> None:

@@ -1,21 +1,24 @@
-"""Prefill on one Ray node, decode on another, with LayerKV: KV crosses by TCP, much of it lands in host memory, and
-the tokens are Hugging Face's all the same. Nothing of that memory is left when the cluster has been stopped.
+"""`make cluster NODES=2`, with LayerKV: prefill on one Ray node, decode on another, KV crosses by TCP, much of it lands
+in host memory, and the tokens are Hugging Face's all the same. Nothing of that memory, and no process, is left when the
+cluster has been stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import complete_all, greedy_body
-from tests.ray.served_cluster import MODEL, served_cluster
+from tests.ray.served_cluster import MODEL, STOP_TIMEOUT_S, served_cluster
 from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
@@ -30,8 +33,8 @@ CONFIG: dict[str, Any] = {
         # The device holds some 800 tokens of the 64 sequences; the ring computes the others from host memory.
         "decode": {"block_size": 16, "memory": "150 blocks", "host_memory": "256MiB", "staging": "96MiB"},
     },
-    "prefill": {"num_cpus": 1, "threads": 1, "chunk_tokens": 128, "resources": {"prefill_node": 1}},
-    "decode": {"num_cpus": 1, "threads": 1, "max_num_seqs": 64, "resources": {"decode_node": 1}},
+    "prefill": {"threads": 1, "chunk_tokens": 128},
+    "decode": {"threads": 1, "max_num_seqs": 64},
     # Small slabs over several connections: every way in which messages can overtake each other is used.
     "transfer": {"transport": "auto"},
     "tuning": {"EngineConfig": {"layers_per_group": 10}, "TransferConfig": {"slab_bytes": 2**16, "num_connections": 3}},
@@ -47,13 +50,22 @@ def host_folder() -> Iterator[Path]:
 def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
     prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
     references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
-    command = [sys.executable, "-m", "tests.ray.two_nodes"]
+    command = [sys.executable, "-m", "cluster.deployment.local_nodes", "--nodes", "2"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     config = {**CONFIG, "tuning": {**CONFIG["tuning"], "TiersConfig": {"host_folder": str(host_folder)}}}
     with served_cluster(config, tmp_path, command=command, env=env) as cluster:
-        # Ready means that a request could be served, and a decode worker alone can do that.
-        cluster.wait_for_workers(prefill=1, decode=1)
+        # It asks a question of its own first, and tells which way that went.
+        cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "it has shown an answer")
+        cluster.wait_idle()
+        told = cluster.log.read_text()
+        assert "The capital of France is Paris." in told
+        assert "The prompt was computed on prefill-1, its KV went to head by TCP" in told
+        cluster.wait_until(lambda: cluster.metric(MISSED) > 0, "what that computed is told")
+        before = cluster.metric(MISSED)
+        family = psutil.Process(cluster.process.pid).children(recursive=True)
+        starts = [child for child in family if {"start", "--block"} <= set(child.cmdline())]
+        assert len(starts) == 2, "each node is a `ray start`"
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
         assert nodes["prefill"] != nodes["decode"]
         bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
@@ -66,8 +78,13 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
         cluster.wait_idle()
         cluster.wait_until(lambda: cluster.metric(LANDED, role="decode") > len(prompts) / 4, "many have landed there")
         num_tokens, num_cached = sum(map(len, prompts)), sum(answer.cached_tokens for answer in answers)
-        cluster.wait_until(lambda: cluster.metric(MISSED) == num_tokens - num_cached, "what was computed is told")
+        num_missed = before + num_tokens - num_cached
+        cluster.wait_until(lambda: cluster.metric(MISSED) == num_missed, "what was computed is told")
         cluster.wait_until(lambda: cluster.metric(HIT) == num_cached, "what was not is told")
         assert num_cached > 0
         assert len(list(host_folder.iterdir())) == 1
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.wait(STOP_TIMEOUT_S) == 0, cluster.log.read_text()[-3000:]
+        assert cluster.log.read_text().endswith("(Ctrl-C to stop).\nStopping.\n"), "Ray tells where its threads stood"
+        assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     assert not list(host_folder.iterdir())

@@ -7,23 +7,30 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
 import uvicorn
 
+from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
+from cluster.http.connection import TimedProtocol
+from cluster.http.endpoints.batches import running_batches
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
 from cluster.slo.account import SloAccount
 from cluster.slo.classes import NO_TARGETS, SloConfig
+from cluster.storage.database import Database
+from engine.checkpoint.pooling import CheckpointPooling
+from engine.text.formats import ReasoningFormatName
 from engine.text.tokenizer import Tokenizer
 from tests.support.openai_conformance import Target
-from tests.support.scripted_generator import ScriptedGenerator
+from tests.support.scripted_generator import EMBEDDING_SIZE, ScriptedGenerator
 from tests.support.waiting import HANGS_S
 
 MODEL = "smollm2-135m-instruct"
@@ -37,6 +44,8 @@ def scripted_api(
     slo: SloConfig = NO_TARGETS,
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
     limits: HttpLimits = LIMITS,
+    reasoning_format: ReasoningFormatName = "auto",
+    storage: Path | None = None,
 ) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
@@ -51,8 +60,11 @@ def scripted_api(
         metrics=metrics,
         slo=account,
         secret=b"a secret of the cluster",
+        pooling=CheckpointPooling(size=EMBEDDING_SIZE),
         limits=limits,
         on_ended=on_ended,
+        reasoning_format=reasoning_format,
+        batches=None if storage is None else BatchService(Database(storage), settings.storage_budget),
     )
 
 
@@ -65,15 +77,22 @@ def running_server(
     send_buffer_bytes: int | None = None,
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
     limits: HttpLimits = LIMITS,
+    reasoning_format: ReasoningFormatName = "auto",
+    storage: Path | None = None,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
-    much as it likes."""
-    api = scripted_api(generator, tokenizer, settings, slo, on_ended, limits)
+    much as it likes. Files and batches: in the folder `storage`, or none."""
+    app = create_app(scripted_api(generator, tokenizer, settings, slo, on_ended, limits, reasoning_format, storage))
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts
-    server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", loop="uvloop", lifespan="off"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="warning", loop="uvloop", lifespan="off"))
+
+    async def serve() -> None:
+        async with running_batches(app):
+            await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     root = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

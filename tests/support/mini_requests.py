@@ -15,6 +15,7 @@ from engine.sequence import StepPlan
 from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.requests import TokenEvent
 from tests.support.mini_cluster import Brake, MiniCluster, brake
+from tests.support.model_families import VOCAB_SIZE
 from tests.support.small_models import SmallModel, random_prompts
 
 PROMPT = random_prompts([150], seed=7)[0]
@@ -32,7 +33,22 @@ async def tokens(cluster: MiniCluster, name: str, prompt: list[int], params: Sam
 
 
 def sampled(seed: int) -> SamplingParams:
-    return SamplingParams(max_tokens=24, seed=seed, temperature=0.9, top_p=0.95, presence_penalty=0.5, ignore_eos=True)
+    """With all that depends on the tokens so far, which a worker may have from another one.
+
+    Some with a grammar, which is not at its end by then.
+    """
+    has_grammar = seed % 4 == 1
+    return SamplingParams(
+        max_tokens=24,
+        seed=seed,
+        temperature=0.9,
+        top_p=0.95,
+        presence_penalty=0.5,
+        ignore_eos=True,
+        allowed_token_ids=() if has_grammar else tuple(range(VOCAB_SIZE))[seed % 2 :: 2],
+        bad_words=() if has_grammar else tuple((first, first + step) for first in range(250) for step in (2, 4)),
+        grammar="start: /([a-z]{1,4}[0-9 ])+[A-Z]{200}/" if has_grammar else None,
+    )
 
 
 def busy(cluster: MiniCluster) -> DecodeWorker:

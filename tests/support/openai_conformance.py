@@ -8,12 +8,14 @@ computes in float32). The scripted server of `test_http_api.py` and a real clust
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import httpx
 import openai
+import pydantic
 
 from tests.support.thoroughness import THOROUGH
 
@@ -338,6 +340,56 @@ def a_stream_is_server_sent_events(target: Target) -> None:
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
 
 
+class Weather(pydantic.BaseModel):
+    """Every answer is short: a model that says nothing of use must come to the end of it, too."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    sky: Literal["clear", "clouded", "stormy"]
+    degrees: Annotated[int, pydantic.Field(ge=-40, le=50)]
+    winds: Annotated[list[Literal["north", "south"]], pydantic.Field(max_length=2)]
+
+
+def structured_answers_parse(target: Target) -> None:
+    """Drawn, greedy, streamed and of several choices; and what the client's own `parse` makes of a pydantic model."""
+    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": Weather.model_json_schema()}}
+    for fields in ({"seed": 3, "n": 2}, {"temperature": 0}):
+        answer = target.chat(response_format=schema, max_tokens=100, **fields)
+        texts = [choice.message.content for choice in answer.choices]
+        assert all(Weather.model_validate_json(text) for text in texts)
+        assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+        stream = target.chat(response_format=schema, max_tokens=100, stream=True, **(fields | {"n": 1}))
+        assert _streamed_chat(stream) == (texts[0], "stop")
+    parsed = target.client.chat.completions.parse(
+        model=target.model, messages=MESSAGES, response_format=Weather, max_tokens=100
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    with target.client.chat.completions.stream(
+        model=target.model, messages=MESSAGES, response_format=Weather, max_tokens=100
+    ) as events:
+        assert isinstance(events.get_final_completion().choices[0].message.parsed, Weather)
+    cut = target.chat(response_format=schema, max_tokens=3)
+    assert cut.choices[0].finish_reason == "length"
+    sent = target.chat(response_format={"type": "json_object"}, max_tokens=5)
+    assert sent.choices[0].message.content.startswith("{")
+
+
+def structured_outputs_of_every_kind(target: Target) -> None:
+    """vLLM's field, at both endpoints."""
+    for wish, pattern in (
+        ({"regex": "[ab]{3}-[0-9]"}, "[ab]{3}-[0-9]"),
+        ({"choice": ["yes", "no", 'said "é"\n']}, 'yes|no|said "é"\n'),
+        ({"grammar": 'start: "x" /[0-9]/ "y"'}, "x[0-9]y"),
+        ({"grammar": 'root ::= "x" digit\ndigit ::= [0-9]'}, "x[0-9]"),
+        ({"json": {"enum": [1, "two", None]}}, '1|"two"|null'),
+    ):
+        extra = {"structured_outputs": wish}
+        chat = target.chat(extra_body=extra, max_tokens=60).choices[0]
+        text = target.complete(extra_body={**extra, "min_tokens": 50, "ignore_eos": True}, max_tokens=60).choices[0]
+        assert (chat.finish_reason, text.finish_reason) == ("stop", "stop")
+        assert re.fullmatch(pattern, chat.message.content) and re.fullmatch(pattern, text.text)
+
+
 def leaving_early_harms_nobody(target: Target) -> None:
     for _ in range(5):
         stream = target.complete(max_tokens=200, stream=True, extra_body={"ignore_eos": True})
@@ -359,19 +411,23 @@ def _bad_bodies(model: str) -> Iterator[tuple[str, dict[str, Any], int, str | No
             ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.5),
             ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", 3), ("n", 0), ("n", 1000),
             ("frequency_penalty", -3), ("max_tokens", -1), ("max_tokens", "9"), ("max_tokens", 1.5),
-            ("max_tokens", 10**30), ("seed", 2**63), ("seed", 1.5), ("min_tokens", -1), ("stop", ["a"] * 5),
+            ("max_tokens", 10**30), ("seed", 2**63), ("seed", 1.5), ("min_tokens", -1), ("stop", ["a"] * 65),
             ("stop", 5), ("stop", [""]), ("stop", [5]), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101}),
             ("logit_bias", {"5": "much"}), ("logit_bias", [1]), ("logit_bias", {"999999999": 1}),
             ("stop_token_ids", [999_999_999]), ("stop_token_ids", [-1]), ("stream", "yes"),
-            ("stream_options", {"include_usage": True}), ("response_format", {"type": "json_object"}),
+            ("stream_options", {"include_usage": True}), ("response_format", {"type": "yaml"}),
+            ("response_format", "json"), ("response_format", {"type": "json_schema"}),
+            ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}),
+            ("structured_outputs", {}), ("structured_outputs", {"regex": "("}), ("structured_outputs", {"choice": []}),
+            ("structured_outputs", {"json": {"$ref": "http://127.0.0.1/x"}}), ("structured_outputs", {"regexp": "a"}),
         ):  # fmt: skip
             yield path, {**good, name: value}, 400, name, name
         yield path, {**good, "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens", "max_tokens"
         yield path, {**good, "tempratur": 1}, 400, "tempratur", "tempratur"
         yield path, {**good, "max_tokens": 10_000_000}, 400, None, "context"
     for name, value in (
-        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("audio", {"voice": "x"}),
-        ("functions", [{"name": "f"}]), ("modalities", ["audio"]), ("reasoning_effort", "high"),
+        ("tool_choice", "required"), ("audio", {"voice": "x"}),
+        ("functions", [{"name": "f"}]), ("modalities", ["audio"]), ("reasoning_effort", "immense"),
         ("prediction", {"type": "content", "content": "x"}), ("top_logprobs", 3), ("messages", []), ("messages", "hi"),
     ):  # fmt: skip
         yield "/v1/chat/completions", {**chat, name: value}, 400, name, name
@@ -470,6 +526,8 @@ CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     token_ids_are_returned_where_asked_for,
     workers_are_shown,
     a_stream_is_server_sent_events,
+    structured_answers_parse,
+    structured_outputs_of_every_kind,
     leaving_early_harms_nobody,
     bad_requests_are_explained,
     broken_bodies_are_explained,

@@ -1,23 +1,32 @@
-"""A `Generator` without a model: what it says is fixed by the request, and what happens to it is recorded."""
+"""A `Generator` without a model: what it says is fixed by the request, and what happens to it is recorded.
+
+Where a request has a grammar, and no reply is scripted, it draws any token that the grammar allows.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
 from cluster.errors import GenerationError
-from cluster.gateway.generator import ServingLimits, Tokens
+from cluster.gateway.generator import AnswerGateway, LinkState, ServingLimits, Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.slo.classes import RequestTerms
+from engine.sampling.grammar import allowed_by, grammar_tokenizer
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Placement
+from kv_transfer.messages.workers import KnownWorker, LoadingReport
 from tests.support.waiting import eventually
 
 _WORDS: Final = (
@@ -37,6 +46,7 @@ _WORDS: Final = (
     "miles.\n",
 )
 MAX_MODEL_LEN: Final = 2_048
+EMBEDDING_SIZE: Final = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +66,10 @@ class Script:
     fail_after: int | None = None  # tokens, then `error`, or a silent end
     error: Exception | None = None
     role_error: Exception | None = None  # to any change of a worker's role
+    workers: list[KnownWorker] = field(default_factory=list)
+    link_states: dict[str, LinkState] = field(default_factory=dict)  # of those that are not up
+    loading: list[LoadingReport] = field(default_factory=list)
+    decisions: list[str] | None = None  # newest first
     limits: ServingLimits | None = field(default_factory=lambda: ServingLimits(max_model_len=MAX_MODEL_LEN, ready=True))
 
 
@@ -76,15 +90,40 @@ class ScriptedGenerator:
     def limits(self) -> ServingLimits | None:
         return self.script.limits
 
+    @property
+    def gateway(self) -> str:
+        return "gateway-1"
+
+    def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
+        pass
+
+    async def ask_gateways(
+        self, about: str, question: bytes, *, one_is_enough: bool = False
+    ) -> dict[str, bytes | None]:
+        return {}
+
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
+        if self.script.decisions is not None:
+            return self.script.decisions[:limit]
         return [f"table {n}" if as_text else f'{{"request_id": "r{n}"}}' for n in range(limit)]
 
     def describe_workers(self) -> list[dict[str, object]]:
         return [{"worker_id": "scripted", "role": "decode"}]
 
+    def reports(self) -> list[KnownWorker]:
+        return self.script.workers
+
+    def link_states(self) -> dict[str, LinkState]:
+        names = [info.worker_id for info, _ in self.script.workers]
+        return {name: self.script.link_states.get(name, "up") for name in names}
+
     @property
     def pools(self) -> dict[Role, int]:
         return {"decode": 3}
+
+    @property
+    def loading(self) -> list[LoadingReport]:
+        return self.script.loading
 
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
         if self.script.role_error is not None:
@@ -144,8 +183,12 @@ class ScriptedGenerator:
             request_id=request.request_id, attempt=request.attempt, prefill="p0", decode="d0", ttft_s=0.001
         )
 
-    def _token_ids(self, request: RequestSpec) -> list[int]:
+    def _token_ids(self, request: RequestSpec) -> Iterable[int]:
         params = request.params
+        if params.grammar is not None and self.script.reply is None:
+            return self._allowed(request)
+        if request.pooling is not None:
+            return [0]
         forced = [token_id for token_id, bias in params.logit_bias.items() if bias >= 100]
         if forced:
             return forced[:1] * params.max_tokens
@@ -156,18 +199,41 @@ class ScriptedGenerator:
             ids.append(self._eos)
         return ids
 
+    def _allowed(self, request: RequestSpec) -> Iterator[int]:
+        tokenizer = self._tokenizer
+        draw = random.Random(sum(request.prompt_token_ids) if request.params.greedy else request.params.seed)
+        llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+        matcher = LLMatcher(llg, request.params.grammar or "")
+        while True:
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+            token_id = int(draw.choice(np.flatnonzero(allowed_by(bits, tokenizer.vocab_size))))
+            yield token_id
+            assert matcher.consume_token(token_id), matcher.get_error()
+
     def _text(self, request: RequestSpec) -> str:
         if isinstance(self.script.reply, tuple):
             return self.script.reply[int(request.request_id.rpartition("-")[2])]
         if self.script.reply is not None:
             return self.script.reply
         seed = sum(request.prompt_token_ids) if request.params.greedy else request.params.seed
-        return " ".join(random.Random(seed).choices(_WORDS, k=30))
+        words = random.Random(seed).choices(_WORDS, k=30)
+        return " ".join(["So", *words])  # the first token is a word: a part of a character would show nothing
 
     def _event(self, request: RequestSpec, index: int, token_id: int) -> TokenEvent:
+        if request.pooling is not None:
+            return TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                index=0,
+                token_id=0,
+                finish_reason="stop",
+                num_cached_tokens=0,
+                embedding=scripted_embedding(request.prompt_token_ids).tobytes(),
+            )
         params = request.params
         ends = token_id == self._eos and not params.ignore_eos
         ends = (ends or token_id in params.stop_token_ids) and index + 1 >= params.min_tokens
+        ends = ends or (params.grammar is not None and token_id == self._eos)
         is_last = index + 1 == params.max_tokens
         logprobs = self._logprobs(token_id, params.logprobs)
         asked = params.prompt_logprobs if index == 0 else None
@@ -187,6 +253,13 @@ class ScriptedGenerator:
 
     def _logprobs(self, token_id: int, num_top: int | None) -> tuple[float, list[tuple[int, float]]] | None:
         return None if num_top is None else _opinion(token_id, num_top)
+
+
+def scripted_embedding(token_ids: list[int]) -> npt.NDArray[np.float32]:
+    """Of length 1, and different for every prompt."""
+    vector = np.random.default_rng(token_ids).standard_normal(EMBEDDING_SIZE)
+    scaled: npt.NDArray[np.float32] = (vector / np.linalg.norm(vector)).astype("<f4")
+    return scaled
 
 
 @lru_cache(maxsize=100)  # so that a fixed reply is as quick as one that comes from a worker

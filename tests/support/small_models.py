@@ -9,14 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from llguidance import LLMatcher
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from decode_workers.local_engine import LocalEngine
+from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence, TokenLogprobs
+from engine.sequence import Pooling, Sequence, TokenLogprobs
 from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runner
 from engine.steps.runner import ModelRunner
+from engine.text.tokenizer import tokenizer_json
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.model_families import VOCAB_SIZE, build_oracle
+
+EOS = 2  # of all families
 
 
 def greedy(max_tokens: int = 24, **wishes: Any) -> SamplingParams:
@@ -47,7 +56,7 @@ class SmallModel:
         self.folder = folder
         self.dtype = dtype
         self._oracle = build_oracle(family, folder, **changes)
-        (folder / "tokenizer.json").write_text("{}")  # a checkpoint must have one; nothing here is text
+        write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:
         """What the local engine generates for this request alone."""
@@ -55,14 +64,28 @@ class SmallModel:
         emissions = list(self._engine.run([seq]))
         return Generated([e.token.token_id for e in emissions], emissions[0].prompt_logprobs)
 
-    def hugging_face(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """Greedy tokens."""
+    def hugging_face(self, prompt: list[int], num_tokens: int, grammar: str | None = None) -> list[int]:
+        """Greedy tokens; with a grammar up to the end of sequence, if that comes."""
+        mask = [] if grammar is None else [MaskProcessor(self.folder, VOCAB_SIZE, EOS, len(prompt), grammar)]
         with torch.inference_mode():
             output = self._oracle.generate(
-                torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None if grammar is None else EOS,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList(mask),
             )
         tokens: list[int] = output[0, len(prompt) :].tolist()
         return tokens
+
+    def embedding(self, prompt: list[int], pooling: Pooling) -> npt.NDArray[np.float32]:
+        """Of the last hidden states of Hugging Face's model without its head, normalised."""
+        with torch.inference_mode():
+            states = self._oracle.model(torch.tensor([prompt])).last_hidden_state[0].double()
+        vector = states[-1] if pooling == "last" else states.mean(0)
+        array: npt.NDArray[np.float32] = (vector / vector.norm()).float().numpy()
+        return array
 
     @functools.cached_property
     def _engine(self) -> LocalEngine:
@@ -70,3 +93,17 @@ class SmallModel:
             model_ref=str(self.folder), model_name="small", dtype=self.dtype, kv_blocks=64, num_threads=1
         )
         return LocalEngine(load_model(config))
+
+
+class MaskProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Of one prompt: the masks of a grammar, each worked out from the beginning."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos: int, num_prompt_tokens: int, grammar: str) -> None:
+        self._begun = LLMatcher(grammar_tokenizer(tokenizer_json(folder), vocab_size, (eos,)), grammar)
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = self._begun.deep_copy()
+        assert matcher.consume_tokens(input_ids[0, self._num_prompt_tokens :].tolist())
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        return scores.masked_fill(torch.from_numpy(allowed[: scores.shape[1]]) == 0, -torch.inf)

@@ -14,6 +14,7 @@ import transformers.utils
 from packaging.version import Version
 
 import kernels
+from cluster.deployment.local_cluster import BOARDS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,7 +56,9 @@ ABOVE = {
     "cluster.gateway": {"cluster.autoscaling", "cluster.config", "cluster.deployment", "cluster.http"},
     "cluster.http": {"cluster.autoscaling", "cluster.deployment", "cluster.scheduler"},
 }
-SIMULATION = {"cluster/simulation/", "cluster/__main__.py"}  # and benchmarks: no other file imports the simulator
+# And benchmarks: no other file imports the simulator.
+SIMULATION = {"cluster/simulation/", "cluster/command/", "cluster/load/", "cluster/__main__.py"}
+COMMANDS = {"cluster/command/", "cluster/load/", "cluster/__main__.py"}
 
 HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}
 FOREIGN = {
@@ -123,6 +126,14 @@ def test_the_product_runs_without_the_simulator() -> None:
             assert not any(f"{module}.{name}".startswith("cluster.simulation.") for module, name in imports(path)), path
 
 
+def test_the_product_runs_without_its_commands() -> None:
+    """What is served needs neither the command line nor the load generator."""
+    for path in (path for package in PRODUCT for path in sources(package)):
+        if not path.relative_to(ROOT).as_posix().startswith(tuple(COMMANDS)):
+            found = {f"{module}.{name}" for module, name in imports(path)}
+            assert not any(name.startswith(("cluster.command.", "cluster.load.")) for name in found), path
+
+
 @pytest.mark.parametrize("package", FOREIGN)
 def test_no_package_knows_what_it_must_not(package: str) -> None:
     assert violations(package, FOREIGN[package]) == []
@@ -157,8 +168,27 @@ def test_every_package_is_listed() -> None:
     found = {
         ".".join(path.parent.relative_to(ROOT).parts) for package in PRODUCT for path in sources(package)
     }  # every folder that holds Python, with or without __init__.py
-    assert set(pyproject()["tool"]["setuptools"]["packages"]) == found
+    assert set(pyproject()["tool"]["setuptools"]["packages"]) == found | {"ray_configs"}
     assert all((ROOT / package.replace(".", "/") / "__init__.py").is_file() for package in found)
+
+
+def test_every_other_file_is_listed() -> None:
+    """What the packages hold besides Python, and the files of `ray_configs/`, is in the wheel."""
+    listed = {
+        path
+        for package, patterns in pyproject()["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package).glob(pattern)
+    }
+    found = {path for package in (*PRODUCT, "ray_configs") for path in (ROOT / package).rglob("*.*") if path.is_file()}
+    missing = {path for path in found - listed if path.suffix != ".py" and path.parent.name != "__pycache__"}
+    assert {path.relative_to(ROOT).as_posix() for path in missing} == set()
+
+
+def test_what_operators_load_is_in_a_package() -> None:
+    """So that it is in the wheel, by the test above."""
+    assert {path.name for path in BOARDS.iterdir()} == {"legato.json", "rules.yaml"}
+    assert BOARDS.is_relative_to(ROOT / "cluster")
 
 
 def test_version_stays_below_what_transformers_takes_for_hugging_face_kernels() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.model.transformer import Model
 from engine.steps.runner import ModelRunner
+from engine.steps.threads import StepThreads
 from kernels.interface import Kernels, Linear
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
@@ -19,10 +20,12 @@ from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainLinear
 from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper, recording_runner
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
 NUM_NEW_TOKENS = 5
+MANY_ROWS = (220, 150, 61, 255, 200)  # so many that each of three threads takes parts of them
 
 
 @pytest.fixture(params=LIBRARIES, ids=["native"] * len(LIBRARIES))
@@ -78,6 +81,47 @@ def test_the_same_bits_as_separate_calls(library: ctypes.CDLL, tmp_path: Path, f
 def test_the_same_bits_with_quantised_weights(library: ctypes.CDLL, tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path)
     _assert_same(tmp_path, QuantisingKernels(library), torch.bfloat16)
+
+
+def _logits_of_many_rows(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, *, fused: bool, num_threads: int = 1
+) -> Tensor:
+    """Of prompts whose chunks are in steps of several hundred rows, beside one that decodes."""
+    threads = StepThreads(num_threads)
+    runner, sampler = recording_runner(
+        folder, layers_per_group=3, dtype=dtype, num_blocks=900, kernels=kernels, threads=threads
+    )
+    assert isinstance(runner.model, Model)
+    if not fused:
+        runner.model.fused = None
+    stepper, prompts = Stepper(runner, seed=3), random_prompts([9, *MANY_ROWS])
+    first, *others = (stepper.add(prompt, "r") for prompt in prompts)
+    stepper.step([(first, first.num_uncomputed)])
+    stepper.step([(first, 1), *((seq, seq.num_uncomputed - 7) for seq in others)])
+    stepper.step([(first, 1), *((seq, 7) for seq in others)])
+    return torch.stack(sampler.sampled["r"])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
+    library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype, num_threads: int
+) -> None:
+    build_oracle(family, tmp_path)
+    kernels = NativeCpuKernels(library)
+    apart = _logits_of_many_rows(tmp_path, kernels, dtype, fused=True, num_threads=num_threads)
+    assert torch.equal(apart, _logits_of_many_rows(tmp_path, kernels, dtype, fused=False))
+    assert apart.isfinite().all()
+
+
+def test_the_same_bits_with_quantised_weights_and_many_rows(library: ctypes.CDLL, tmp_path: Path) -> None:
+    build_oracle("llama-tied-biased-llama3", tmp_path)
+    alike = [
+        _logits_of_many_rows(tmp_path, QuantisingKernels(library), torch.bfloat16, fused=fused, num_threads=2)
+        for fused in (True, False)
+    ]
+    assert torch.equal(*alike)
 
 
 class PlainLinears(NativeCpuKernels):

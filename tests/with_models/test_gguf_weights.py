@@ -212,6 +212,18 @@ def mutated(data: bytes, seed: int) -> bytes:
     return bytes(changed)
 
 
+def test_a_tensor_that_is_damaged_is_named(gguf_file: Path) -> None:
+    """Here one whose rows are gone: its count lies behind its name and its number of dimensions, as in every GGUF."""
+    data, name = bytearray(gguf_file.read_bytes()), b"blk.0.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 8
+    data[at : at + 8] = bytes(8)
+    damaged = gguf_file.with_name("damaged.gguf")
+    damaged.write_bytes(data)
+    folder = resolve_model(str(damaged))
+    with pytest.raises(ValueError, match=r"tensor 'blk\.0\.ffn_down\.weight' of the GGUF file .* cannot be used"):
+        load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
+
+
 def test_a_damaged_file_is_refused_in_words(gguf_file: Path) -> None:
     """Or it is one that works: whatever its readers stumble over is a ValueError that names the file."""
     data = gguf_file.read_bytes()

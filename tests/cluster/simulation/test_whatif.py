@@ -79,6 +79,13 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_log(written(tmp_path / "log.jsonl", CLUSTER, requests)) == (CLUSTER, requests)
 
 
+def test_noise_as_older_logs_have_it_is_read_as_unknown(tmp_path: Path) -> None:
+    path = written(tmp_path / "log.jsonl", CLUSTER, lived()[:5])
+    path.write_text(path.read_text().replace('"noise_by_kind":{}', '"noise":{"spread":0.2,"run_spread":0.1}'))
+    assert '"spread"' in path.read_text()
+    assert read_log(path)[0] == CLUSTER
+
+
 @pytest.mark.parametrize(("line", "words"), [(1, "does not describe the cluster"), (3, "does not describe a request")])
 def test_a_wrong_line_is_named(tmp_path: Path, line: int, words: str) -> None:
     path = written(tmp_path / "log.jsonl", CLUSTER, lived()[:5])

@@ -25,17 +25,20 @@ def test_the_latest_are_kept_oldest_first(num_steps: int) -> None:
     seconds = [1.0 + index for index in range(num_steps)]
     steps = taken(*seconds)
     assert len(steps) == min(4, num_steps)
-    assert steps.deviations(SHARES) == pytest.approx([math.log(value) for value in seconds[-4:]])
+    deviations, predicted_s = steps.deviations(SHARES)
+    assert deviations + np.log(predicted_s) == pytest.approx([math.log(value) for value in seconds[-4:]])
+    assert predicted_s == pytest.approx([1.0] * len(steps))
     assert sorted(steps.errors) == pytest.approx([value - 1 for value in seconds[-4:]])
 
 
 def test_without_steps_there_is_nothing() -> None:
     steps = taken()
-    assert len(steps) == len(steps.errors) == len(steps.deviations(SHARES)) == 0
+    assert len(steps) == len(steps.errors) == len(steps.deviations(SHARES)[0]) == 0
 
 
 def test_deviations_are_from_the_shares_that_hold_now() -> None:
-    assert taken(3.0).deviations(np.array([0.0, 4.0])) == pytest.approx([0.0])
+    deviations, predicted_s = taken(3.0).deviations(np.array([0.0, 4.0]))
+    assert (deviations.tolist(), predicted_s.tolist()) == (pytest.approx([0.0]), pytest.approx([3.0]))
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 7, 64])

@@ -96,7 +96,7 @@ def test_the_report_says_what_is_known() -> None:
     assert cost is not None
     assert report is not None
     for field in dataclasses.fields(cost):
-        if field.name != "relative_error":
+        if field.name not in ("relative_error", "margin"):
             assert getattr(report, field.name) == getattr(cost, field.name)
     assert report.decode_error == costs.error("decode") < 0.05
     assert report.prefill_error == costs.error("prefill") == 0.3

@@ -6,6 +6,7 @@ Also what the tests of the sampler share.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,10 @@ def sequence(
     )
 
 
-def naive_adjusted(row: npt.NDArray[np.float32], seq: Sequence, eos_token_ids: list[int]) -> npt.NDArray[np.float64]:
+def naive_adjusted(
+    row: npt.NDArray[np.float32], seq: Sequence, eos_token_ids: list[int], allowed: Collection[int] | None = None
+) -> npt.NDArray[np.float64]:
+    """`allowed`: by the grammar; None: there is none."""
     params, changed = seq.params, row.astype(np.float64)
     for token_id in range(len(row)):
         changed[token_id] += params.logit_bias.get(token_id, 0.0)
@@ -57,9 +61,17 @@ def naive_adjusted(row: npt.NDArray[np.float32], seq: Sequence, eos_token_ids: l
             changed[token_id] *= penalty if changed[token_id] < 0 else 1 / penalty
         count = seq.output_token_ids.count(token_id)
         changed[token_id] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-        ends = token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
-        if ends and len(seq.output_token_ids) < params.min_tokens:
+        if allowed is not None and token_id not in allowed:
             changed[token_id] = -math.inf
+    known = [*seq.prompt_token_ids, *seq.output_token_ids]
+    banned = {word[-1] for word in params.bad_words if known[len(known) - len(word) + 1 :] == list(word[:-1])}
+    if len(seq.output_token_ids) < params.min_tokens:
+        banned |= {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    left = {token_id for token_id in range(len(row)) if changed[token_id] > -math.inf}
+    left = left & set(params.allowed_token_ids or left) or left
+    left = left - banned or left
+    for token_id in set(range(len(row))) - left:
+        changed[token_id] = -math.inf
     return changed
 
 
@@ -77,8 +89,10 @@ def naive_kept(row: npt.NDArray[np.float64], params: SamplingParams) -> set[int]
     return kept
 
 
-def naive_draw(row: npt.NDArray[np.float32], seq: Sequence, eos_token_ids: list[int]) -> int:
-    params, changed = seq.params, naive_adjusted(row, seq, eos_token_ids)
+def naive_draw(
+    row: npt.NDArray[np.float32], seq: Sequence, eos_token_ids: list[int], allowed: Collection[int] | None = None
+) -> int:
+    params, changed = seq.params, naive_adjusted(row, seq, eos_token_ids, allowed)
     noise = gumbel(params.seed, seq.num_tokens, None, len(row))
     kept = naive_kept(changed, params)
     return max(kept, key=lambda token_id: changed[token_id] / params.temperature + noise[token_id])

@@ -19,6 +19,7 @@ from engine.sequence import Sequence
 from tests.engine.sampling.sampling_twin import (
     EOS,
     VOCAB,
+    draw,
     naive_adjusted,
     naive_draw,
     naive_kept,
@@ -45,6 +46,10 @@ from tests.engine.sampling.sampling_twin import (
             "stop_token_ids": st.just((5, 6)),
             "ignore_eos": st.booleans(),
             "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5),
+            "allowed_token_ids": st.lists(st.integers(0, VOCAB + 5), min_size=1, max_size=12).map(tuple),
+            "bad_words": st.lists(
+                st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8
+            ).map(tuple),
         },
     ),
     st.lists(st.integers(0, 20), max_size=30),
@@ -81,6 +86,36 @@ def test_the_repetition_penalty_is_hugging_faces() -> None:
     scores, seq = random_logits(0), sequence(params_of(repetition_penalty=1.3), prompt=[5, 5, 9], output=[11, 5])
     expected = hf.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[5, 5, 9, 11, 5]]), scores.clone())
     assert torch.equal(torch.from_numpy(adjusted(scores[0].numpy(), seq, frozenset())), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], {11, 32, 33}), ([7], {11}), ([7, 8], {11, 30, 31}), ([8], {11, 31}), ([8, 7], {11, 300})],
+)
+def test_bad_words_are_hugging_faces(output: list[int], banned: set[int]) -> None:
+    words = [[11], [7, 8, 30], [8, 31], [2, 32], [0, 1, 2, 33], [9, 9, 9, 9, 9, 9, 9, 34], [8, 7, 300]]
+    scores, seq = random_logits(0), sequence(params_of(bad_words=tuple(map(tuple, words))), output=output)
+    known = torch.tensor([[*seq.prompt_token_ids, *output]])
+    expected = hf.NoBadWordsLogitsProcessor(words, eos_token_id=EOS)(known, scores.clone())
+    assert torch.equal(torch.from_numpy(adjusted(scores[0].numpy(), seq, frozenset())), expected[0])
+    assert set(torch.isinf(expected[0]).nonzero()[:, 0].tolist()) == banned
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"allowed_token_ids": (3, 4, 999)}, {3, 4}),
+        ({"allowed_token_ids": (3, 4), "bad_words": ((3,),)}, {4}),
+        ({"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))}, {3, 4}),
+        ({"allowed_token_ids": (EOS,), "min_tokens": 5}, {EOS}),
+        ({"allowed_token_ids": (EOS, 5), "min_tokens": 5}, {5}),
+        ({"allowed_token_ids": (999,), "bad_words": tuple((n,) for n in range(9))}, {9}),
+        ({"logit_bias": {3: -100.0, 5: 100.0}, "allowed_token_ids": (3,)}, {3}),
+    ],
+)
+def test_what_is_allowed_wins_over_what_is_banned(changes: dict[str, Any], expected: set[int]) -> None:
+    drawn = {draw(random_logits(5, vocab_size=10, scale=0.5), seed=seed, **changes) for seed in range(60)}
+    assert drawn == expected
 
 
 def test_presence_and_frequency_count_output_only() -> None:
@@ -145,6 +180,8 @@ _MIX: list[dict[str, Any]] = [
     {"min_p": 0.05, "repetition_penalty": 1.2},
     {"temperature": 0.0, "frequency_penalty": 1.0, "logit_bias": {7: 3.0}},
     {"min_tokens": 9, "stop_token_ids": (1, 2), "top_p": 0.5},
+    {"allowed_token_ids": tuple(range(0, 1_000, 7))},
+    {"temperature": 0.0, "allowed_token_ids": (9, 11, 13), "bad_words": ((9,), (3, 11))},
 ]
 
 

@@ -1,4 +1,4 @@
-"""Stories of the hand-off, as text: what is done, and what both ends do then (`scenarios/*.txt`).
+"""Stories of the hand-off, as text: what is done, and what both ends do then (`scenarios/`).
 
 A story is commands, each with `----` and what it brings below it; `#` begins a remark. `handoff_world/story.py` lists
 the commands. After a change that is meant, `REWRITE_SCENARIOS=1 pytest tests/kv_transfer/handoff/test_scenarios.py`
@@ -17,9 +17,9 @@ from tests.support.stories import MARK, check_story, told_again
 FOLDER = Path(__file__).parent / "scenarios"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.txt")))
-def test_story(name: str) -> None:
-    check_story(FOLDER / f"{name}.txt", Story().run)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.txt")), ids=lambda path: path.stem)
+def test_story(path: Path) -> None:
+    check_story(path, Story().run)
 
 
 def test_a_story_that_went_otherwise_is_told_as_it_went() -> None:

@@ -44,6 +44,17 @@ def _found(ledger: Ledger, **changes: object) -> Candidates:
 # --- who gets it ---
 
 
+def test_who_leaves_the_room_that_is_asked_for_goes_before_who_is_better_and_does_not() -> None:
+    """With a pair the first token would come after 1.5 s, with the decode worker alone after 1.01 s."""
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "queued", prefill_s=0.5, tpot_s=None)
+    query = query_of("new", tpot_s=None)
+    found = filter_workers(ledger, POLICY, query, NO_HITS, 0.0)
+    whole, less = (pick(ledger, POLICY, query, found, 0.0, share=share)[0] for share in (1.0, 0.6))
+    assert _where(whole) == ("p1", "d1")
+    assert _where(less) == (None, "d1")
+
+
 def test_what_was_placed_counts_for_the_next() -> None:
     ledger = ledger_of("p1", "p2", "d1", "d2")
     for request_id in "ab":

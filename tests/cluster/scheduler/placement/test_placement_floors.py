@@ -88,6 +88,19 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
     assert _ask(admission, "second", now, **long).outcome is Outcome.PLACED
 
 
+@pytest.mark.parametrize("of_the_other", [0.2, 1.0])
+def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_the_other: float) -> None:
+    """Of eight tenants that ask for unlike amounts all but one have had more than another."""
+    admission = _lacking()
+    for tenant in ("a", "b"):
+        admission._shares.ask(tenant, 0.0)
+    admission._shares.serve("a", 100_000, 0)
+    for _ in range(20):
+        admission.attainment.observe(["b"], of_the_other)
+    verdict = _ask(admission, "a's", 0.0, tenant="a", num_tokens=4000, ttft_s=15.0)
+    assert (verdict.outcome is Outcome.PLACED) == (of_the_other == 1.0)
+
+
 def test_a_floor_is_a_share_of_what_all_get() -> None:
     shares = Attainment()
     for overall in (0.9, 0.4):

@@ -1,0 +1,79 @@
+"""What is typed wrongly is answered with a sentence and exit code 2, before anything is started or asked."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of a command line."""
+    monkeypatch.setattr("sys.argv", ["legato", *words])
+    try:
+        return main()
+    except SystemExit as end:  # argparse's
+        assert isinstance(end.code, int)
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "COMMAND"),
+        ("srve", "invalid choice: 'srve'"),
+        ("serve", "MODEL|CONFIG"),
+        ("serve smollm", "there is no model 'smollm' here: did you mean smollm2-135m-instruct?"),
+        ("serve zzz", "Or give a folder, a GGUF file, a hub id"),
+        ("serve smollm2-135m-instruct --prefill -1", "write a whole number of 0 or more, not '-1'"),
+        ("serve smollm2-135m-instruct --decode 0", "write a whole number of 1 or more, not '0'"),
+        ("serve smollm2-135m-instruct --port 70000", "a number from 1 to 65535, not '70000'"),
+        ("serve smollm2-135m-instruct --workers 2 --decode 1", "leave out --prefill and --decode"),
+        (f"serve {ROOT}/ray_configs/auto.yaml --workers 3", "leave out --workers, or give a model"),
+        ("top ftp://somewhere", "'ftp://somewhere' is no URL of a server. Write one such as http"),
+        ("top --every 0", "write a number above 0, not '0'"),
+        ("bench", "URL"),
+        ("bench http://x:y", "is no URL of a server"),
+        ("bench x --rate 2 --concurrency 3", "--rate and --concurrency are two ways"),
+        ("bench x --rate nan", "write a number above 0, not 'nan'"),
+        ("bench x --trace nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("bench x --trace pyproject.toml --rate 2", "leave out --rate"),
+        ("bench x --log nowhere/a.jsonl", "there is no folder"),
+        ("bench x --header nonsense", "write a name and a value"),
+        ("bench x --shared-tokens 256", "leaves nothing of --prompt-tokens 256"),
+        ("check zzz", "there is no model 'zzz' here"),
+        ("doctor --port here", "a number from 1 to 65535, not 'here'"),
+    ],
+)
+def test_a_sentence_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    assert typed(monkeypatch, *line.split()) == 2
+    out, err = capsys.readouterr()
+    assert told in err.replace("\n", " ") and out == ""
+
+
+def test_nobody_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "top", "http://127.0.0.1:1", "--once") == 1
+    assert "nothing answers at http://127.0.0.1:1 (Connection refused). Start a cluster with" in capsys.readouterr().err
+    assert typed(monkeypatch, "bench", "http://127.0.0.1:1") == 1
+    assert capsys.readouterr().err == "error: http://127.0.0.1:1: Connection refused\n"
+
+
+def test_the_script_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`legato` and `python -m cluster` are one parser; each calls itself by the name that was typed."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["legato"]
+    module, _, name = script.partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+    for called, shown in (("/venv/bin/legato", "legato"), ("/src/cluster/__main__.py", "python -m cluster")):
+        monkeypatch.setattr("sys.argv", [called, "--help"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+        assert f"usage: {shown} [-h] COMMAND" in capsys.readouterr().out

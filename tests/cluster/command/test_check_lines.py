@@ -1,0 +1,80 @@
+"""`legato check` of configurations: all that is wrong at once, each with its line and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.config.load import ConfigError, load_config
+
+SERVED = """\
+# A comment.
+applications:
+  - name: legato
+    import_path: cluster.app:build
+    args:
+      model: {ref: smollm2-135m-instruct}
+      decode:
+        max_num_seq: 4
+        replicas: "two"
+      kv:
+        decode:
+          memory: lots
+      prefil: {}
+"""
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, target: str) -> int:
+    monkeypatch.setattr("sys.argv", ["legato", "check", target])
+    return main()
+
+
+def test_everything_at_once_with_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(SERVED)
+    assert checked(monkeypatch, str(path)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    for line, told in (
+        (8, "decode.max_num_seq is no setting; did you mean max_num_seqs?"),
+        (9, "decode.replicas: input should be a valid integer, but it is 'two'"),
+        (12, "kv.decode.memory: 'lots' is no size"),
+        (13, "prefil is no setting; did you mean prefill?"),
+    ):
+        assert any(found.startswith(f"error: {path}, line {line}: {told}") for found in lines), (line, lines)
+
+
+def test_what_concerns_several_settings_has_the_line_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text("model: {}\n\ndecode:\n  replicas: 5\n  autoscaling: {max_replicas: 3}\n")
+    with pytest.raises(ConfigError, match=r"tree\.yaml, line 4: decode\.replicas is 5, outside decode\.autoscaling"):
+        load_config(path)
+    path.write_text("secret: abc\n")
+    with pytest.raises(ConfigError, match=r"tree\.yaml, line 1: secret is no setting"):
+        load_config(path)
+
+
+def test_what_is_missing_has_the_line_of_where_it_should_be(tmp_path: Path) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text("model: {}\nkv:\n  disk:\n    sync: true\n")
+    with pytest.raises(ConfigError, match=r"tree\.yaml, line 4: kv\.disk\.path is missing"):
+        load_config(path)
+
+
+def test_a_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(monkeypatch, "nowhere.yaml") == 1
+    assert "nowhere.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LEGATO_CACHE", str(tmp_path))
+    assert checked(monkeypatch, "smollm2-135m-instruct") == 0
+    out = capsys.readouterr().out
+    assert "The configuration is valid: smollm2-135m-instruct on 1 prefill worker, 1 decode worker" in out
+    assert "is not on this machine: `legato serve` fetches it" in out and [*tmp_path.iterdir()] == []

@@ -1,0 +1,128 @@
+"""`legato doctor` on machines that lack something: each is made so in earnest."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.command.doctor import Finding, examine
+from cluster.deployment.ray_environment import free_port
+
+EMPTY_FOLDER = Path("/proc")  # a file system of 0 bytes, on every Linux
+
+
+def found(what: str, *, port: int | None = None, shared_memory: Path = Path("/dev/shm")) -> list[Finding]:
+    return [
+        finding
+        for finding in examine(port or free_port(), shared_memory=shared_memory)
+        if what.lower() in finding.what.lower()
+    ]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def test_a_busy_port_stops_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], taken_port: int
+) -> None:
+    monkeypatch.setattr("sys.argv", ["legato", "doctor", "--port", str(taken_port)])
+    assert main() == 1
+    out = capsys.readouterr().out
+    assert f"stop  port: 127.0.0.1:{taken_port} cannot be listened on (Address already in use)" in out
+    assert "-> Stop what uses it, or choose another port with --port" in out
+    assert "`legato serve` here." in out.splitlines()[-1]
+
+
+def test_this_machine_can_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the tests would fail on one that cannot."""
+    monkeypatch.setattr("sys.argv", ["legato", "doctor", "--port", str(free_port())])
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert out.endswith("`legato serve` can start here.\n") and "\nstop" not in out
+    told = ("Python", "packages", "cores", "memory", "/dev/shm", "compiler", "GPUs", "port", "open files", "clock")
+    for what in told:
+        assert f"{what}: " in out
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    (compiler,) = found("compiler")
+    assert (compiler.level, compiler.told) == ("warn", "there is none")
+    assert "Install one (apt-get install g++)" in compiler.advice and "slower" in compiler.advice
+    (tmp_path / "mine").touch(mode=0o700)
+    monkeypatch.setenv("CXX", str(tmp_path / "mine"))
+    assert found("compiler")[0].level == "ok"
+
+
+def test_with_too_little_shared_memory() -> None:
+    (shared,) = found("proc", shared_memory=EMPTY_FOLDER)
+    assert shared.level == "warn" and "0 MB free of 0, and Ray's object store takes 210" in shared.told
+    assert "--shm-size=2g" in shared.advice
+    (gone,) = found("nowhere", shared_memory=Path("/nowhere"))
+    assert gone.level == "warn" and "cannot be used: No such file" in gone.told
+
+
+def test_packages_that_lack_or_are_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As pip would have installed a Legato that asks for them."""
+    folder = tmp_path / "legato-0.1.0.dist-info"
+    folder.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: legato",
+        "Version: 0.1.0",
+        "Requires-Python: >=4",
+        "Requires-Dist: numpy<1",
+    ]
+    lines += ["Requires-Dist: no-such-package>=2", "Requires-Dist: other; extra == 'gpu'", "Requires-Dist: psutil>=1"]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    findings = {finding.what: finding for finding in examine(free_port())}
+    assert findings["Python"].level == "stop" and ">=4" in findings["Python"].advice
+    assert findings["numpy"].level == "warn" and "made for <1" in findings["numpy"].told
+    assert findings["numpy"].advice == "pip install 'numpy<1'"
+    assert findings["no-such-package"].level == "stop" and "is not installed" in findings["no-such-package"].told
+    assert "other" not in findings and "psutil" not in findings and "packages" not in findings
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_CACHE", "/dev/null/cache")
+    (cache,) = found("cache")
+    assert cache.level == "stop" and "Set LEGATO_CACHE" in cache.advice
+
+
+def test_a_secret_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_SECRET", "short")
+    (secret,) = found("LEGATO_SECRET")
+    assert secret.level == "stop" and "openssl rand" in secret.told
+
+
+def test_few_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the number is what is asked for
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 200, hard))
+    try:
+        (files,) = found("open files")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert files.level == "warn" and "ulimit -n" in files.advice
+
+
+def test_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        (cores,) = found("cores")
+    finally:
+        os.sched_setaffinity(0, before)
+    assert cores.level == "warn" and "--prefill 0" in cores.advice

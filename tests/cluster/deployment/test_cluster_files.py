@@ -1,0 +1,180 @@
+"""The files that start whole clusters: right by the schemas of those who read them, and by Legato's own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from jsonschema import Draft202012Validator
+from ray._common.runtime_env_uri import Protocol, parse_uri
+from ray._private import ray_constants
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.config.load import LegatoConfig, load_config
+from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from cluster.deployment.worker import DRAIN_S
+from tests.cluster.config.test_config import FILES, ROOT
+
+CONFIGS = ROOT / "ray_configs"
+KUBERAY, RAY_UP = CONFIGS / "kuberay.yaml", CONFIGS / "cluster.yaml"
+# KubeRay's own definition of a RayService, with all of Kubernetes' pod templates in it.
+RAY_SERVICE = Path(__file__).with_name("kuberay_rayservice.json")
+RAY_CLUSTER = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+# The version that the wheel and the image have.
+RAY_VERSION = "2.60.0"
+WHEEL = f"legato-{importlib.metadata.version('legato')}-py3-none-any.whl"
+# How long `ray start` drains its node when it is told to end.
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+
+def document(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def problems(found: Any, schema: Path) -> list[str]:
+    validator = Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)]
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """The one container of each kind of pod, and its pod's spec."""
+    cluster = document(KUBERAY)["spec"]["rayClusterConfig"]
+    groups = {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
+    return {name: group["template"]["spec"] for name, group in groups.items()}
+
+
+def serve_config() -> tuple[dict[str, Any], LegatoConfig]:
+    found = yaml.safe_load(document(KUBERAY)["spec"]["serveConfigV2"])
+    return found, load_config(found["applications"][0]["args"])
+
+
+def test_every_file_is_checked() -> None:
+    assert {*FILES, KUBERAY, RAY_UP} == set(CONFIGS.glob("*.yaml"))
+
+
+def test_kuberay_takes_the_service() -> None:
+    assert problems(document(KUBERAY), RAY_SERVICE) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "template", "spec", "containers", 0), "readynessProbe"),
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0), "group"),
+        (("spec",), "serveConfig"),
+    ],
+)
+def test_what_the_service_must_not_hold_is_seen(where: tuple[str | int, ...], what: str) -> None:
+    """The schema finds nothing, so it is itself looked at."""
+    found = branch = document(KUBERAY)
+    for step in where:
+        branch = branch[step]
+    branch[what] = {}
+    assert any(what in problem for problem in problems(found, RAY_SERVICE))
+
+
+def test_serve_and_legato_take_what_the_service_serves() -> None:
+    found, config = serve_config()
+    schema = ServeDeploySchema.model_validate(found)
+    assert set(found) <= set(ServeDeploySchema.model_fields)
+    assert schema.http_options.host == "0.0.0.0", "probes and the Kubernetes service come from outside of the pod"
+    assert schema.applications[0].import_path == "cluster.app:build"
+    assert config.network.host == "node" and config.network.require_ray_token
+    variables = found["controller_options"]["runtime_env"]["env_vars"]
+    assert variables.keys() == SERVE_ENVIRONMENT.keys()
+
+
+def test_every_pool_of_the_service_has_its_pods() -> None:
+    """A worker fits a pod of its group, and the group is as large as the pool may become."""
+    _, config = serve_config()
+    groups = {group["groupName"]: group for group in document(KUBERAY)["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    for role, pool in config.pools.items():
+        group = groups[role]
+        has = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert pool.resources == has == {f"{role}_node": 1}
+        assert (pool.num_cpus, pool.num_gpus) == (0, float(limits["nvidia.com/gpu"]))
+        assert group["rayStartParams"]["num-cpus"] == "0", "nothing but workers is put on pods with GPUs"
+        assert pool.autoscaling is not None
+        assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (
+            pool.autoscaling.min_replicas,
+            pool.replicas,
+            pool.autoscaling.max_replicas,
+        )
+    room = groups["gateway"]["replicas"] * int(groups["gateway"]["rayStartParams"]["num-cpus"])
+    assert room > config.gateway.replicas * config.gateway.num_cpus
+
+
+def test_pods_have_the_secret_rays_settings_and_shared_memory() -> None:
+    cluster = document(KUBERAY)["spec"]["rayClusterConfig"]
+    assert cluster["rayVersion"] == RAY_VERSION and cluster["authOptions"]["mode"] == "token"
+    for pod in pods().values():
+        (container,) = pod["containers"]
+        variables = {variable["name"]: variable for variable in container["env"]}
+        assert "secretKeyRef" in variables["LEGATO_SECRET"]["valueFrom"]
+        assert RAY_ENVIRONMENT.items() <= {name: found.get("value") for name, found in variables.items()}.items()
+        assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/dev/shm"]
+        assert pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
+
+
+def test_pods_take_traffic_and_leave_in_order() -> None:
+    for name, pod in pods().items():
+        if name == "head":
+            continue  # KubeRay asks it for Ray's health, which must be good before anything is served
+        (container,) = pod["containers"]
+        assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": 8000}
+        assert container["livenessProbe"]["httpGet"]["path"] == "/api/healthz"
+        assert "pkill -TERM" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        (drain_s,) = [found["value"] for found in container["env"] if found["name"] == DRAIN]
+        assert hasattr(ray_constants, DRAIN), "this Ray knows the variable"
+        assert DRAIN_S < float(drain_s) < pod["terminationGracePeriodSeconds"]
+
+
+def test_nodes_fetch_the_wheel_that_is_built() -> None:
+    """It is quickstart.yaml, and the wheel has the name that pip gives it."""
+    fetched, quickstart = document(CONFIGS / "runtime_env.yaml"), document(CONFIGS / "quickstart.yaml")
+    application = fetched["applications"][0]
+    (uri,) = application.pop("runtime_env")["py_modules"]
+    assert fetched == quickstart
+    assert parse_uri(uri)[0] is Protocol.FILE and uri.endswith(f"/{WHEEL}")
+    assert WHEEL in RAY_UP.read_text()
+
+
+def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
+    """torch is the one that is tested; and of the tree there is what the wheel needs."""
+    made = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (torch,) = re.findall(r"install (torch==\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert set(re.findall(r"ARG TORCH=(\S+)", made)) == {torch.removeprefix("torch==")}
+    assert f"pip install {torch}\n" in RAY_UP.read_text(encoding="utf-8")
+    assert "\nUSER 1000\n" in made and "/health" in made
+    sent = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    assert sent == packages | {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    for name in re.findall(r"ray_configs/(\S+\.yaml)", made):
+        assert (CONFIGS / name).is_file()
+
+
+def test_ray_takes_the_cluster() -> None:
+    assert problems(document(RAY_UP), RAY_CLUSTER) == []
+    wrong = document(RAY_UP) | {"max_worker": 3}
+    assert any("max_worker" in problem for problem in problems(wrong, RAY_CLUSTER))
+
+
+def test_the_cluster_holds_the_configuration_that_it_mounts() -> None:
+    found = document(RAY_UP)
+    mounted = [Path(name).name for name in found["file_mounts"].values() if name.startswith("ray_configs/")]
+    (config,) = [load_config(CONFIGS / name) for name in mounted]
+    machine = found["available_node_types"]["gpu"]
+    for pool in config.pools.values():
+        assert pool.num_gpus == machine["resources"]["GPU"] and pool.num_cpus <= machine["resources"]["CPU"]
+    assert machine["min_workers"] == sum(pool.replicas for pool in config.pools.values())
+    for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
+        assert "cluster environment" in commands[-1] and "LEGATO_SECRET" in commands[-1]

@@ -1,0 +1,51 @@
+"""Which nodes `make cluster` starts, and what of a configuration lands where. That it runs: tests/ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config.load import LegatoConfig, load_config
+from cluster.deployment.capacity import require_room
+from cluster.deployment.local_cluster import StartError
+from cluster.deployment.local_nodes import NodePlan, config_on_nodes, plan_nodes
+from tests.cluster.config.test_config import ROOT
+
+QUICKSTART = load_config(ROOT / "ray_configs" / "quickstart.yaml")
+
+
+def names(number: int, config: LegatoConfig = QUICKSTART) -> list[str]:
+    return [plan.name for plan in plan_nodes(number, config)]
+
+
+def test_pools_take_turns() -> None:
+    assert names(3) == ["head", "prefill-1", "decode-1"]
+    assert names(5) == ["head", "prefill-1", "decode-1", "prefill-2", "decode-2"]
+    assert names(3, load_config({"prefill": {"replicas": 0}})) == ["head", "decode-1", "decode-2"]
+    assert plan_nodes(3, QUICKSTART)[0] == NodePlan("head", "127.0.0.2", None)
+
+
+def test_of_two_nodes_the_head_decodes() -> None:
+    head, other = plan_nodes(2, QUICKSTART)
+    assert (head.role, other.role) == ("decode", "prefill")
+    assert head.address != other.address
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 17])
+def test_other_numbers_are_refused(number: int) -> None:
+    with pytest.raises(StartError, match="give 2 to 16"):
+        plan_nodes(number, QUICKSTART)
+
+
+@pytest.mark.parametrize("path", ["quickstart", "cpu_2p2d", "colocated", "auto", "kv_tiers", "slo", "quantised"])
+@pytest.mark.parametrize("number", [2, 3, 6])
+def test_every_worker_has_its_node_and_no_node_but_the_head_anything_else(path: str, number: int) -> None:
+    given = load_config(ROOT / "ray_configs" / f"{path}.yaml")
+    plans = plan_nodes(number, given)
+    config = config_on_nodes(given, plans)
+    assert config.network.host == "node" and config.model == given.model and config.kv == given.kv
+    for role, pool in config.pools.items():
+        assert pool.replicas == sum(plan.role == role for plan in plans)
+        if pool.replicas:
+            assert (pool.num_cpus, pool.resources) == (0, {f"{role}_node": 1})
+    # As `ray start` is told: CPUs, which gateways and the scheduler need, are on the head alone.
+    require_room(config, [{"CPU": 4.0 if plan.is_head else 0.0, **plan.resources} for plan in plans])

@@ -1,0 +1,108 @@
+"""A gateway's metrics in Ray's: the same names, labels and numbers, told in small turns and not too often.
+
+The gauges here are the test's. Ray's own, and what becomes of them at a scraper, are in `tests/operators`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cluster.metrics.ray_export import RayExport, pause_s
+from tests.support.waiting import eventually
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class RaysGauges:
+    """What Ray was told, by series; `made` are the gauges, with the names of their labels."""
+
+    def __init__(self) -> None:
+        self.told: dict[Series, float] = {}
+        self.made: dict[str, tuple[str, ...]] = {}
+
+    def __call__(self, name: str, description: str, labels: tuple[str, ...]) -> RaysGauge:
+        assert name not in self.made and description
+        self.made[name] = labels
+        return RaysGauge(self, name)
+
+
+class RaysGauge:
+    def __init__(self, gauges: RaysGauges, name: str) -> None:
+        self._gauges = gauges
+        self._name = name
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert tuple(tags) == self._gauges.made[self._name]
+        self._gauges.told[self._name, tuple(sorted(tags.items()))] = value
+
+
+def test_every_sample_is_told_as_it_is() -> None:
+    registry, ray = CollectorRegistry(), RaysGauges()
+    counter = Counter("legato_c", "c", ["why"], registry=registry)
+    histogram = Histogram("legato_h_seconds", "h", buckets=(0.1, 1), registry=registry)
+    gauge = Gauge("legato_g", "g", registry=registry)
+    export = RayExport(registry, ray)
+    counter.labels("x").inc(0)
+    list(export.turns())
+    assert ray.told["legato_c_total", (("why", "x"),)] == 0, "a counter is there before it counts"
+    counter.labels("x").inc(3)
+    counter.labels("y").inc()
+    histogram.observe(0.5)
+    gauge.set(-2)
+    list(export.turns())
+    assert ray.told == {
+        ("legato_c_total", (("why", "x"),)): 3,
+        ("legato_c_total", (("why", "y"),)): 1,
+        ("legato_h_seconds_bucket", (("le", "0.1"),)): 0,
+        ("legato_h_seconds_bucket", (("le", "1.0"),)): 1,
+        ("legato_h_seconds_bucket", (("le", "+Inf"),)): 1,
+        ("legato_h_seconds_count", ()): 1,
+        ("legato_h_seconds_sum", ()): 0.5,
+        ("legato_g", ()): -2,
+    }
+
+
+class Many(Collector):
+    """So much to tell."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.num_collected = num, 0
+
+    def collect(self) -> Iterator[Metric]:
+        self.num_collected += 1
+        family = GaugeMetricFamily("legato_many", "many", labels=("n",))
+        for number in range(self.num):
+            family.add_metric([str(number)], number)
+        yield family
+
+
+def test_much_is_told_in_many_turns() -> None:
+    registry, ray = CollectorRegistry(), RaysGauges()
+    registry.register(Many(1000))
+    told = [len(ray.told) for _ in RayExport(registry, ray).turns()]
+    assert max(after - before for before, after in zip([0, *told], told, strict=False)) <= 50
+    assert len(ray.told) == 1000
+
+
+async def test_it_is_told_again_and_again() -> None:
+    registry, many = CollectorRegistry(), Many(1)
+    registry.register(many)
+    ray = RaysGauges()
+    telling = asyncio.create_task(RayExport(registry, ray).run())
+    before = many.num_collected
+    await eventually(lambda: many.num_collected == before + 1 and len(ray.told) == 1)
+    many.num = 2
+    await eventually(lambda: len(ray.told) == 2, what="what is new is not told")
+    telling.cancel()
+
+
+@pytest.mark.parametrize(("spent_s", "pause"), [(0.0, 1.0), (0.002, 1.0), (0.02, 5.0), (1.0, 8.0)])
+def test_what_takes_long_is_told_less_often(spent_s: float, pause: float) -> None:
+    """But before Ray's processes report again."""
+    assert pause_s(spent_s) == pytest.approx(pause)

@@ -1,0 +1,178 @@
+"""Masks of grammars: what they allow, when they are worked out anew, and what a row with one becomes.
+
+Tokens are bytes here: see `write_byte_tokenizer`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampling.grammar import GrammarError, GrammarMasks, allowed_by
+from engine.sampling.params import MAX_GRAMMAR_CHARS
+from engine.sampling.sampler import InvalidLogitsError, Sampler
+from engine.sequence import Sequence, finish_reason
+from engine.text.tokenizer import Tokenizer
+from tests.engine.sampling.sampling_twin import EOS, VOCAB, naive_draw, params_of, random_logits, sequence
+from tests.support.byte_tokenizer import write_byte_tokenizer
+
+DIGITS = "start: /[0-9]{2,4}/"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@pytest.fixture
+def masks(folder: Path) -> GrammarMasks:
+    return GrammarMasks(folder, VOCAB, [EOS])
+
+
+@pytest.fixture
+def sampler(masks: GrammarMasks) -> Sampler:
+    return Sampler(VOCAB, [EOS], masks)
+
+
+def allowed(masks: GrammarMasks, seq: Sequence) -> set[int]:
+    bits = masks.bits(seq)
+    assert bits is not None
+    return set(np.flatnonzero(allowed_by(bits, VOCAB)).tolist())
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_may_end(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    digits = set(tokenizer.encode("0123456789"))
+    seq = sequence(params_of(grammar=DIGITS), prompt=tokenizer.encode("a prompt counts for nothing"))
+    for may_end, may_go_on in ((False, True), (False, True), (True, True), (True, True), (True, False)):
+        assert allowed(masks, seq) == (digits if may_go_on else set()) | ({EOS} if may_end else set())
+        seq.output_token_ids.append(min(digits))
+    seq.output_token_ids[-1] = EOS
+    assert allowed(masks, seq) == {EOS}, "a step that was planned ahead samples once more"
+    assert masks.bits(sequence(params_of())) is None
+
+
+def test_masks_follow_the_output_whatever_becomes_of_it(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    """Longer, another one, shorter: what stood there before is of no matter."""
+    seq = sequence(params_of(grammar='start: "red" | "green" | "grey"'))
+    for text, follows in (("", "rg"), ("gre", "ey"), ("gree", "n"), ("re", "d"), ("g", "r"), ("gr", "e")):
+        seq.output_token_ids[:] = tokenizer.encode(text) if text else []
+        assert allowed(masks, seq) == set(tokenizer.encode(follows)), text
+
+
+def test_a_sequence_that_is_gone_leaves_nothing(masks: GrammarMasks) -> None:
+    seq = sequence(params_of(grammar=DIGITS))
+    masks.bits(seq)
+    assert len(masks._followed) == 1
+    gone = weakref.ref(seq)
+    del seq
+    gc.collect()
+    assert gone() is None
+    assert not masks._followed
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.7, 1.0, 1.3]),
+            "top_k": st.sampled_from([1, 5, 50]),
+            "top_p": st.sampled_from([0.3, 0.9]),
+            "min_p": st.sampled_from([0.01, 0.5]),
+            "repetition_penalty": st.sampled_from([0.5, 1.3]),
+            "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+            "min_tokens": st.sampled_from([2, 50]),
+            "stop_token_ids": st.just((20, 21)),
+            "ignore_eos": st.booleans(),
+            "logit_bias": st.dictionaries(st.integers(0, 40), st.sampled_from([-100.0, 3.0, 100.0]), max_size=5),
+        },
+    ),
+    st.text("0123456789", max_size=4),
+)
+def test_draws_equal_the_naive_twins(
+    folder: Path, tokenizer: Tokenizer, seed: int, changes: dict[str, Any], text: str
+) -> None:
+    logits, masks = random_logits(seed), GrammarMasks(folder, VOCAB, [EOS])
+    output = tokenizer.encode(text)
+    seq = sequence(params_of(seed=seed, grammar=DIGITS, **changes), output=output)
+    [token] = Sampler(VOCAB, [EOS], masks).sample(logits, [seq])
+    assert token.token_id == naive_draw(logits[0].numpy(), seq, [EOS], allowed(masks, seq))
+
+
+def test_rows_without_a_grammar_keep_their_tokens(sampler: Sampler) -> None:
+    """And their log probabilities, to the bit, beside rows that have one; those are the model's own for them, too."""
+    logits = random_logits(3, 12)
+    plain = [
+        sequence(params_of(seed=n, logprobs=3, temperature=0.0 if n % 3 == 0 else 1.0, top_p=0.9 if n % 2 else 1.0))
+        for n in range(12)
+    ]
+    mixed = [sequence(params_of(seed=5, grammar=DIGITS)) if n % 4 == 1 else seq for n, seq in enumerate(plain)]
+    alone, beside = sampler.sample(logits.clone(), plain), sampler.sample(logits, mixed)
+    assert [token for n, token in enumerate(beside) if n % 4 != 1] == [
+        token for n, token in enumerate(alone) if n % 4 != 1
+    ]
+    masked = sequence(params_of(grammar=DIGITS, logprobs=2))
+    [token] = sampler.sample(logits[:1], [masked])
+    [free] = sampler.sample(logits[:1], [sequence(params_of(logprobs=2))])
+    assert token.logprobs is not None
+    assert free.logprobs is not None
+    assert token.logprobs.top == free.logprobs.top
+    wanted = float(torch.log_softmax(logits[0].double(), dim=0)[token.token_id])
+    assert token.logprobs.logprob == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_grammar_wins_over_everything(sampler: Sampler, tokenizer: Tokenizer, temperature: float) -> None:
+    """A bias towards another token; and where the end is all that it leaves, neither `min_tokens` nor a bias holds."""
+    one = tokenizer.encode("1")
+    biased = params_of(grammar='start: "1"', temperature=temperature, logit_bias={9: 100.0, one[0]: -100.0})
+    assert [token.token_id for token in sampler.sample(random_logits(1), [sequence(biased)])] == one
+    ended = params_of(
+        grammar='start: "1"', temperature=temperature, min_tokens=50, stop_token_ids=(EOS,), logit_bias={EOS: -100.0}
+    )
+    assert [token.token_id for token in sampler.sample(random_logits(2), [sequence(ended, output=one)])] == [EOS]
+
+
+def test_the_end_of_a_grammar_ends_the_sequence() -> None:
+    seq = sequence(params_of(grammar=DIGITS, ignore_eos=True, min_tokens=50), output=[9, EOS])
+    assert finish_reason(seq, frozenset([EOS])) == "stop"
+    seq.output_token_ids.pop()
+    assert finish_reason(seq, frozenset([EOS])) is None
+    assert finish_reason(sequence(params_of(ignore_eos=True), output=[EOS]), frozenset([EOS])) is None
+
+
+def test_a_grammar_that_fails_names_its_request(sampler: Sampler) -> None:
+    for grammar, output in (("start: /[/", []), (DIGITS, [5, 5])):
+        seq = sequence(params_of(grammar=grammar), output=output, name="theirs")
+        with pytest.raises(GrammarError, match="request theirs"):
+            sampler.sample(random_logits(1), [seq])
+
+
+def test_a_row_with_no_chance_for_what_is_allowed_is_told(sampler: Sampler, tokenizer: Tokenizer) -> None:
+    logits = random_logits(4, 2)
+    logits[1, tokenizer.encode("0123456789")] = -torch.inf
+    with pytest.raises(InvalidLogitsError, match="request b hold") as caught:
+        sampler.sample(logits, [sequence(params_of(), name="a"), sequence(params_of(grammar=DIGITS), name="b")])
+    assert caught.value.rows == [1]
+
+
+def test_a_grammar_is_bounded() -> None:
+    with pytest.raises(ValueError, match="a grammar has"):
+        params_of(grammar="x" * (MAX_GRAMMAR_CHARS + 1))

@@ -1,0 +1,243 @@
+"""Each family's text becomes the same events however it is cut, and what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.text.formats import (
+    HERMES,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    choose_reasoning_format,
+    choose_tool_format,
+    with_hermes_tools,
+)
+from engine.text.output import Event, OutputParser
+
+LLAMA, MISTRAL, GEMMA = (TOOL_FORMATS[name] for name in ("llama", "mistral", "gemma"))
+THINK = REASONING_FORMATS["think"]
+FUNCTIONS = {"f", "g"}
+
+Said = list[tuple[str, str, int]]
+
+
+def put_together(events: list[Event]) -> Said:
+    said: Said = []
+    for event in events:
+        if said and event.kind != "call" and (said[-1][0], said[-1][2]) == (event.kind, event.index):
+            said[-1] = (event.kind, said[-1][1] + event.text, event.index)
+        else:
+            said.append((event.kind, event.text, event.index))
+    return said
+
+
+def read(text: str, cuts: list[int], **settings: Any) -> Said:
+    parser = OutputParser(functions=FUNCTIONS, **settings)
+    edges = [0, *sorted(cuts), len(text)]
+    events = [event for start, end in pairwise(edges) for event in parser.feed(text[start:end])]
+    return put_together(events + parser.finish())
+
+
+def text(text: str) -> tuple[str, str, int]:
+    return ("text", text, 0)
+
+
+def call(index: int, name: str, arguments: str) -> Said:
+    return [("call", name, index), ("arguments", arguments, index)]
+
+
+@pytest.mark.parametrize(
+    ("output", "settings", "expected"),
+    [
+        pytest.param(
+            'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\""}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {"b": [1, {}]}}\n</tool_call>\n',
+            {"tools": HERMES},
+            [text("Sure."), *call(0, "f", '{"a": "}</tool_call>\\""}'), *call(1, "g", '{"b": [1, {}]}')],
+            id="hermes",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            {"tools": HERMES, "single": True},
+            call(0, "f", "{}"),
+            id="one call where one is wanted",
+        ),
+        pytest.param(
+            '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>',
+            {"tools": HERMES},
+            call(0, "f", '{"x": 1}'),
+            id="arguments before the name",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}',
+            {"tools": HERMES},
+            call(0, "f", '{"x": 1}'),
+            id="arguments as a text, no closing mark",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "f", "arguments": {"x": [1',
+            {"tools": HERMES},
+            call(0, "f", '{"x": [1'),
+            id="cut off in its arguments",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "f", "argu', {"tools": HERMES}, [text('<tool_call>{"name": "f", "argu')], id="cut off"
+        ),
+        pytest.param(
+            '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> x',
+            {"tools": HERMES},
+            [text('<tool_call>{"name": "unknown", "arguments": {}}</tool_call> x')],
+            id="a function that nobody has",
+        ),
+        pytest.param(
+            '<tool_call><tool_call>{"name": "f"}}</tool_call>',
+            {"tools": HERMES},
+            [text("<tool_call>"), *call(0, "f", "{}"), text("}</tool_call>")],
+            id="marks and brackets too many",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "f", "arguments": {"x": 1]}}</tool_call>',
+            {"tools": HERMES},
+            [*call(0, "f", '{"x": 1'), text("]}}</tool_call>")],
+            id="brackets that do not match",
+        ),
+        pytest.param(
+            "<tool_call>call f</tool_call>", {"tools": HERMES}, [text("<tool_call>call f</tool_call>")], id="no JSON"
+        ),
+        pytest.param("a  < b <tool_cal \n", {"tools": HERMES}, [text("a  < b <tool_cal \n")], id="half a mark"),
+        pytest.param(
+            " \n<think>\nhm <tool_call>\n</think>\n\nHi </think> <think>",
+            {"tools": HERMES, "reasoning": THINK},
+            [("reasoning", "hm <tool_call>", 0), text("Hi </think> <think>")],
+            id="reasoning",
+        ),
+        pytest.param(
+            'hm\n</think>\n\n<tool_call>{"name":"f"}</tool_call>\nbye',
+            {"tools": HERMES, "reasoning": THINK, "reasons": True},
+            [("reasoning", "hm", 0), *call(0, "f", "{}"), text("bye")],
+            id="the prompt began the reasoning",
+        ),
+        pytest.param("hm </thi", {"reasoning": THINK, "reasons": True}, [("reasoning", "hm </thi", 0)], id="thinking"),
+        pytest.param(" <thin", {"reasoning": THINK}, [text(" <thin")], id="no reasoning"),
+        pytest.param(
+            '{"name": "f", "parameters": {"q": [1, 2]}}; {"name": "g", "parameters": {}}',
+            {"tools": LLAMA},
+            [*call(0, "f", '{"q": [1, 2]}'), *call(1, "g", "{}")],
+            id="llama",
+        ),
+        pytest.param(
+            '<|python_tag|>{"type": "function", "name": "f", "parameters": {"q": 1}}',
+            {"tools": LLAMA},
+            call(0, "f", '{"q": 1}'),
+            id="llama with its mark",
+        ),
+        pytest.param(
+            '{"answer": 3, "name": "f"}', {"tools": LLAMA}, [text('{"answer": 3, "name": "f"}')], id="just JSON"
+        ),
+        pytest.param('See {"name": "f"}', {"tools": LLAMA}, [text('See {"name": "f"}')], id="JSON within a text"),
+        pytest.param(
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"q": 1}}, {"name": "g", "arguments": {}}]',
+            {"tools": MISTRAL},
+            [*call(0, "f", '{"q": 1}'), *call(1, "g", "{}")],
+            id="mistral",
+        ),
+        pytest.param(
+            'Yes[TOOL_CALLS]f{"q": 1}[TOOL_CALLS]g[CALL_ID]a1b2[ARGS]{"z": "{"}',
+            {"tools": MISTRAL},
+            [text("Yes"), *call(0, "f", '{"q": 1}'), *call(1, "g", '{"z": "{"}')],
+            id="mistral's newer one",
+        ),
+        pytest.param(
+            "<start_function_call>call:f{place:<escape>Paris, {F}<escape>,days:3,l:[<escape>a<escape>,true],o:{x:null}}"
+            "<end_function_call>",
+            {"tools": GEMMA},
+            call(0, "f", '{"place": "Paris, {F}", "days": 3, "l": ["a", true], "o": {"x": null}}'),
+            id="gemma",
+        ),
+    ],
+)
+def test_events(output: str, settings: dict[str, Any], expected: Said) -> None:
+    rng = random.Random(5)
+    assert read(output, [], **settings) == expected
+    for _ in range(40):
+        cuts = rng.sample(range(len(output)), rng.randrange(min(30, len(output))))
+        assert read(output, cuts, **settings) == expected, cuts
+    assert read(output, list(range(len(output))), **settings) == expected
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = OutputParser(tools=HERMES, functions=FUNCTIONS)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"pla') == [
+        Event("call", "f", 0),
+        Event("arguments", '{"pla', 0),
+    ]
+    assert parser.feed('ce": "Par') == [Event("arguments", 'ce": "Par', 0)]
+    assert parser.feed('is"}}') == [Event("arguments", 'is"}', 0)]
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+def test_nothing_is_lost_of_what_is_no_call(tools: Any) -> None:
+    """Whatever the text, it comes out again, but for space beside marks: no function has a name here."""
+    rng = random.Random(11)
+    pieces = [*sorted(tools.marks), "{", "}", "[", "]", '"name"', ":", ",", '"f"', "call:f", " ", "\n", "x", "\\", '"']
+    for _ in range(300):
+        output = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
+        parser = OutputParser(tools=tools)
+        events = [event for character in output for event in parser.feed(character)] + parser.finish()
+        assert {event.kind for event in events} <= {"text"}
+        assert "".join("".join(event.text for event in events).split()) == "".join(output.split())
+
+
+def test_checkpoints_formats_are_recognised() -> None:
+    templates = {
+        "hermes": "{%- if tools %}... within <tool_call></tool_call> XML tags",
+        "mistral": '{{ "[TOOL_CALLS]" + message.tool_calls }}',
+        "gemma": "<start_function_call>call:",
+        "llama": "{%- if builtin_tools %}<|python_tag|>",
+    }
+    for name, template in templates.items():
+        assert choose_tool_format("auto", template, None) is TOOL_FORMATS[name]
+    assert choose_tool_format("auto", "<tool_call>\n<function=", None) is None
+    assert choose_tool_format("llama", templates["hermes"], None) is LLAMA
+    assert choose_reasoning_format("auto", "content.split('</think>')", None) is THINK
+    assert choose_reasoning_format("none", "<think>", None) is choose_reasoning_format("auto", "hello", None) is None
+
+
+def test_a_checkpoints_own_template_comes_first() -> None:
+    own = {
+        "fields": {
+            "thinking": {"open": "<t>", "close": "</t>"},
+            "tool_calls": {"open": "<c>", "close": "</c>", "content": "json", "repeats": True},
+            "content": {},
+        }
+    }
+    tools, reasoning = choose_tool_format("auto", "<tool_call>", own), choose_reasoning_format("auto", "<think>", own)
+    output = '<t>hm</t><c>{"name": "f", "arguments": {}}</c>'
+    assert read(output, [], tools=tools, reasoning=reasoning) == [("reasoning", "hm", 0), *call(0, "f", "{}")]
+    own["fields"]["tool_calls"] = {"open_pattern": "(a+)+", "close": "</c>", "content": "json"}
+    assert choose_tool_format("auto", "<tool_call>", own) is HERMES
+
+
+def test_tools_as_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    asked = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": "é"}}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [asked, asked]},
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+        {"role": "tool", "content": "6", "tool_call_id": "1"},
+    ]
+    system, user, assistant, results = with_hermes_tools(chat, [tool])
+    assert system["role"] == "system" and json.dumps(tool) in system["content"] and user == chat[0]
+    assert read(assistant["content"], [], tools=HERMES) == [*call(0, "f", '{"x": "é"}'), *call(1, "f", '{"x": "é"}')]
+    assert results == {
+        "role": "user",
+        "content": "<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response>",
+    }
+    (joined, _) = with_hermes_tools([{"role": "system", "content": "Be brief."}, chat[0]], [tool])
+    assert joined["content"].startswith("Be brief.\n\n# Tools")

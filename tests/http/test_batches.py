@@ -1,0 +1,260 @@
+"""Files and batches over the real HTTP application, by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch, FileObject
+
+from cluster.config.settings import GatewaySettings
+from cluster.errors import FailedError, OverloadedError
+from cluster.slo.classes import SloClass, SloConfig
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.model
+
+CLASSES = SloConfig(
+    classes=(SloClass(name="chat", ttft_s=600.0), SloClass(name="night", service_tiers=("flex",))), default="chat"
+)
+OWNER = {"authorization": "Bearer unused"}  # as the client of these tests
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture
+def target(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Target]:
+    settings = GatewaySettings(storage_budget=100_000)
+    with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
+        yield target
+
+
+def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    message = {"messages": [{"role": "user", "content": f"Say {name}."}]}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": url,
+        "body": {"model": MODEL, **({"prompt": name} if url == "/v1/completions" else message), **body},
+    }
+
+
+def upload(target: Target, *lines: object, client: openai.OpenAI | None = None) -> FileObject:
+    text = "".join(f"{given if isinstance(given, str) else json.dumps(given)}\n" for given in lines)
+    return (client or target.client).files.create(file=("lines.jsonl", text.encode()), purpose="batch")
+
+
+def begin(target: Target, *lines: object, **fields: Any) -> Batch:
+    file = upload(target, *lines)
+    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
+    return target.client.batches.create(input_file_id=file.id, **fields)
+
+
+def end(target: Target, batch: Batch) -> Batch:
+    wait_until(lambda: target.client.batches.retrieve(batch.id).status in ENDED, what="the batch does not end")
+    return target.client.batches.retrieve(batch.id)
+
+
+def answers(target: Target, file_id: str | None) -> dict[str, Any]:
+    """By the lines' own names."""
+    if file_id is None:
+        return {}
+    rows = [json.loads(row) for row in target.client.files.content(file_id).text.splitlines()]
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: row for row in rows}
+
+
+def test_a_batch_is_answered(target: Target, generator: ScriptedGenerator) -> None:
+    lines = [line(f"l{n}", max_tokens=3, temperature=0) for n in range(20)]
+    batch = begin(target, *lines, metadata={"run": "7"})
+    assert (batch.object, batch.metadata, batch.expires_at) == ("batch", {"run": "7"}, batch.created_at + 86_400)
+    ended = end(target, batch)
+    assert ended.status == "completed" and ended.request_counts is not None and ended.errors is None
+    counts = ended.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+    assert ended.in_progress_at and ended.finalizing_at and ended.completed_at and ended.error_file_id is None
+    found = answers(target, ended.output_file_id)
+    assert list(found) == [given["custom_id"] for given in lines]  # in their order
+    for given in lines:
+        row = found[given["custom_id"]]
+        alone = target.client.chat.completions.create(**given["body"])
+        assert (row["error"], row["response"]["status_code"]) == (None, 200)
+        assert row["response"]["body"]["choices"][0]["message"]["content"] == alone.choices[0].message.content
+        assert row["response"]["request_id"]
+    assert {terms.slo.name for terms in generator.terms[:20]} == {"night"}  # they give way to who has targets
+    assert len({terms.tenant for terms in generator.terms}) == 1  # and count as their client's own
+
+
+def test_what_fails_is_told_beside_what_does_not(target: Target) -> None:
+    lines = [line("good", max_tokens=2), line("bad", temperature=9), line("other", model="none")]
+    ended = end(target, begin(target, *lines))
+    assert ended.status == "completed" and ended.request_counts is not None
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 2)
+    assert list(answers(target, ended.output_file_id)) == ["good"]
+    failed = answers(target, ended.error_file_id)
+    assert failed["bad"]["response"]["status_code"] == 400
+    assert "temperature" in failed["bad"]["response"]["body"]["error"]["message"]
+    assert failed["other"]["response"]["status_code"] == 404
+
+
+def test_a_line_is_asked_again_until_it_is_answered(
+    target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.batch.runner._WAIT_S", 0.01)
+    generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=0.01))
+    batch = begin(target, line("a", max_tokens=2))
+    wait_until(lambda: len(generator.requests) > 1)
+    generator.script = Script(fail_after=0, error=FailedError("It broke."))
+    wait_until(lambda: target.client.batches.retrieve(batch.id).status == "completed")
+    failed = answers(target, end(target, batch).error_file_id)
+    assert failed["a"]["response"]["status_code"] == 500
+    asked = len(generator.requests)
+    generator.script = Script()
+    end(target, begin(target, line("b", max_tokens=2)))
+    assert len(generator.requests) == asked + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "param"),
+    [
+        ([], "empty_file", None),
+        (["no json"], "invalid_json_line", None),
+        ([line("a"), line("a")], "duplicate_custom_id", "custom_id"),
+        ([line("a", url="/v1/completions")], "invalid_line", "url"),
+        ([{**line("a"), "method": "GET"}], "invalid_line", "method"),
+        ([{**line("a"), "more": 1}], "invalid_line", None),
+        ([line("a", stream=True)], "invalid_line", "body.stream"),
+    ],
+)
+def test_lines_that_are_none(target: Target, given: list[object], code: str, param: str | None) -> None:
+    ended = end(target, begin(target, *given))
+    assert ended.status == "failed" and ended.failed_at and ended.errors is not None and ended.errors.data
+    error = ended.errors.data[-1]
+    assert (error.code, error.param) == (code, param) and error.message
+
+
+def test_a_batch_is_cancelled(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="a b c d", hang_after=2)
+    batch = begin(target, *(line(f"l{n}") for n in range(100)))
+    wait_until(lambda: generator.num_open > 0)
+    assert target.client.batches.cancel(batch.id).status == "cancelling"
+    ended = end(target, batch)
+    assert ended.status == "cancelled" and ended.cancelled_at and ended.request_counts is not None
+    assert ended.request_counts.failed == 100
+    assert {row["error"]["code"] for row in answers(target, ended.error_file_id).values()} == {"batch_cancelled"}
+    wait_until(lambda: generator.num_open == 0, what="what was under way goes on")
+    with pytest.raises(openai.ConflictError, match="it is cancelled"):
+        target.client.batches.cancel(batch.id)
+
+
+def test_a_batch_whose_time_is_over(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="a b c d", hang_after=2)
+    ended = end(target, begin(target, line("a"), completion_window="1s"))
+    assert ended.status == "expired"
+    assert answers(target, ended.error_file_id)["a"]["error"]["code"] == "batch_expired"
+
+
+def test_files(target: Target) -> None:
+    client = target.client
+    files = [upload(target, line(f"l{n}")) for n in range(3)]
+    assert files[0].purpose == "batch" and files[0].filename == "lines.jsonl" and files[0].expires_at is None
+    assert client.files.retrieve(files[0].id) == files[0]
+    assert json.loads(client.files.content(files[1].id).text) == line("l1")
+    assert [file.id for file in client.files.list()] == [file.id for file in files[::-1]]
+    assert [file.id for file in client.files.list(limit=1, order="asc")] == [file.id for file in files]  # its pages
+    assert client.files.delete(files[0].id).deleted
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.files.retrieve(files[0].id)
+    expiring = client.files.create(
+        file=b"{}", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3_600}
+    )
+    assert expiring.expires_at is not None and abs(expiring.expires_at - expiring.created_at - 3_600) <= 1
+
+
+def test_who_may_see_them(target: Target) -> None:
+    other = target.client.with_options(api_key="another")
+    file = upload(target, line("a", max_tokens=1))
+    batch = end(target, begin(target, line("a", max_tokens=1)))
+    for ask in (
+        lambda: other.files.retrieve(file.id),
+        lambda: other.files.content(file.id),
+        lambda: other.files.delete(file.id),
+        lambda: other.batches.retrieve(batch.id),
+        lambda: other.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    assert not list(other.files.list()) and not list(other.batches.list())
+    assert [found.id for found in target.client.batches.list()] == [batch.id]
+
+
+def test_what_is_refused(target: Target) -> None:
+    file = upload(target, line("a"))
+    asked = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    for fields, param in (
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "90d"}, "completion_window"),
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"priority": 1}, "priority"),
+    ):
+        answer = target.http.post("/v1/batches", json={**asked, **fields}, headers=OWNER)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    for data, files, status in (
+        ({"purpose": "fine-tune"}, {"file": b"{}"}, 400),
+        ({"purpose": "batch", "more": "x"}, {"file": b"{}"}, 400),
+        ({"purpose": "batch"}, None, 400),
+        ({"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "1"}, {"file": b"{}"}, 400),
+        ({"purpose": "batch"}, {"file": b"x" * 100_001}, 503),  # the budget
+    ):
+        answer = target.http.post("/v1/files", data=data, files=files)
+        assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+    answer = target.http.post("/v1/files", content=b"nothing", headers={"content-type": "multipart/form-data"})
+    assert answer.status_code == 400
+    assert target.http.get("/v1/files", params={"limit": 0}).status_code == 400
+
+
+def test_a_file_that_is_too_large_is_refused_as_it_comes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        for _ in range(201):
+            yield bytes(2**20)
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = target.http.post("/v1/files", content=pieces(), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_without_a_folder(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    with running_server(generator, tokenizer) as target:
+        answer = target.http.get("/v1/files")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_storage")
+
+
+def test_another_gateway_goes_on(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """One that ends in order leaves its batches at once."""
+    storage = tmp_path / "storage"
+    generator.script = Script(reply="a b c d", hang_after=2)
+    with running_server(generator, tokenizer, storage=storage) as target:
+        batch = begin(target, *(line(f"l{n}") for n in range(3)))
+        wait_until(lambda: generator.num_open == 3)
+    generator.script = Script()
+    with running_server(generator, tokenizer, storage=storage) as target:
+        ended = end(target, batch)
+        assert ended.status == "completed" and len(answers(target, ended.output_file_id)) == 3

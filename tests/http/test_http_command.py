@@ -1,0 +1,235 @@
+"""`legato bench` and `legato top` against a real gateway over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.command.top import frame, look, render
+from cluster.config.settings import GatewaySettings
+from cluster.load.client import Server
+from cluster.slo.classes import SloClass, SloConfig
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import HANGS_S, wait_until
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).parents[2]
+CLASSES = SloConfig(classes=(SloClass(name="chat", ttft_s=600.0, tpot_s=600.0), SloClass(name="batch")), default="chat")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture
+def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(generator, tokenizer, GatewaySettings(max_concurrent=8), slo=CLASSES) as target:
+        yield target
+
+
+def url_of(target: Target) -> str:
+    return str(target.http.base_url)
+
+
+class Bench:
+    """Runs `legato bench` and keeps what it says."""
+
+    def __init__(
+        self, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+    ) -> None:
+        self._target = target
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+        self._log = folder / "bench.jsonl"
+        self.code = 0
+
+    def run(self, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The report, and the lines of the log."""
+        self.out = self.table(*words, "--json", "--log", str(self._log))
+        lines = [json.loads(line) for line in self._log.read_text().splitlines()]
+        return json.loads(self.out), lines
+
+    def table(self, *words: str) -> str:
+        self._monkeypatch.setattr("sys.argv", ["legato", "bench", url_of(self._target), *words])
+        self.code = main()
+        return self._capsys.readouterr().out
+
+
+@pytest.fixture
+def bench(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
+    return Bench(target, monkeypatch, capsys, tmp_path)
+
+
+def test_what_clients_saw(bench: Bench, generator: ScriptedGenerator) -> None:
+    generator.script = Script(delay_s=0.01, reply="one two three four five six seven eight")
+    report, lines = bench.run("--requests", "6", "--concurrency", "3", "--output-tokens", "5", "--prompt-tokens", "40")
+    assert bench.code == 0 and report["model"] == MODEL
+    assert (report["requests"], report["answered"], report["refused_429"], report["failed"]) == (6, 6, 0, 0)
+    assert report["output_tokens"] == 30 and report["prompt_tokens"] == 6 * 40 and report["cached_tokens"] == 6 * 20
+    latency = report["latency_ms"]
+    assert latency["ttft"]["p50"] >= 10 and latency["tpot"]["p50"] >= 10 and latency["e2e"]["p50"] >= 50
+    assert (latency["ttft"]["samples"], latency["gap"]["samples"]) == (6, 24)
+    assert [len(line["arrivals_ms"]) for line in lines] == [5] * 6
+    assert all(line["status"] == 200 and line["prompt_tokens"] == 40 and line["output_tokens"] == 5 for line in lines)
+    assert {line["output_tokens_are"] for line in lines} == {"counted by the server"}
+    for line in lines:
+        assert line["ttft_ms"] == line["arrivals_ms"][0] and line["e2e_ms"] == line["arrivals_ms"][-1]
+    # What the server was asked: OpenAI's own fields, prompts that differ.
+    assert not any(request.params.ignore_eos for request in generator.requests)
+    assert len({tuple(request.prompt_token_ids) for request in generator.requests}) == 6
+
+
+def test_goodput_is_of_all_that_were_sent(bench: Bench, generator: ScriptedGenerator) -> None:
+    """By the first token and the mean, and by the first token and the gaps: a stall is seen by one of them only."""
+    generator.script = Script(delay_s=0.02, burst=5, reply="one two three four five six seven eight nine ten")
+    words = ("--requests", "4", "--output-tokens", "10", "--ttft-ms", "60000")
+    report, _ = bench.run(*words, "--tpot-ms", "60000", "--gap-ms", "1")
+    goodput = report["goodput"]
+    assert goodput["ttft_and_tpot"]["share"] == 1.0 and goodput["ttft_and_gap"]["share"] == 0.0
+    assert goodput["ttft_and_gap"]["output_tokens_per_s"] == 0
+    report, _ = bench.run(*words, "--tpot-ms", "0.001", "--gap-ms", "60000")
+    assert report["goodput"]["ttft_and_tpot"]["share"] == 0.0 and report["goodput"]["ttft_and_gap"]["share"] == 1.0
+
+
+def test_refusals_are_counted_apart(bench: Bench, generator: ScriptedGenerator) -> None:
+    """Eight at a time are answered, and as many as ask together hold each other up."""
+    generator.script = Script(until=lambda: generator.num_open == 8 or generator.num_finished > 0, delay_s=0.01)
+    report, lines = bench.run("--requests", "12", "--concurrency", "12", "--output-tokens", "4", "--ignore-eos")
+    assert bench.code == 0 and report["answered"] >= 8 and report["refused_429"] >= 1 and report["failed"] == 0
+    assert report["answered"] + report["refused_429"] == 12
+    refused = [line for line in lines if line["status"] == 429]
+    assert len(refused) == report["refused_429"] and all("sequences are in flight" in line["error"] for line in refused)
+    assert report["goodput"]["ttft_and_tpot"]["share"] <= round(report["answered"] / 12, 4)
+    assert all(request.params.ignore_eos for request in generator.requests)  # it was asked for
+
+
+def test_failures_are_told(bench: Bench, generator: ScriptedGenerator) -> None:
+    generator.script = Script(fail_after=2)
+    report, lines = bench.run("--requests", "2")
+    assert bench.code == 1 and report["failed"] == 2 and report["answered"] == 0
+    assert sum(report["errors"].values()) == 2 and all(line["error"] for line in lines)
+    assert report["latency_ms"]["ttft"] is None
+    told = bench.table("--requests", "2", "--model", "other")
+    assert "2 failed" in told and "2 x the server answered 404: The model 'other' does not exist here." in told
+    generator.script = Script(hang_after=1)
+    report, _ = bench.run("--requests", "1", "--timeout", "0.2")
+    assert report["errors"] == {"no end of the answer within 0.2 s": 1}
+    wait_until(lambda: generator.num_open == 0, what="the client has left, and its request was not cancelled")
+
+
+def test_a_trace_is_sent_at_its_times_and_shares_its_prefixes(
+    bench: Bench, generator: ScriptedGenerator, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 30, "hash_ids": [1, 2]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 20, "hash_ids": [1, 3]},
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--trace", str(trace), "--load", "10", "--length", "0.1", "--ignore-eos", "--header", "x-slo-class: batch")
+    report, lines = bench.run(*words)
+    assert [line["output_tokens"] for line in sorted(lines, key=lambda line: line["id"])] == [3, 2]
+    assert sorted(line["due_s"] for line in lines) == [0.0, 0.1]
+    assert all(line["sent_s"] >= line["due_s"] for line in lines) and report["late_to_send_ms"]["samples"] == 2
+    first, second = (request.prompt_token_ids for request in generator.requests)
+    assert len(first) == len(second) == 102 and first[:50] == second[:50] and first[52:] != second[52:]
+    assert {terms.slo.name for terms in generator.terms} == {"batch"}
+    trace.write_text("{}\n")
+    assert bench.table("--trace", str(trace)) == "" and bench.code == 2
+
+
+def test_duration_seed_and_chat(bench: Bench, generator: ScriptedGenerator) -> None:
+    words = ("--rate", "200", "--duration", "0.2", "--output-tokens", "2", "--shared-tokens", "16", "--seed", "7")
+    report, lines = bench.run(*words, "--chat")
+    assert 10 <= report["requests"] <= 90 and all(line["due_s"] <= 0.2 for line in lines)
+    first = [request.prompt_token_ids for request in generator.requests]
+    generator.requests.clear()
+    bench.run(*words, "--chat")
+    assert sorted(request.prompt_token_ids for request in generator.requests) == sorted(first)
+    report, _ = bench.run("--concurrency", "2", "--duration", "0.2", "--output-tokens", "2", "--sigma", "0.5")
+    assert report["requests"] >= 2 and report["duration_s"] >= 0.2
+
+
+def test_plots(bench: Bench, tmp_path: Path) -> None:
+    told = bench.table("--requests", "3", "--output-tokens", "4", "--plot", str(tmp_path / "seen.svg"))
+    assert "goodput (first token within 2000 ms, 100 ms a token)" in told
+    assert (tmp_path / "seen.svg").read_text().startswith("<?xml")
+
+
+def test_top_prints_one_frame_where_there_is_no_terminal(
+    target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.complete(max_tokens=3, extra_body={"ignore_eos": True})
+    server = Server.at(url_of(target))
+    wait_until(lambda: (seen := look(server)).outcomes and not seen.running, what="the request was not counted")
+    monkeypatch.setattr("sys.argv", ["legato", "top", url_of(target)])
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert "1 worker   0 requests running   ended: 1 finished" in out and "\x1b" not in out
+    assert re.search(r"DECODE 1 of 3 wanted", out) and "scripted" in out
+    assert re.search(r"chat +\d+(\.\d)? / 600000 +\d+(\.\d)? / 600000 .*100\.0%", out)
+    assert re.search(r"batch +- / - ", out)
+
+
+def test_top_of_what_is_no_legato(
+    target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["legato", "top", f"{url_of(target)}/elsewhere", "--once"])
+    assert main() == 1
+    err = capsys.readouterr().err
+    assert "/elsewhere/cluster was answered with 404" in err and err.rstrip().endswith("Is it a Legato?")
+
+
+def test_top_in_a_terminal(target: Target) -> None:
+    """Drawn anew until Ctrl-C; the terminal is left as it was."""
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "cluster", "top", url_of(target), "--every", "0.05"]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    child = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment, cwd=ROOT)
+    os.close(its_end)
+    said = b""
+    deadline = time.monotonic() + HANGS_S
+    try:
+        while said.count(b"\x1b[H") < 3:
+            assert time.monotonic() < deadline, said
+            if select.select([terminal], [], [], 1.0)[0]:
+                said += os.read(terminal, 65_536)
+        child.send_signal(signal.SIGINT)
+        while not said.endswith(b"\x1b[?25h\x1b[?1049l"):
+            assert time.monotonic() < deadline, said
+            said += os.read(terminal, 65_536)
+        assert child.wait(HANGS_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
+    assert said.startswith(b"\x1b[?1049h\x1b[?25l") and b"\x1b[1mPROMISES, last minute\x1b[0m" in said
+
+
+def test_a_frame_is_no_wider_than_the_terminal(target: Target) -> None:
+    lines = frame(look(Server.at(url_of(target))))
+    for width in (1, 20, 80, 400):
+        assert all(len(render(line, width, colour=False)) <= width for line in lines)

@@ -1,0 +1,380 @@
+"""The smaller fields of requests, of OpenAI's API and of vLLM's, with scripted tokens in place of the cluster."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import MESSAGES, Target
+from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.model
+
+# Reads whatever a request may say, and says what it has read.
+TEMPLATE = """
+{%- for document in documents or [] %}<|source|>{{ document.title }}: {{ document.text }}{% endfor %}
+{%- if reasoning_effort is defined %}effort {{ reasoning_effort }};{% endif %}
+{%- if verbosity is defined %}verbosity {{ verbosity }};{% endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}no thoughts;{% endif %}
+{%- if numbers is defined %}{{ numbers[0] // numbers[1] }}{% endif %}
+{%- if repeated is defined %}{{ 'sea ' * repeated }}{% endif %}
+{%- if complaint is defined %}{{ raise_exception(complaint) }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + ':' }}
+{%- if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """SmolLM2's, with a template that reads more than its own."""
+    folder = tmp_path_factory.mktemp("model")
+    for path in smollm2_folder.glob("*.json"):
+        shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer) as target:
+        yield target
+
+
+@pytest.fixture
+def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
+    """The generator behind `target`, its script and records fresh; nothing may be left open."""
+    shared_generator.script = Script()
+    shared_generator.requests.clear()
+    yield shared_generator
+    shared_generator.script = Script()
+    wait_until(lambda: shared_generator.num_open == 0)
+
+
+def refused(target: Target, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+    """The error of a request that is refused with 400."""
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    answer = target.http.post(path, json={"model": MODEL, **prompt, **fields})
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["message"].endswith(".") and len(error["message"]) < 1_000
+    return error
+
+
+# What a chat template is told.
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "no thoughts;<|im_start|>user"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "<|im_start|>user"),
+        ({"chat_template_kwargs": None, "documents": None, "reasoning_effort": None}, "<|im_start|>user"),
+        ({"reasoning_effort": "high", "verbosity": "low"}, "effort high;verbosity low;<|im_start|>user"),
+        ({"reasoning_effort": "none"}, "effort none;no thoughts;<|im_start|>user"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "effort none;<|im_start|>"),
+        ({"documents": [{"title": "Sea", "text": "Wide."}]}, "<|source|>Sea: Wide.<|im_start|>user"),
+        ({"chat_template_kwargs": {"numbers": [7, 2]}}, "3<|im_start|>user"),
+    ],
+)
+def test_what_the_chat_template_is_told(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, fields: dict[str, Any], begins: str
+) -> None:
+    target.chat(max_tokens=1, extra_body=fields)
+    (request,) = generator.requests
+    prompt = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.startswith(begins) and prompt.endswith("<|im_start|>assistant:")
+    told = target.http.post("/tokenize", json={"messages": MESSAGES, "return_token_strs": True, **fields}).json()
+    assert told["tokens"] == request.prompt_token_ids and len(told["token_strs"]) == told["count"]
+    assert told["token_strs"][-1] == ":"
+
+
+CONTINUED = [*MESSAGES, {"role": "assistant", "content": "The sea is "}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({"continue_final_message": True}, "<|im_start|>assistant:The sea is "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<|im_start|>assistant:The sea is "),
+        ({"add_generation_prompt": False}, "The sea is <|im_end|>"),
+        ({}, "The sea is <|im_end|><|im_start|>assistant:"),
+    ],
+)
+def test_where_the_prompt_ends(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, fields: dict[str, Any], ends: str
+) -> None:
+    target.chat(messages=CONTINUED, max_tokens=1, extra_body=fields)
+    ids = generator.requests[0].prompt_token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(ends)
+    assert target.http.post("/tokenize", json={"messages": CONTINUED, **fields}).json()["tokens"] == ids
+
+
+def test_reasoning_and_refusals_of_earlier_turns(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    for name in ("reasoning", "reasoning_content"):
+        refusal = [{"type": "refusal", "refusal": "I will not."}]
+        target.chat(messages=[*MESSAGES, {"role": "assistant", "content": refusal, name: "Hm."}], max_tokens=1)
+        prompt = tokenizer.decode(generator.requests.pop().prompt_token_ids, skip_special_tokens=False)
+        assert "<|im_start|>assistant:<think>Hm.</think>I will not.<|im_end|>" in prompt
+    wrong: dict[str, Any] = {"role": "user", "content": "x", "reasoning": "y"}
+    assert refused(target, messages=[wrong])["param"] == "messages[0].reasoning"
+    wrong = {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_content": "z"}
+    assert "differ" in refused(target, messages=[wrong])["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"chat_template_kwargs": {"enable_thinkng": False}}, "chat_template_kwargs", "does not read enable_thinkng"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "send an object"),
+        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs", "no name"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "'chat_template'"),
+        ({"chat_template_kwargs": {"verbosity": "x" * 4_097}}, "chat_template_kwargs", "'verbosity'"),
+        ({"chat_template_kwargs": {"numbers": "x" * 4_097}}, "chat_template_kwargs", "4096 characters"),
+        ({"chat_template_kwargs": {"numbers": [0] * 257}}, "chat_template_kwargs", "256 values"),
+        ({"chat_template_kwargs": {"numbers": [[[[[[[[1]]]]]]]]}}, "chat_template_kwargs", "8 levels"),
+        ({"chat_template_kwargs": {"repeated": 10**10}}, "chat_template_kwargs", "beyond 1048576"),
+        ({"chat_template_kwargs": {"repeated": 2**20}}, "messages", "makes 4194"),
+        ({"chat_template_kwargs": {"numbers": [1, 0]}}, "messages", "division"),
+        ({"chat_template_kwargs": {"numbers": [1]}}, "messages", "template refuses"),
+        ({"chat_template_kwargs": {"numbers": {"a": 1}}}, "messages", "template refuses"),
+        ({"chat_template_kwargs": {"complaint": "no " * 1_000}}, "messages", "template refuses"),
+        ({"reasoning_effort": "immense"}, "reasoning_effort", "'high'"),
+        ({"verbosity": "chatty"}, "verbosity", "'low'"),
+        ({"documents": "sea"}, "documents", "list of objects"),
+        ({"documents": [{"title": 5}]}, "documents", "document 0"),
+        ({"documents": [{"title": "x"}] * 129}, "documents", "at most 128"),
+        ({"documents": [{"title": "x" * 300_000}]}, "messages", "characters"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "either"),
+    ],
+)
+def test_what_the_chat_template_is_not_told(
+    target: Target, generator: ScriptedGenerator, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = refused(target, path, **fields)
+        assert error["param"] == param and says in error["message"], error
+    assert not generator.requests
+
+
+def test_templates_are_of_chats(target: Target) -> None:
+    answer = target.http.post("/tokenize", json={"prompt": "x", "documents": [{"title": "Sea"}]})
+    assert answer.status_code == 400 and "only possible with messages" in answer.json()["error"]["message"]
+    assert target.http.post("/tokenize", json={"prompt": "x", "documents": None}).json()["count"] == 1
+
+
+# How an answer ends, and what of it is shown.
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"stop": " three"}, "one two", " three"),
+        ({"stop": " three", "include_stop_str_in_output": True}, "one two three", " three"),
+        ({"stop": ["e t", "o thr"], "include_stop_str_in_output": True}, "one t", "e t"),
+        ({"stop": [f"nothing {n}" for n in range(63)] + [" four"]}, "one two three", " four"),
+        ({"stop": "nothing"}, "one two three four", None),
+        ({"stop": "nothing", "include_stop_str_in_output": True}, "one two three four<|im_end|>", None),
+        ({"stop": None}, "one two three four", None),
+    ],
+)
+def test_what_ended_an_answer(
+    target: Target, generator: ScriptedGenerator, fields: dict[str, Any], text: str, reason: str | None
+) -> None:
+    generator.script.reply = "one two three four"
+    extra = {**fields, "skip_special_tokens": False, "spaces_between_special_tokens": True}
+    (choice,) = target.complete(max_tokens=20, extra_body=extra, logprobs=0).choices
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text, "stop", reason)
+    assert "".join(choice.logprobs.tokens).startswith(text)
+    *chunks, last = target.chat(max_tokens=20, extra_body=extra, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in [*chunks, last]) == text
+    assert last.choices[0].model_dump().get("stop_reason") == reason
+    assert not any("stop_reason" in chunk.choices[0].model_dump() for chunk in chunks)
+
+
+def test_the_stop_token_that_ended_it(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    generator.script.reply = "one two three four"
+    (three,), (eos,) = target.tokenize(" three"), tokenizer.eos_token_ids
+    for extra, text, reason in (
+        ({"stop_token_ids": [three]}, "one two", three),
+        ({"stop_token_ids": [three], "include_stop_str_in_output": True}, "one two three", three),
+        ({"stop_token_ids": [eos]}, "one two three four", None),  # the model's own end all the same
+        ({"stop_token_ids": [eos], "ignore_eos": True, "logit_bias": {str(eos): 100}}, "", eos),
+    ):
+        (choice,) = target.complete(max_tokens=20, extra_body=extra).choices
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == (text, "stop", reason)
+
+
+def test_special_tokens_are_text_where_asked_for(target: Target, generator: ScriptedGenerator) -> None:
+    start, sea = target.tokenize("<|im_start|>sea")
+    fields: dict[str, Any] = {"max_tokens": 2, "logit_bias": {str(start): 100}, "echo": True, "prompt": [start, sea]}
+    shown = "<|im_start|>sea<|im_start|><|im_start|>"
+    assert target.complete(**fields, extra_body={"skip_special_tokens": False}).choices[0].text == shown
+    assert target.complete(**fields).choices[0].text == "sea"
+    (choice,) = target.complete(**fields, logprobs=0, extra_body={"skip_special_tokens": False}).choices
+    assert choice.logprobs.text_offset == [0, 12, 15, 27]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"stop": ["x" * 1_024] * 5}, "stop", "5120 characters; at most 4096"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no prompt"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "0"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "not streamed"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens", "boolean"),
+    ],
+)
+def test_fields_out_of_bounds(
+    target: Target, generator: ScriptedGenerator, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        error = refused(target, path, **fields)
+        assert error["param"] == param and says in error["message"], error
+    assert not generator.requests
+
+
+# Token ids, log probabilities of prompts, usage.
+
+
+def test_ids_of_prompts(target: Target, generator: ScriptedGenerator) -> None:
+    extra = {"return_token_ids": True}
+    answer = target.chat(max_tokens=3, n=2, extra_body=extra)
+    ids = generator.requests[0].prompt_token_ids
+    assert answer.prompt_token_ids == ids and len(answer.choices[1].token_ids) == 3
+    first, *others = target.chat(max_tokens=3, stream=True, extra_body=extra)
+    assert first.prompt_token_ids == ids and not any("prompt_token_ids" in other.model_dump() for other in others)
+    prompts = [[5, 6], [7]]
+    answer = target.complete(prompt=prompts, max_tokens=2, extra_body=extra)
+    assert [choice.prompt_token_ids for choice in answer.choices] == prompts
+    told = {}
+    for chunk in target.complete(prompt=prompts, max_tokens=2, stream=True, extra_body=extra):
+        (choice,) = chunk.choices
+        if (of_prompt := choice.model_dump().get("prompt_token_ids")) is not None:
+            assert choice.index not in told and choice.text == ""
+            told[choice.index] = of_prompt
+    assert told == dict(enumerate(prompts))
+    assert "prompt_token_ids" not in target.complete(max_tokens=1).choices[0].model_dump()
+
+
+def test_log_probabilities_by_ids(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "one two"
+    extra = {"return_tokens_as_token_ids": True}
+    names = [f"token_id:{token_id}" for token_id in target.tokenize("one two")]
+    (choice,) = target.chat(max_tokens=2, logprobs=True, top_logprobs=1, extra_body=extra).choices
+    assert [entry.token for entry in choice.logprobs.content] == names
+    assert [entry.top_logprobs[0].token for entry in choice.logprobs.content] == names
+    assert bytes(byte for entry in choice.logprobs.content for byte in entry.bytes) == b"one two"
+    (choice,) = target.complete(prompt=[900], echo=True, max_tokens=2, logprobs=1, extra_body=extra).choices
+    assert choice.logprobs.tokens == ["token_id:900", *names]
+    assert [list(top) for top in choice.logprobs.top_logprobs[1:]] == [[name] for name in names]
+
+
+def test_log_probabilities_of_prompts(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    def told(token_id: int, rank: int | None, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    def of(ids: list[int]) -> list[Any]:
+        return [None, *({str(i): told(i, 1, -0.5), str(i + 1): told(i + 1, 2, -1.5)} for i in ids[1:])]
+
+    extra = {"prompt_logprobs": 2}
+    answer = target.chat(max_tokens=1, extra_body=extra)
+    assert answer.prompt_logprobs == of(generator.requests[0].prompt_token_ids)
+    prompts = [[40, 50, 60], [70]]
+    answer = target.complete(prompt=prompts, max_tokens=1, echo=True, logprobs=4, extra_body=extra)
+    assert [choice.prompt_logprobs for choice in answer.choices] == [of(ids) for ids in prompts]
+    assert len(answer.choices[0].logprobs.top_logprobs[1]) == 4, "an echo's are what `logprobs` says"
+    answer = target.complete(prompt=prompts, max_tokens=1, echo=True, extra_body=extra)
+    assert answer.choices[0].logprobs is None and answer.choices[0].prompt_logprobs == of(prompts[0])
+    (choice,) = target.complete(prompt=[40, 50], max_tokens=1, extra_body={"prompt_logprobs": 0}).choices
+    assert choice.prompt_logprobs == [None, {"50": told(50, None, -0.5)}]
+    error = refused(target, "/v1/completions", prompt=[5] * 1_000, n=20, prompt_logprobs=20)
+    assert error["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (1, [5])])
+def test_prompts_cut_at_their_beginning(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, limit: int, kept: list[int]
+) -> None:
+    extra = {"truncate_prompt_tokens": limit}
+    answer = target.complete(prompt=[1, 2, 3, 4, 5], max_tokens=1, echo=True, extra_body=extra)
+    assert generator.requests.pop().prompt_token_ids == kept and answer.usage.prompt_tokens == len(kept)
+    assert answer.choices[0].text.startswith(tokenizer.decode(kept))
+    target.chat(max_tokens=1, extra_body=extra)
+    whole = target.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert generator.requests.pop().prompt_token_ids == whole[-limit:]
+    target.complete(prompt=[7] * 5_000, max_tokens=8, extra_body={"truncate_prompt_tokens": -1})
+    assert len(generator.requests.pop().prompt_token_ids) == MAX_MODEL_LEN - 8
+    (choice,) = target.complete(prompt="The sea is", max_tokens=1, echo=True, extra_body=extra).choices
+    assert choice.text.startswith("The sea is"[-len(tokenizer.decode(target.tokenize("The sea is")[-limit:])) :])
+
+
+def test_usage_of_each_event(target: Target, generator: ScriptedGenerator) -> None:
+    chunks: list[Any] = []
+    generator.script = Script(reply="one two three four", until=lambda: len(chunks) > 1, burst=2)
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
+    for chunk in target.chat(max_tokens=4, stream=True, stream_options=options):
+        chunks.append(chunk)
+    *events, last = [chunk.usage for chunk in chunks]
+    assert [usage.completion_tokens for usage in events] == [0, 2, 4]
+    assert last == events[-1] and last.completion_tokens_details.reasoning_tokens == 0
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in events)
+    only = list(target.complete(max_tokens=2, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert only[-1].choices and only[-1].usage.completion_tokens == 2
+
+
+# What is not to be said.
+
+
+def test_words_and_tokens_that_are_banned(target: Target, generator: ScriptedGenerator) -> None:
+    (sea,), (spaced,) = target.tokenize("sea"), target.tokenize(" sea")
+    several = target.tokenize("a calm night")
+    target.complete(max_tokens=1, extra_body={"bad_words": ["sea", " sea"], "allowed_token_ids": [sea, 5]})
+    params = generator.requests.pop().params
+    assert params.bad_words == ((sea,), (spaced,)) and params.allowed_token_ids == (sea, 5)
+    target.chat(max_tokens=1, extra_body={"bad_words": ["a calm night"], "allowed_token_ids": None})
+    params = generator.requests.pop().params
+    assert params.bad_words[0] == tuple(several) and params.allowed_token_ids == ()
+    assert [word[1:] for word in params.bad_words[1:]] in ([], [tuple(several[1:])])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"bad_words": "sea"}, "bad_words", "list of texts"),
+        ({"bad_words": [" "]}, "bad_words", "must not be empty"),
+        ({"bad_words": ["x"] * 257}, "bad_words", "at most 256"),
+        ({"bad_words": ["x" * 4_097]}, "bad_words", "at most 4096"),
+        ({"bad_words": ["1" * 2_000]}, None, "bad_words have 2000 tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+        ({"allowed_token_ids": [999_999_999]}, "allowed_token_ids", "vocabulary"),
+        ({"allowed_token_ids": [5] * 1_025}, "allowed_token_ids", "at most 1024"),
+    ],
+)
+def test_bans_out_of_bounds(
+    target: Target, generator: ScriptedGenerator, fields: dict[str, Any], param: str | None, says: str
+) -> None:
+    error = refused(target, "/v1/completions", **fields)
+    assert error["param"] == param and says in error["message"], error
+    assert not generator.requests

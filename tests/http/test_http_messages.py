@@ -1,0 +1,257 @@
+"""Anthropic's Messages API as Anthropic's own client sees it, with scripted tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import anthropic
+import pytest
+
+from cluster.errors import FailedError, OverloadedError, UnavailableError
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import HANGS_S, wait_until
+
+pytestmark = pytest.mark.model
+
+ASKED: Final[list[Any]] = [{"role": "user", "content": "Tell me about the weather."}]
+WEATHER: Final[dict[str, Any]] = {
+    "name": "weather",
+    "description": "The weather of a place.",
+    "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}},
+    "cache_control": {"type": "ephemeral"},
+}
+CALLS: Final = (
+    'I will look.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Paris é🦜"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer, reasoning_format="think") as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def client(target: Target) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=str(target.http.base_url), api_key="a key", max_retries=0, timeout=HANGS_S
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
+    shared_generator.script = Script(reply="It rains.")
+    shared_generator.requests.clear()
+    shared_generator.terms.clear()
+    yield shared_generator
+    shared_generator.script = Script()
+    wait_until(lambda: shared_generator.num_open == 0)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": ASKED, "max_tokens": 100, **fields}
+
+
+def both(client: anthropic.Anthropic, **fields: Any) -> list[Any]:
+    """The answer whole, and what the client's accumulator makes of a stream."""
+    whole: Any = client.messages.create(**asked(**fields))
+    with client.messages.stream(**asked(**fields)) as stream:
+        return [whole, stream.get_final_message()]
+
+
+def prompts(generator: ScriptedGenerator, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in generator.requests]
+
+
+def test_text_whole_and_streamed(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    for answer in both(client):
+        assert answer.id.startswith("msg") and (answer.role, answer.model, answer.type) == (
+            "assistant",
+            MODEL,
+            "message",
+        )
+        assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "It rains."}]
+        assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+        usage = answer.usage
+        num_prompt = len(generator.requests[0].prompt_token_ids)
+        assert usage.cache_read_input_tokens == num_prompt // 2 and usage.output_tokens > 1
+        assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt
+
+
+def test_events_of_a_stream(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    """In the order that the API promises, and of types that the client's own models take."""
+    generator.script.reply = f"<think>\nhm\n</think>\n\n{CALLS}"
+    with client.messages.create(**asked(tools=[WEATHER], stream=True)) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    blocks: list[tuple[int, str]] = []
+    is_open = False
+    for event in events[1:-2]:
+        if event.type == "content_block_start":
+            assert not is_open
+            blocks.append((event.index, event.content_block.type))
+            is_open = True
+        else:
+            assert is_open and event.index == blocks[-1][0]
+            is_open = event.type != "content_block_stop"
+    assert not is_open
+    assert blocks == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
+
+
+def test_a_conversation_of_calls_and_results(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    generator.script.reply = f"<think>\nIs it rain?\n</think>\n\n{CALLS}"
+    answers = both(client, tools=[WEATHER], tool_choice={"type": "auto"}, thinking={"type": "adaptive"})
+    for answer in answers:
+        thinking, text, paris, nowhere = answer.content
+        assert thinking.type == "thinking" and thinking.thinking == "Is it rain?"
+        assert text.type == "text" and text.text == "I will look."
+        assert paris.type == nowhere.type == "tool_use" and answer.stop_reason == "tool_use"
+        assert (paris.name, paris.input, nowhere.input) == ("weather", {"place": "Paris é🦜"}, {})
+        assert paris.id.startswith("toolu_") and paris.id != nowhere.id
+    generator.script.reply = "It rains."
+    generator.requests.clear()
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": paris.id, "content": [{"type": "text", "text": "Rain."}]},
+        {"type": "tool_result", "tool_use_id": nowhere.id, "content": "Where?", "is_error": True},
+        {"type": "text", "text": "And now?"},
+    ]
+    history = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+    followed = client.messages.create(
+        **asked(messages=history, tools=[WEATHER], system=[{"type": "text", "text": "Hi"}])
+    )
+    assert followed.stop_reason == "end_turn"
+    (prompt,) = prompts(generator, tokenizer)
+    assert "system\nHi\n\n# Tools" in prompt and '<tool_call>\n{"name": "weather", "arguments": {"place"' in prompt
+    assert "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nWhere?\n</tool_response>" in prompt
+    assert prompt.endswith("user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_how_it_stopped(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    for answer in both(client, stop_sequences=["ra", "q"]):
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "ra")
+        assert answer.content[0].to_dict()["text"] == "It "
+    for answer in both(client, max_tokens=1):
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 1)
+    generator.script.reply = CALLS
+    (whole, _) = both(client, tools=[WEATHER], max_tokens=24)
+    assert whole.stop_reason == "max_tokens" and whole.content[-1].type == "tool_use"
+
+
+def test_what_is_generated_is_what_was_asked_for(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    client.messages.create(
+        **asked(
+            messages=[*ASKED, {"role": "assistant", "content": "In short:"}],
+            metadata={"user_id": "u"},
+            extra_body={"temperature": 0.5, "top_p": 0.75, "top_k": 7},
+        )
+    )
+    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (100, 0.5, 0.75, 7)
+    assert prompt.endswith("assistant\nIn short:")  # to be continued
+
+
+def test_one_key_is_one_client(client: anthropic.Anthropic, target: Target, generator: ScriptedGenerator) -> None:
+    """Whose it is, and whose prefixes it may use, is the same in both APIs."""
+    client.messages.create(**asked())
+    target.http.post("/v1/messages", json=asked(), headers={"authorization": "Bearer a key"})
+    target.http.post("/v1/messages", json=asked(), headers={"x-api-key": "another"})
+    ours, same, other = generator.requests
+    assert ours.cache_salt == same.cache_salt != other.cache_salt and ours.cache_salt
+    tenants = [terms.tenant for terms in generator.terms]
+    assert tenants[0] == tenants[1] != tenants[2]
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    fields: Any = {"model": MODEL, "messages": ASKED, "tools": [WEATHER], "system": "Be brief."}
+    counted = client.messages.count_tokens(**fields).input_tokens
+    client.messages.create(**fields, max_tokens=1)
+    assert counted == len(generator.requests[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (OverloadedError("Too many. Wait.", retry_after_s=3.0), 429, "rate_limit_error"),
+        (UnavailableError("No worker. Wait.", retry_after_s=3.0), 503, "overloaded_error"),
+        (FailedError("It failed. Try again."), 500, "api_error"),
+    ],
+)
+def test_errors_of_the_cluster(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, error: Exception, status: int, kind: str
+) -> None:
+    generator.script.error = error
+    generator.script.fail_after = 0
+    with pytest.raises(anthropic.APIStatusError) as failed:
+        client.messages.create(**asked())
+    assert failed.value.status_code == status
+    assert failed.value.body == {"type": "error", "error": {"type": kind, "message": str(error)}}
+    generator.script.fail_after = 2
+    with pytest.raises(anthropic.APIStatusError) as failed, client.messages.stream(**asked()) as stream:
+        stream.until_done()
+    assert failed.value.body == {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mention"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stranger": 1}, "stranger"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
+          "content": [{"type": "image"}]}]}]}, "image"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]}, "input"),
+        ({"system": 5}, "system"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"max_tokens": 10**9}, "context"),
+    ],
+)  # fmt: skip
+def test_refusals(target: Target, generator: ScriptedGenerator, fields: dict[str, Any], mention: str) -> None:
+    sent = {name: value for name, value in asked(**fields).items() if value is not None}
+    answer = target.http.post("/v1/messages", json=sent)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()
+    assert error.keys() == {"type", "error"} and error["type"] == "error"
+    assert error["error"].keys() == {"type", "message"} and error["error"]["type"] == "invalid_request_error"
+    assert mention in error["error"]["message"], json.dumps(error)
+
+
+def test_refusals_before_a_body_is_read(target: Target) -> None:
+    kinds = {
+        "not_found_error": target.http.post("/v1/messages", json=asked(model="nothing")),
+        "request_too_large": target.http.post("/v1/messages", content=b"[" + b"1," * 300_000 + b"1]"),
+        "invalid_request_error": target.http.get("/v1/messages"),
+    }
+    for kind, answer in kinds.items():
+        assert answer.json()["error"]["type"] == kind and answer.status_code in (404, 405, 413), answer.text

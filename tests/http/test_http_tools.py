@@ -1,0 +1,354 @@
+"""Calls of functions and reasoning over HTTP, as OpenAI's client sees them, with scripted tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from llguidance import LLMatcher
+from openai.lib.streaming.chat import ChunkEvent
+
+from cluster.http.openai.events import Reading
+from cluster.http.openai.schemas import ChatBody
+from cluster.http.openai.structured import compiled
+from cluster.http.openai.tools import constrained
+from engine.sampling.grammar import grammar_tokenizer
+from engine.text.formats import TOOL_FORMATS
+from engine.text.output import OutputParser
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import MESSAGES, Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.model
+
+WEATHER: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+TIME: Final[dict[str, Any]] = {"type": "function", "function": {"name": "time"}}
+TOOLS: Final[list[Any]] = [WEATHER, TIME]
+PARIS, OSLO = '{"place": "Paris"}', '{"place": "Oslo é🦜"}'
+CALLS: Final = (
+    f'I will look.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer) as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def thinker(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    """The same model, said to think between marks."""
+    with running_server(shared_generator, tokenizer, reasoning_format="think") as target:
+        yield target
+
+
+@pytest.fixture
+def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
+    shared_generator.script = Script(reply=CALLS)
+    shared_generator.requests.clear()
+    yield shared_generator
+    shared_generator.script = Script()
+    wait_until(lambda: shared_generator.num_open == 0)
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def streamed(target: Target, **fields: Any) -> Any:
+    """The choices that OpenAI's own accumulator makes of a stream, and all chunks."""
+    chunks = []
+    with target.client.chat.completions.stream(model=MODEL, messages=MESSAGES, **fields) as stream:
+        chunks += [event.chunk for event in stream if isinstance(event, ChunkEvent)]
+        return stream.get_final_completion().choices, chunks
+
+
+def test_calls_whole_and_streamed(target: Target, generator: ScriptedGenerator) -> None:
+    (whole,) = target.chat(tools=TOOLS).choices
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "I will look.")
+    assert calls_of(whole.message) == [("weather", PARIS), ("weather", OSLO)]
+    (choice,), chunks = streamed(target, tools=TOOLS)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
+    assert calls_of(choice.message) == calls_of(whole.message)
+    ids = [call.id for answer in (whole, choice) for call in answer.message.tool_calls]
+    assert len(set(ids)) == 4 and all(call_id.startswith("call_") for call_id in ids)
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [call.function.name for call in pieces if call.id] == ["weather", "weather"]
+    assert not any("tool_call>" in (chunk.choices[0].delta.content or "") for chunk in chunks)
+
+
+def test_arguments_are_streamed_as_they_come(target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.hang_after = len(target.tokenize(CALLS[: CALLS.index("Paris")]))
+    stream = target.chat(tools=TOOLS, stream=True)
+    arguments = ""
+    for chunk in stream:
+        arguments += "".join(call.function.arguments or "" for call in chunk.choices[0].delta.tool_calls or ())
+        if arguments.startswith('{"place":'):
+            break
+    stream.close()
+
+
+def test_the_model_is_told_of_its_tools(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    """SmolLM2's template knows none, so they are in its system message."""
+
+    def prompt(**fields: Any) -> str:
+        generator.requests.clear()
+        target.chat(**fields)
+        return tokenizer.decode(generator.requests[0].prompt_token_ids, skip_special_tokens=False)
+
+    asked = prompt(tools=TOOLS)
+    assert "<tools>" in asked and "The weather of a place." in asked and '"name": "time"' in asked
+    plain = prompt()
+    assert "tool" not in plain and plain == prompt(tools=TOOLS, tool_choice="none") == prompt(tools=[])
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": PARIS}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Rain."},
+    ]
+    told = prompt(tools=TOOLS, messages=history)
+    assert f'assistant\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>' in told
+    assert "user\n<tool_response>\nRain.\n</tool_response>" in told
+
+
+def test_without_tools_nothing_is_a_call(target: Target, generator: ScriptedGenerator) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = target.chat(**fields).choices
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALLS, None)
+
+
+def test_what_is_no_call_stays_content(target: Target, generator: ScriptedGenerator) -> None:
+    for reply in ('<tool_call>{"name": "unknown"}</tool_call>', "a <tool_call", '<tool_call>\n{"name": weather}'):
+        generator.script.reply = reply
+        (whole,) = target.chat(tools=TOOLS).choices
+        (choice,), _ = streamed(target, tools=TOOLS)
+        for answer in (whole, choice):
+            assert (answer.message.content, answer.finish_reason) == (reply, "stop")
+            assert not answer.message.tool_calls
+
+
+def test_a_call_that_is_cut_off(target: Target, generator: ScriptedGenerator) -> None:
+    num_tokens = len(target.tokenize(CALLS[: CALLS.index("Paris")]))
+    (whole,) = target.chat(tools=TOOLS, max_tokens=num_tokens).choices
+    assert whole.finish_reason == "length" and PARIS.startswith(calls_of(whole.message)[0][1])
+    (choice,) = target.chat(tools=TOOLS, stop=["Paris"]).choices
+    assert (calls_of(choice.message), choice.finish_reason) == ([("weather", '{"place": "')], "tool_calls")
+
+
+def test_one_call_where_parallel_ones_are_unwanted(target: Target, generator: ScriptedGenerator) -> None:
+    (whole,) = target.chat(tools=TOOLS, parallel_tool_calls=False).choices
+    (choice,), _ = streamed(target, tools=TOOLS, parallel_tool_calls=False)
+    assert calls_of(whole.message) == calls_of(choice.message) == [("weather", PARIS)]
+
+
+STRICT: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"enum": ["Paris", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["place", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "weather"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+            {"type": "function", "function": {"name": "weather"}}]}},
+    ],
+    ids=["required", "named", "allowed"],
+)  # fmt: skip
+def test_calls_that_must_be_made(target: Target, generator: ScriptedGenerator, choice: Any) -> None:
+    """The model says anything that the grammar allows, and it is a call each time."""
+    generator.script.reply = None
+    tools = [STRICT, {"type": "function", "function": {"name": "time", "parameters": {"additionalProperties": False}}}]
+    choices = target.chat(tools=tools, tool_choice=choice, n=6, seed=3, parallel_tool_calls=False).choices
+    for answer in choices:
+        ((name, arguments),) = calls_of(answer.message)
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        if name == "weather":
+            said = json.loads(arguments)
+            assert said["place"] in ("Paris", "Oslo") and 1 <= said["days"] <= 9 and len(said) == 2
+    names = {calls_of(answer.message)[0][0] for answer in choices}
+    assert names == ({"weather", "time"} if choice == "required" else {"weather"})
+    several = [calls_of(answer.message) for answer in target.chat(tools=tools, tool_choice=choice, n=6, seed=3).choices]
+    assert all(several) and max(map(len, several)) > 1
+
+
+def matcher_of(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Callable[[str], bool]:
+    """Whether the grammar of the last request takes a text, and may end there."""
+    llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
+    grammar = generator.requests[-1].params.grammar
+    assert grammar is not None
+
+    def takes(text: str) -> bool:
+        matcher = LLMatcher(llg, grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return takes
+
+
+def test_strict_functions(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    """Text is free, and calls in it follow their schema; others' follow none."""
+    target.chat(tools=[STRICT, TIME])
+    takes = matcher_of(generator, tokenizer)
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    assert takes("Hello.") and takes("<tool") and takes("Well. " + call % ("weather", '{"place":"Oslo","days":3}'))
+    assert takes(call % ("time", '{"x":1}') + "\nBye.")
+    for arguments in ('{"place":"Rome","days":3}', '{"place":"Oslo"}', '{"place":"Oslo","days":0}', "{}"):
+        assert not takes(call % ("weather", arguments)), arguments
+
+
+def test_an_answer_by_a_schema_or_a_call(
+    target: Target, thinker: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """With `response_format` beside tools either is possible, behind reasoning where the model reasons."""
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    wish = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    target.chat(tools=[TIME], response_format=wish)
+    takes = matcher_of(generator, tokenizer)
+    assert takes('{"x":5}') and takes(call) and not takes("Hello.") and not takes("<think>hm</think>")
+    thinker.chat(tools=[TIME], response_format=wish)
+    takes = matcher_of(generator, tokenizer)
+    assert takes('{"x":5}') and takes('<think>\nhm\n</think>\n\n{"x":5}') and takes(f"<think>hm</think>{call}")
+    thinker.chat(response_format=wish, messages=[*MESSAGES, {"role": "assistant", "content": "<think>\n"}],
+                 extra_body={"continue_final_message": True})  # fmt: skip
+    takes = matcher_of(generator, tokenizer)
+    assert takes('hm\n</think>{"x":5}') and not takes('{"x":5}') and not takes(f"hm</think>{call}")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
+def test_forced_calls_are_read_back(name: str, tokenizer: Tokenizer) -> None:
+    """What a family's grammar allows is a call to its parser, whatever is drawn."""
+    known = TOOL_FORMATS[name]
+    functions = frozenset(("weather", "time"))
+    reading = Reading(tools=known, functions=functions, single=False, reasoning=None, reasons=False)
+    body = ChatBody.model_validate(
+        {"model": MODEL, "messages": MESSAGES, "tools": [STRICT, TIME], "tool_choice": "required"}
+    )
+    wanted = constrained(body, reading, tokenizer)
+    assert wanted is not None
+    llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
+    grammar = compiled(wanted, llg)
+    for call in (("weather", '{"place":"Oslo","days":3}'), ("time", '{"a":"]}"}')):
+        key = "parameters" if known.bare else "arguments"
+        text = f'{{"name": "{call[0]}", "{key}": {call[1]}}}'
+        text = {"hermes": f"<tool_call>\n{text}\n</tool_call>", "mistral": f"[TOOL_CALLS][{text}]", "llama": text}[name]
+        matcher = LLMatcher(llg, grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), matcher.get_error()
+        parser = OutputParser(tools=known, functions=functions)
+        events = parser.feed(text) + parser.finish()
+        assert [(event.kind, event.text) for event in events] == [("call", call[0]), ("arguments", call[1])]
+
+
+def test_choices_and_logprobs(target: Target, generator: ScriptedGenerator) -> None:
+    """Each choice is read by itself, and every token of it keeps its log probability."""
+    generator.script.reply = (CALLS, "Nothing to call.", CALLS.replace("weather", "time"))
+    whole = target.chat(tools=TOOLS, n=3, logprobs=True, top_logprobs=1)
+    choices, _ = streamed(target, tools=TOOLS, n=3, logprobs=True, top_logprobs=1)
+    for answers in (whole.choices, sorted(choices, key=lambda choice: choice.index)):
+        assert [choice.finish_reason for choice in answers] == ["tool_calls", "stop", "tool_calls"]
+        assert [calls_of(choice.message)[:1] for choice in answers] == [[("weather", PARIS)], [], [("time", PARIS)]]
+        for choice, reply in zip(answers, generator.script.reply, strict=True):
+            assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode() == reply
+
+
+def test_reasoning_is_apart(thinker: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = f"<think>\nIs it rain? <b>\n</think>\n\n{CALLS}"
+    (whole,) = thinker.chat(tools=TOOLS).choices
+    (choice,), chunks = streamed(thinker, tools=TOOLS)
+    for answer in (whole, choice):
+        assert answer.message.content == "I will look." and len(calls_of(answer.message)) == 2
+        assert answer.message.reasoning == answer.message.reasoning_content == "Is it rain? <b>"
+    assert sum(bool(getattr(chunk.choices[0].delta, "reasoning", None)) for chunk in chunks) > 1
+    generator.script.reply = "Hello."
+    (plain,) = thinker.chat().choices
+    assert (plain.message.content, plain.message.reasoning) == ("Hello.", None)
+
+
+def test_the_prompt_may_begin_the_reasoning(thinker: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = "hm\n</think>\nHello."
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>\n"}]
+    (choice,) = thinker.chat(messages=begun, extra_body={"continue_final_message": True}).choices
+    assert (choice.message.content, choice.message.reasoning) == ("Hello.", "hm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "mention"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [TIME, TIME]}, "tools", "same name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters", "schema of an object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]},
+         "tools[0].function.parameters", "object of schemas"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}]}, "tools",
+         "300004 characters"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "tools", "128"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "required"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not among"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice",
+         "list of `tools`"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice",
+         "both asked"),
+        ({"tools": TOOLS, "structured_outputs": {"json": "{"}}, "structured_outputs", "cannot be followed"),
+        ({"tools": TOOLS, "structured_outputs": {"json": "[" * 50_000}}, "structured_outputs", "cannot be followed"),
+        ({"tools": TOOLS, "structured_outputs": {"json": "[]"}}, "structured_outputs", "must be an object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+          "tool_choice": "required"}, "tools", "cannot be enforced"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f",
+          "arguments": "{}"}}]}]}, "messages[0]", "assistant"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "send a text"),
+    ],
+)  # fmt: skip
+def test_refusals(target: Target, fields: dict[str, Any], param: str, mention: str) -> None:
+    answer = target.http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert any(words in error["message"] for words in mention.split("|")), json.dumps(error)

@@ -1,0 +1,273 @@
+"""Schemas and grammars: each keyword enforced or refused, hostile ones refused in time; what reaches the workers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from cluster.errors import InvalidRequestError
+from cluster.http.openai import structured
+from cluster.http.openai.structured import Grammars, UnsupportedGrammarError, Wanted, compiled
+from engine.sampling.grammar import grammar_tokenizer
+from engine.sampling.params import MAX_GRAMMAR_CHARS
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import running_server
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import ScriptedGenerator
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def llg(tokenizer: Tokenizer) -> LLTokenizer:
+    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+
+
+def of_schema(schema: object) -> Wanted:
+    return Wanted("json", json.dumps(schema), "response_format")
+
+
+def follows(llg: LLTokenizer, schema: object, instance: object) -> bool:
+    """Whether the instance, as compact JSON, may be an answer."""
+    matcher = LLMatcher(llg, compiled(of_schema(schema), llg))
+    tokens = llg.tokenize_str(json.dumps(instance, separators=(",", ":"), ensure_ascii=False))
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+AB = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+ONE_OF = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+TREE = {
+    "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    "$ref": "#/$defs/tree",
+}
+
+# (schema, an instance that it allows, one that it does not)
+ENFORCED: list[tuple[dict[str, Any], Any, Any]] = [
+    ({"type": "integer"}, 3, "3"),
+    ({"type": ["string", "null"]}, None, 1),
+    ({"type": "boolean"}, True, 1),
+    ({"enum": ["a", 1, {"b": [None]}]}, {"b": [None]}, {"b": []}),
+    ({"enum": ["a", "abc"], "minLength": 2}, "abc", "a"),
+    ({"const": "é\n"}, "é\n", "e"),
+    ({"type": "string", "minLength": 2}, "ab", "a"),
+    ({"type": "string", "maxLength": 2}, "🦜é", "abc"),
+    ({"type": "string", "pattern": "^[a-c]+$"}, "abc", "abd"),
+    ({"type": "string", "pattern": "b"}, "abc", "ac"),
+    ({"type": "string", "format": "date"}, "2026-11-24", "today"),
+    ({"type": "string", "format": "uuid"}, "12345678-1234-1234-1234-123456789012", "12345678"),
+    ({"type": "integer", "minimum": 3}, 3, 2),
+    ({"type": "integer", "maximum": 3}, -7, 4),
+    ({"type": "integer", "exclusiveMinimum": 3}, 4, 3),
+    ({"type": "number", "exclusiveMaximum": 0.5}, 0.25, 0.5),
+    ({"type": "integer", "multipleOf": 5}, 10, 12),
+    ({"type": "object", "properties": AB, "required": ["b"]}, {"b": 1}, {"a": 1}),
+    ({"type": "object", "properties": AB, "additionalProperties": False}, {"a": 1}, {"c": 1}),
+    ({"type": "object", "additionalProperties": {"type": "null"}}, {"c": None}, {"c": 1}),
+    ({"type": "object", "patternProperties": {"^n": {"type": "integer"}}}, {"no": 1}, {"no": "1"}),
+    ({"type": "object", "minProperties": 1}, {"c": 1}, {}),
+    ({"type": "object", "maxProperties": 1}, {"c": 1}, {"c": 1, "d": 1}),
+    ({"type": "array", "items": {"type": "integer"}}, [1, 2], ["a"]),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, [1], [1, 2]),
+    ({"type": "array", "minItems": 1, "maxItems": 2}, [1, 2], []),
+    ({"type": "array", "maxItems": 1}, [1], [1, 2]),
+    ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "a", None),
+    (ONE_OF, "a", None),
+    ({"allOf": [{"type": "string", "minLength": 2}, {"pattern": "^a"}]}, "ab", "bb"),
+    (TREE, [[], [[]]], [1]),
+    ({"properties": AB, "required": ["a"]}, {"a": 1}, {}),
+    ({"$defs": {"s": {"type": "string"}}, "$ref": "#/$defs/s", "minLength": 2}, "ab", "a"),
+    # Draft 4 and 7
+    ({"definitions": {"s": {"type": "string"}}, "$ref": "#/definitions/s"}, "ab", 1),
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, 4, 3),
+    ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [1], [1, 1]),
+    # what changes nothing
+    ({"type": "integer", "title": "x", "default": 3, "x-guidance": {"lenient": True}, "made-up": 3}, 4, "4"),
+    ({"type": "string", "format": "colour"}, "green", 1),
+    ({"type": "array", "uniqueItems": False, "unevaluatedItems": True}, [1, 1], {}),
+    ({"type": "object", "properties": {"title": {"type": "integer"}, "not": {}}}, {"title": 1}, {"title": "x"}),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED, ids=lambda case: json.dumps(case)[:60])
+def test_a_keyword_is_enforced(llg: LLTokenizer, schema: dict[str, Any], good: object, bad: object) -> None:
+    assert follows(llg, schema, good)
+    assert not follows(llg, schema, bad)
+    if "additionalItems" not in schema and schema.get("exclusiveMinimum") is not True:  # words of older drafts
+        validator = jsonschema.Draft202012Validator(
+            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+        assert validator.is_valid(good)
+        assert not validator.is_valid(bad)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (False, "must be an object"),
+    ({"not": {"type": "string"}}, "'not'"),
+    ({"type": "object", "properties": {"x": {"not": {}}}}, "#/properties/x"),
+    ({"if": {}, "then": {}}, "'if'"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
+    ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames"),
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "object", "minProperties": 2}, "minProperties"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {}}, "contains"),
+    ({"type": "array", "unevaluatedItems": False}, "unevaluatedItems"),
+    ({"type": "array", "items": {"$dynamicRef": "#x"}}, "dynamicRef"),
+    ({"type": "integer", "divisibleBy": 2}, "divisibleBy"),
+    ({"type": "integer", "multipleOf": -2}, "multipleOf"),
+    ({"extends": {}}, "extends"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"type": "string", "pattern": "^(?=a)b"}, "look"),
+    ({"type": "string", "pattern": "("}, "regex"),
+    ({"type": "string", "minLength": "3"}, "minLength"),
+    ({"type": "text"}, "type"),
+    ({"properties": {"a": 5}}, "#/properties/a"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+    ({"$ref": "https://example.com/schema.json"}, "nothing is fetched"),
+    ({"$ref": "file:///etc/passwd"}, "nothing is fetched"),
+    ({"$ref": "#/$defs/missing"}, "leads to no part"),
+    ({"made-up": {"extends": {}}, "$ref": "#/made-up"}, "leads to no part"),
+    ({"$ref": "#"}, ""),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=lambda case: json.dumps(case)[:60])
+def test_what_cannot_be_enforced_is_refused(llg: LLTokenizer, schema: object, reason: str) -> None:
+    with pytest.raises(UnsupportedGrammarError) as caught:
+        compiled(of_schema(schema), llg)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def _either(names: int) -> dict[str, Any]:
+    """Each of so many properties or another one: twice as many combinations with each."""
+    return {
+        "allOf": [
+            {"anyOf": [{"type": "object", "required": [f"{letter}{number}"]} for letter in "ab"]}
+            for number in range(names)
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        of_schema(_nested(65)),
+        of_schema(_either(40)),
+        of_schema({"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}),
+        of_schema({"anyOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n + 400}}}"} for n in range(26)]}),
+        of_schema({"type": "integer", "multipleOf": 999999937}),
+        Wanted("json", "[" * 100_000, "response_format"),
+        Wanted("json", "{", "response_format"),
+        Wanted("grammar", "start: /.*a.{25}/ & /.*b.{25}/ & /.*c.{30}/", "structured_outputs"),
+        Wanted("grammar", "?? :::", "structured_outputs"),
+        Wanted("grammar", "start: nothing", "structured_outputs"),
+        Wanted("regex", "(" * 1000, "structured_outputs"),
+    ],
+    ids=lambda wanted: wanted.text[:60],
+)
+def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: Wanted) -> None:
+    with pytest.raises(UnsupportedGrammarError):
+        compiled(wanted, llg)
+
+
+async def test_what_takes_too_long_to_compile_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one is compiled, though the thread of the first is still at it."""
+    go_on, compile_ = threading.Event(), structured.compiled
+
+    def slow(wanted: Wanted, llg: LLTokenizer) -> str:
+        if "slow" in wanted.text:
+            go_on.wait()
+        return compile_(wanted, llg)
+
+    grammars = Grammars(tokenizer)
+    await grammars.grammar_for(of_schema({"type": "integer"}), None)
+    monkeypatch.setattr(structured, "compiled", slow)
+    monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.01)
+    try:
+        with pytest.raises(InvalidRequestError, match="took longer"):
+            await grammars.grammar_for(Wanted("choice", '["slow"]', "structured_outputs"), None)
+        monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 60.0)
+        assert await grammars.grammar_for(Wanted("choice", '["quick"]', "structured_outputs"), None)
+    finally:
+        go_on.set()
+
+
+async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer)
+    first = await grammars.grammar_for(of_schema({"const": 0}), None)
+    assert await grammars.grammar_for(of_schema({"const": 0}), None) is first
+    for number in range(structured._MAX_KNOWN + 3):
+        await grammars.grammar_for(of_schema({"const": number}), None)
+    assert len(grammars._known) == structured._MAX_KNOWN
+    with pytest.raises(InvalidRequestError, match="characters"):
+        await grammars.grammar_for(Wanted("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "structured_outputs"), None)
+    with pytest.raises(InvalidRequestError, match="Send one of them"):
+        await grammars.grammar_for(of_schema({}), of_schema({}))
+
+
+@pytest.fixture(scope="module")
+def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(generator, tokenizer) as target:
+        yield target
+
+
+def test_workers_get_the_grammar_and_nothing_else(target: Target, generator: ScriptedGenerator) -> None:
+    schema = {"name": "a", "schema": {"type": "integer", "maximum": 5, "minimum": 0}, "strict": True}
+    target.chat(response_format={"type": "json_schema", "json_schema": schema}, n=2, max_tokens=9)
+    grammars = {request.params.grammar for request in generator.requests}
+    (grammar,) = grammars
+    assert grammar is not None
+    assert json.loads(grammar)["grammars"][0]["json_schema"]["maximum"] == 5
+    generator.requests.clear()
+    target.chat(response_format={"type": "text"}, max_tokens=2)
+    target.chat(extra_body={"structured_outputs": None}, max_tokens=2)
+    assert [request.params.grammar for request in generator.requests] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": 5}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": []}, "structured_outputs"),
+    ],
+    ids=str,
+)
+def test_bad_wishes_are_explained(target: Target, fields: dict[str, Any], param: str) -> None:
+    answer = target.http.post("/v1/completions", json={"model": target.model, "prompt": "x", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert len(error["message"]) > 20

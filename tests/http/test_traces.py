@@ -1,0 +1,354 @@
+"""Spans as a real receiver of OTLP gets them: protobuf over HTTP, from a gateway that a traced client asks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import propagate
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from prometheus_client import CollectorRegistry
+
+from cluster.errors import FailedError
+from cluster.gateway.timeline import Attempt, RequestTimeline
+from cluster.metrics import traces
+from cluster.metrics.traces import MAX_WAITING, TraceExporter, trace_exporter
+from cluster.slo.classes import RequestTerms
+from cluster.slo.report import Outcome
+from engine.sampling.params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.requests import RequestSpec
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import PROMPT, Target
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import HANGS_S, wait_until
+
+pytestmark = pytest.mark.model
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@dataclass
+class Receiver:
+    """What came, in order; `held`: it answers only then, and with `status`."""
+
+    endpoint: str = ""
+    spans: list[Span] = field(default_factory=list)
+    resources: list[dict[str, Any]] = field(default_factory=list)  # that differ
+    num_posts: int = 0
+    status: int = 200
+    answers: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, path: str, body: bytes) -> None:
+        assert path == "/v1/traces"
+        self.num_posts += 1
+        for one in ExportTraceServiceRequest.FromString(body).resource_spans:
+            if (resource := attributes(one.resource)) not in self.resources:
+                self.resources.append(resource)
+            self.spans += [span for scope in one.scope_spans for span in scope.spans]
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    found = Receiver()
+    found.answers.set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            found.take(self.path, self.rfile.read(int(self.headers["content-length"])))
+            found.answers.wait(HANGS_S)
+            self.send_response(found.status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        found.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.endpoint)
+        monkeypatch.setattr(traces, "_PERIOD_S", 0.01)
+        yield found
+        found.answers.set()
+        server.shutdown()
+        thread.join(HANGS_S)
+
+
+@contextmanager
+def exporting(registry: CollectorRegistry | None = None) -> Iterator[TraceExporter]:
+    exporter = trace_exporter(MODEL, registry or CollectorRegistry(), "gateway-1")
+    assert exporter is not None
+    try:
+        yield exporter
+    finally:
+        exporter.stop()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture
+def target(receiver: Receiver, generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with exporting() as exporter, running_server(generator, tokenizer, on_ended=exporter.ended) as target:
+        yield target
+
+
+def attributes(of: Span | Resource) -> dict[str, Any]:
+    return {attribute.key: _value(attribute.value) for attribute in of.attributes}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    return [_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, str(kind))
+
+
+def roots(receiver: Receiver, number: int) -> list[Span]:
+    """The spans of so many requests, once all have come."""
+    found: list[Span] = []
+
+    def came() -> bool:
+        found[:] = [span for span in receiver.spans if span.kind == Span.SPAN_KIND_SERVER]
+        return len(found) >= number
+
+    wait_until(came, what="the spans did not come")
+    assert len(found) == number
+    return found
+
+
+def children(receiver: Receiver, parent: Span) -> list[Span]:
+    return [span for span in receiver.spans if span.parent_span_id == parent.span_id]
+
+
+def assert_filled(parent: Span, parts: list[Span]) -> None:
+    """They follow each other without a break, to a nanosecond of rounding, and fill it."""
+    at = parent.start_time_unix_nano
+    for part in parts:
+        assert part.trace_id == parent.trace_id and abs(part.start_time_unix_nano - at) <= 1
+        assert part.end_time_unix_nano >= part.start_time_unix_nano
+        at = part.end_time_unix_nano
+    assert abs(at - parent.end_time_unix_nano) <= 1
+
+
+def test_a_traced_clients_request(receiver: Receiver, target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(delay_s=0.005, waited_s=0.002)
+    before = time.time_ns()
+    with TracerProvider(shutdown_on_exit=False).get_tracer("client").start_as_current_span("asking") as asking:
+        headers: dict[str, str] = {"tracestate": "vendor=1"}
+        propagate.inject(headers)
+        answer = target.complete(max_tokens=4, extra_headers=headers, extra_body={"ignore_eos": True})
+    (root,) = roots(receiver, 1)
+    client = asking.get_span_context()
+    assert root.trace_id == client.trace_id.to_bytes(16) and root.parent_span_id == client.span_id.to_bytes(8)
+    assert root.name == f"text_completion {MODEL}" and receiver.resources[0]["service.name"] == "legato"
+    found = attributes(root)
+    assert found["gen_ai.response.id"] == answer.id and found["gen_ai.request.model"] == MODEL
+    assert found["gen_ai.usage.input_tokens"] == answer.usage.prompt_tokens
+    assert found["gen_ai.usage.output_tokens"] == 4 and found["legato.outcome"] == "finished"
+    assert found["gen_ai.request.max_tokens"] == 4 and "gen_ai.request.choice.count" not in found
+    assert (found["http.response.status_code"], found["http.route"]) == (200, "/v1/completions")
+    assert found["gen_ai.response.finish_reasons"] == ["length"] and found["legato.workers"] == ["p0", "d0"]
+    assert "error.type" not in found
+    (resource,) = receiver.resources
+    assert resource["service.instance.id"] == "gateway-1" and resource["host.name"] == socket.gethostname()
+    assert before <= root.start_time_unix_nano + 10**9 and root.end_time_unix_nano <= time.time_ns() + 10**9
+    parts = children(receiver, root)
+    assert_filled(root, parts)
+    workers = {part.name: attributes(part).get("legato.worker") for part in parts}
+    assert (workers["prefill"], workers["decode"], workers["place"]) == ("p0", "d0", None)
+    ttft_ns = sum(
+        part.end_time_unix_nano - part.start_time_unix_nano
+        for part in parts
+        if part.name not in ("handoff", "decode", "finish")
+    )
+    assert found["gen_ai.response.time_to_first_chunk"] == pytest.approx(ttft_ns / 1e9, abs=1e-6)
+
+
+def test_each_choice_has_its_own_parts(receiver: Receiver, target: Target) -> None:
+    target.complete(max_tokens=2, n=2)
+    (root,) = roots(receiver, 1)
+    assert root.parent_span_id == b"" and attributes(root)["gen_ai.request.choice.count"] == 2
+    assert attributes(root)["gen_ai.response.finish_reasons"] == ["length", "length"]
+    choices = children(receiver, root)
+    assert [(span.name, attributes(span)["legato.choice"]) for span in choices] == [("choice", 0), ("choice", 1)]
+    for choice in choices:
+        assert_filled(choice, children(receiver, choice))
+
+
+def test_a_parent_that_is_none_is_as_if_there_were_none(receiver: Receiver, target: Target) -> None:
+    cases = [
+        ([f"00-{TRACE}-{PARENT}-01"], True),
+        ([f"cc-{TRACE}-{PARENT}-01-what-the-future-brings"], True),  # of a later version the known part counts
+        ([f"cc-{TRACE}-{PARENT}-01.what"], False),
+        ([f"00-{TRACE}-{PARENT}-01-more"], False),
+        ([f"ff-{TRACE}-{PARENT}-01"], False),
+        ([f"00-{'0' * 32}-{PARENT}-01"], False),
+        ([f"00-{TRACE}-{'0' * 16}-01"], False),
+        ([f"00-{TRACE.upper()}-{PARENT}-01"], False),
+        ([f"00-{TRACE}-{PARENT}-1"], False),
+        (["nonsense"], False),
+        ([f"cc-{TRACE}-{PARENT}-01-{'x' * 600}"], False),
+        ([f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-01"], False),
+    ]
+    ids = []
+    for parents, _ in cases:
+        headers = [("traceparent", parent) for parent in parents] + [("tracestate", "a=1"), ("tracestate", "b=2")]
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+        ids.append(target.http.post("/v1/completions", json=body, headers=headers).json()["id"])
+    found = {attributes(root)["gen_ai.response.id"]: root for root in roots(receiver, len(cases))}
+    for request_id, (parents, is_taken) in zip(ids, cases, strict=True):
+        root = found[request_id]
+        assert (root.trace_id.hex() == TRACE) is is_taken, parents
+        assert root.parent_span_id.hex() == (PARENT if is_taken else ""), parents
+        assert root.trace_state == ("a=1,b=2" if is_taken else ""), parents
+
+
+def test_what_the_client_does_not_sample_is_not_exported(receiver: Receiver, target: Target) -> None:
+    headers: dict[str, str] = {}
+    with TracerProvider(ALWAYS_OFF, shutdown_on_exit=False).get_tracer("client").start_as_current_span("asking"):
+        propagate.inject(headers)
+    assert headers["traceparent"][-1] in "02", "not sampled"
+    target.complete(max_tokens=1, extra_headers=headers)
+    sampled = target.complete(max_tokens=1)
+    (root,) = roots(receiver, 1)  # sent in order, so the other would have come before it
+    assert attributes(root)["gen_ai.response.id"] == sampled.id
+
+
+def test_a_share_of_what_no_client_decides(
+    receiver: Receiver, generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    with exporting() as exporter, running_server(generator, tokenizer, on_ended=exporter.ended) as target:
+        target.complete(max_tokens=1)
+        sampled = target.complete(max_tokens=1, extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+        (root,) = roots(receiver, 1)
+        assert attributes(root)["gen_ai.response.id"] == sampled.id
+
+
+def test_a_failure_is_one(receiver: Receiver, target: Target, generator: ScriptedGenerator) -> None:
+    generator.script = Script(fail_after=1, error=FailedError("Lost."))
+    target.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 3})
+    (root,) = roots(receiver, 1)
+    found = attributes(root)
+    assert root.status.code == Status.STATUS_CODE_ERROR and found["error.type"] == "generation_failed"
+    assert found["http.response.status_code"] == 500 and "gen_ai.response.finish_reasons" not in found
+
+
+def test_a_client_that_leaves_is_no_fault_of_the_servers(
+    receiver: Receiver, target: Target, generator: ScriptedGenerator
+) -> None:
+    generator.script = Script(hang_after=1)
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "stream": True}
+    with target.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    (root,) = roots(receiver, 1)
+    found = attributes(root)
+    assert root.status.code == Status.STATUS_CODE_UNSET and found["error.type"] == "cancelled"
+    assert found["http.response.status_code"] == 200 and "gen_ai.response.finish_reasons" not in found
+
+
+# Without HTTP.
+
+
+def timeline(name: str = "cmpl-a") -> RequestTimeline:
+    """Tried twice, 2 ms in all."""
+    made = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms())
+    params = SamplingParams(max_tokens=10, seed=0)
+    made.parsed([RequestSpec(request_id=f"{name}-0", attempt=0, prompt_token_ids=[1], params=params)], 1, name)
+    at, (sequence,) = made.arrived_at, made.sequences
+    sequence.attempts = [
+        Attempt(number=0, asked_at=at, placed_at=at, started_at=at, failed_at=at + 1e-3, prefill="p0", decode="d0"),
+        Attempt(number=1, asked_at=at + 1e-3, placed_at=at + 1e-3, started_at=at + 1e-3, decode="d1"),
+    ]
+    sequence.attempts[0].cause, sequence.attempts[0].failed_worker = "fault", "p0"
+    sequence.token_times, sequence.end = array("d", [at + 1.5e-3, at + 2e-3]), "finished"
+    made.parsed_at, made.ended_at, sequence.sent_at = at, at + 2e-3, at + 1.5e-3
+    made.outcome, made.promise = "finished", Outcome.FINISHED
+    return made
+
+
+def test_a_retry_is_seen_with_its_workers(receiver: Receiver) -> None:
+    with exporting() as exporter:
+        exporter.ended(timeline())
+        (root,) = roots(receiver, 1)
+    told = [
+        (span.name, found.get("legato.worker"), found["legato.attempt"], found.get("legato.cause"))
+        for span in children(receiver, root)
+        for found in [attributes(span)]
+    ]
+    assert told == [("queue", "p0", 0, None), ("prefill", "d1", 1, None), ("decode", "d1", 1, None)]
+
+
+def test_what_waits_is_bounded_and_nobody_waits_for_it(receiver: Receiver) -> None:
+    """For a receiver that does not answer; what waits is sent in few messages when it does."""
+    registry = CollectorRegistry()
+
+    def count(result: str) -> float | None:
+        return registry.get_sample_value("legato_traced_requests_total", {"result": result})
+
+    receiver.answers.clear()
+    with exporting(registry) as exporter:
+        exporter.ended(timeline())
+        wait_until(lambda: receiver.num_posts == 1)
+        for _ in range(MAX_WAITING + 3):
+            exporter.ended(timeline())
+        assert (count("dropped"), count("exported")) == (3, 0)
+        receiver.answers.set()
+        wait_until(lambda: count("exported") == MAX_WAITING + 1)
+        assert receiver.num_posts == 1 + MAX_WAITING // traces._AT_ONCE
+        receiver.status = 400
+        exporter.ended(timeline())
+        wait_until(lambda: count("failed") == 1)
+
+
+def test_what_waits_is_sent_at_the_end(receiver: Receiver) -> None:
+    with exporting() as exporter:
+        exporter.ended(timeline())
+    roots(receiver, 1)
+
+
+def test_off_unless_there_is_somewhere_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in traces.ENDPOINTS:
+        monkeypatch.delenv(name, raising=False)
+    assert trace_exporter(MODEL, CollectorRegistry()) is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/v1/traces")
+    for name, value in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert trace_exporter(MODEL, CollectorRegistry()) is None
+
+
+def test_a_sentence_where_the_packages_are_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with caplog.at_level(logging.WARNING):
+        assert trace_exporter(MODEL, CollectorRegistry()) is None
+    (record,) = caplog.records
+    assert "install legato[trace]" in record.getMessage() and "http://127.0.0.1:9" in record.getMessage()

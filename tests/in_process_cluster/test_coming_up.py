@@ -1,0 +1,74 @@
+"""While workers come up and leave: how far their models are loaded is told, and who could serve is known."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.checkpoint import weights
+from tests.support.mini_cluster import cluster_of
+from tests.support.mini_requests import PROMPT, tokens
+from tests.support.replica_cluster import replica_cluster
+from tests.support.small_models import SmallModel, greedy
+from tests.support.waiting import HANGS_S, eventually
+
+
+class Held:
+    """A function that, asked for the `number`th time, waits until it is released."""
+
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
+        self._function = function
+        self._left = number
+        self.released = threading.Event()
+
+    def __call__(self, *args: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            assert self.released.wait(HANGS_S)
+        return self._function(*args)
+
+
+async def test_a_gateway_hears_how_far_a_model_is_loaded(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First of what is read, then of what is placed; and nothing once the worker is there."""
+    async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        gateway = cluster.orchestrator.scheduler
+        assert gateway.loading == []
+        reading = Held(weights._part_of, 10)
+        placing = Held(weights._Counted.placed, 10)
+        monkeypatch.setattr(weights, "_part_of", reading)
+        monkeypatch.setattr(weights._Counted, "placed", lambda *args: placing(*args))
+        coming = asyncio.create_task(cluster.add_replica("prefill", cluster.roles))
+        try:
+            await eventually(lambda: gateway.loading and gateway.loading[0].read_bytes)
+            (report,) = gateway.loading
+            size = sum(path.stat().st_size for path in llama.folder.glob("*.safetensors"))
+            assert report.role == "prefill" and report.total_bytes == size
+            assert 0 < report.read_bytes < size and report.placed_bytes == 0
+            reading.released.set()
+            await eventually(lambda: gateway.loading[0].placed_bytes)
+            (report,) = gateway.loading
+            assert report.read_bytes == size and 0 < report.placed_bytes < size
+        finally:
+            reading.released.set()
+            placing.released.set()
+        replica = await coming
+        assert replica.worker is not None and replica.worker.info.worker_id == report.worker_id
+        await eventually(lambda: report.worker_id in gateway.workers and gateway.loading == [])
+
+
+async def test_ready_is_who_would_be_answered(llama: SmallModel) -> None:
+    """A decode worker alone, which computes prompts as well; not one that takes nothing new."""
+    async with cluster_of(llama, num_prefill=0, num_decode=1) as cluster:
+        limits = cluster.orchestrator.limits
+        assert (found := limits()) is not None and found.ready
+        assert await tokens(cluster, "alone", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
+        assert await cluster.decodes[0].drain(HANGS_S)
+        await eventually(lambda: (found := limits()) is not None and not found.ready)
+        assert (found := limits()) is not None and "about to leave" in found.reason
+        await cluster.add_decode()
+        await eventually(lambda: (found := limits()) is not None and found.ready)
+        assert await tokens(cluster, "again", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
