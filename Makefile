@@ -1,6 +1,7 @@
 # Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves.
 #   make setup PYTHON=python3.12        another interpreter (3.11 to 3.13)
 #   make serve CONFIG=ray_configs/... PORT=8080   another cluster, another port
+#   make cluster NODES=3                          the same on several Ray nodes of this machine
 
 PYTHON ?= python3
 CONFIG ?= ray_configs/quickstart.yaml
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve test test-fast test-long check bench bench-peers gpu-check clean
+.PHONY: setup serve cluster test test-fast test-long test-operators test-wheel check bench bench-peers gpu-check clean
 
 setup: $(STAMP)
 
@@ -23,6 +24,11 @@ $(STAMP): pyproject.toml Makefile
 
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(if $(PORT),--port $(PORT))
+
+# A Ray cluster of several nodes on this machine, each a `ray start` of its own: prefill on one, decode on another.
+NODES ?= 3
+cluster: setup
+	$(BIN)/python -m cluster.deployment.local_nodes $(CONFIG) --nodes $(NODES) $(if $(PORT),--port $(PORT))
 
 # On each core a process that runs whole files, and one of them all that starts Ray (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
@@ -43,6 +49,15 @@ test-long: setup
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
 	done
+
+# What operators look at, by the programs that they look with; `make test` needs neither. On Debian, and without starting what they install as
+# services: apt-get install --no-install-recommends prometheus chromium chromium-driver
+test-operators: setup
+	$(BIN)/python -m pytest -v tests/operators
+
+# Builds the wheel, installs it into a new environment, and serves from an empty folder. Port 8000 must be free.
+test-wheel: setup
+	$(BIN)/python -m tests.ray.installed_wheel
 
 check: setup
 	$(BIN)/ruff check .
