@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator
@@ -30,7 +31,6 @@ from pydantic_core import PydanticCustomError
 
 from cluster.errors import InvalidRequestError
 from engine.sampling.grammar import LIMITS, allowed_by, grammar_tokenizer
-from engine.sampling.logits import TokenIds
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
@@ -243,7 +243,7 @@ def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
     return grammar
 
 
-def _allowed_ids(matcher: LLMatcher, vocab_size: int) -> TokenIds:
+def _allowed_ids(matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.int64]:
     """None where the matcher has failed."""
     bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     if not matcher.is_error():
