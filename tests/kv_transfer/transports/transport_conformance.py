@@ -285,7 +285,7 @@ class TransportConformance:
             for _ in range(2):  # what is loaded and cached on first use is no leak
                 self._use_and_stop(make, loop_kind)
             gc.collect()
-            files, threads = num_open_files(), threading.active_count()
+            files, threads, mapped = num_open_files(), threading.active_count(), mapped_memory_files()
             resident = [resident_bytes()]
             for _ in range(3):
                 self._use_and_stop(make, loop_kind)
@@ -293,7 +293,7 @@ class TransportConformance:
                 resident.append(resident_bytes())
         wait_until(lambda: num_open_files() == files)
         wait_until(lambda: threading.active_count() <= threads)  # loops do not wait for threads of their own to end
-        assert mapped_memory_files() == []
+        assert set(mapped_memory_files()) <= set(mapped)  # another test's cluster may still lie in this process
         # Each round writes 17 MiB of slabs or more. A leak grows every round.
         growth = [after - before for before, after in itertools.pairwise(resident)]
         assert statistics.median(growth) < 8 * MIB, growth
