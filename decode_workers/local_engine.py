@@ -12,6 +12,7 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import Emission
 from decode_workers.worker import decode_scheduler
 from engine.cost_model.step_cost import StepWork
+from engine.drafting.speculation import SpeculationConfig
 from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
 from kv_transfer.worker.base import block_allocator
@@ -20,7 +21,8 @@ from kv_transfer.worker.base import block_allocator
 class LocalEngine:
     """Continuous batching with chunked prefill on one model. Add sequences at any time, then `step` until idle.
 
-    `layerkv`: how sequences rest in the model's host memory, if it has some; None: they do not. `clock`: in seconds.
+    `layerkv`: how sequences rest in the model's host memory, if it has some; None: they do not. `speculation`: who
+    guesses tokens; None: nobody. `clock`: in seconds.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class LocalEngine:
         max_num_seqs: int = 64,
         token_budget: int = 512,
         layerkv: LayerKvConfig | None = None,
+        speculation: SpeculationConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = model.runner
@@ -41,6 +44,7 @@ class LocalEngine:
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             layerkv=layerkv,
+            speculation=speculation,
         )
 
     def add(self, seq: Sequence) -> None:

@@ -87,6 +87,11 @@ class Pacer:
         assert tpot_s is not None, "slack of a sequence without a schedule"
         return self._ahead_s(seq, tpot_s, now, 0)
 
+    def is_late(self, seq: Sequence, now: float) -> bool:
+        """Behind its schedule, if it has one."""
+        tpot_s = seq.tpot_s or self._tpot_target_s
+        return tpot_s is not None and seq.key in self._courses and self._ahead_s(seq, tpot_s, now, 0) < 0.0
+
     def longest_step_s(
         self, seqs: Iterable[Sequence], begins_at: float, decodes_s: float, margin: float = 1.0
     ) -> float:

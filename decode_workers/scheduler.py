@@ -9,15 +9,18 @@ that may be what makes steps fail (`Sequence.num_alone`) have steps of their own
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
 from decode_workers.pacing import longest_before_s
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
+from engine.drafting.drafter import Drafted
+from engine.drafting.speculation import Candidate, Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
     FinishReason,
@@ -30,6 +33,9 @@ from engine.sequence import (
     TokenLogprobs,
     finish_reason,
 )
+
+_STEPS_AHEAD: Final = 16
+"""Where steps overlap, of so many one knows its tokens, so that drafts can be tried."""
 
 
 class DecodeState(Enum):
@@ -62,6 +68,7 @@ class Emission:
     sampled: SampledToken | None
     finish: FinishReason | None
     prompt_logprobs: list[TokenLogprobs] | None  # with the first token of a sequence that asked for them
+    drafted: Drafted | None = None
 
     @property
     def token(self) -> SampledToken:
@@ -79,6 +86,10 @@ class StepInFlight:
         self.moving = moving
         self.began_at = began_at  # None: it was planned ahead of another one
         self.ended: list[Entry] = []
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(item.drafts for item in self.plan.items)
 
     def uses(self, seq: Sequence) -> bool:
         return any(item.seq is seq for item in self.plan.items) or any(other is seq for other in self.moving)
@@ -107,6 +118,7 @@ class DecodeScheduler:
         eos_token_ids: frozenset[int],
         tiers: OffloadPolicy | None = None,
         cost: Callable[[], StepCost | None] = lambda: None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.allocator = allocator
         self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
@@ -115,12 +127,14 @@ class DecodeScheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._cost = cost
+        self._speculation = speculation
         self._pacer = self.tiers.pacer
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
         self._running: list[Sequence] = []  # oldest first: preemption takes from the end
         self._in_flight: deque[StepInFlight] = deque()  # one, or two where the next is planned ahead; they end in order
         self._was_alone = False  # the step planned last was a suspect's
+        self._num_ahead = 0  # steps that were, or would have been, planned ahead
         self.num_preemptions = 0
         self.on_preempted: Callable[[Sequence], None] = lambda seq: None
         self.num_host_landings = 0
@@ -282,11 +296,19 @@ class DecodeScheduler:
         running = [seq for seq in self._running if not self._is_last_in_flight(seq)]
         waits = (
             bool(self._suspects())
-            or any(step.moving for step in self._in_flight)
+            or any(step.moving or step.has_drafts for step in self._in_flight)
+            or self._is_due_to_draft(running)
             or self._local.needs_host_memory
             or not self.tiers.stays_put(running)
         )
         return StepPlan(()) if waits else self._plan(running, now)
+
+    def _is_due_to_draft(self, running: list[Sequence]) -> bool:
+        """Whether the step after the one in flight should know its tokens, to guess what follows them."""
+        if self._speculation is None or not running:
+            return False
+        self._num_ahead += 1
+        return self._num_ahead % _STEPS_AHEAD == 0
 
     def stuck(self) -> list[Sequence]:
         """Prompts for others that wait for blocks, where all blocks are kept for prompts that others compute: they
@@ -332,7 +354,8 @@ class DecodeScheduler:
     def _plan(self, running: list[Sequence], now: float) -> StepPlan:
         self._was_alone = False
         selection = self._select(running, now)
-        items = [ScheduledSequence(seq, 1) for seq in selection.ready]
+        drafts = self._drafts(selection, now)
+        items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready]
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         is_wanted = oldest is not None or bool(self._local.suspects)
@@ -343,6 +366,37 @@ class DecodeScheduler:
         if plan.items or plan.copies:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan
+
+    def _drafts(self, selection: StepSelection, now: float) -> Mapping[Sequence, tuple[int, ...]]:
+        """Guesses of what follows the selected sequences' next tokens. None beside prompts, whose steps wait for
+        products, not for weights; nor in a step whose sequences' newest tokens are not known yet."""
+        if self._speculation is None or self._in_flight or self._local.oldest is not None or not selection.ready:
+            return {}
+        work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
+        grown = 2 * len(self._running) * self.allocator.layer_groups  # a column more for everyone, and another one
+        may_grow = self.allocator.pool.num_available >= grown
+        candidates = [
+            Candidate(seq, self._room_for_drafts(seq, may_grow), self._pacer.is_late(seq, now))
+            for seq in selection.ready
+        ]
+        drafts = self._speculation.plan(candidates, work, most=self._token_budget - len(selection.ready))
+        for seq, token_ids in drafts.items():
+            grown = self.allocator.grow(seq, seq.num_tokens + len(token_ids))
+            assert grown, "drafts were planned for which there is no room"
+        return drafts
+
+    def _room_for_drafts(self, seq: Sequence, may_grow: bool) -> int:
+        """Positions after its newest token's: of the columns that it has, of which the ring is planned for those that
+        have tokens, and of one more. Its last token needs none to follow."""
+        assert seq.block_table is not None
+        columns = seq.block_table.num_columns + may_grow
+        if seq.host_groups:
+            columns = self.allocator.num_columns_for(seq.num_tokens)
+        return min(
+            columns * self.allocator.block_size - seq.num_tokens,
+            seq.params.max_tokens - seq.num_output_tokens - 1,
+            self._max_model_len - seq.num_tokens - 1,
+        )
 
     def _prompts(self, running: list[Sequence], selection: StepSelection, now: float) -> list[ScheduledSequence]:
         """Chunks beside the selected decodes."""
@@ -396,7 +450,9 @@ class DecodeScheduler:
         assert step.plan is plan, "steps are finished in the order in which they were planned"
         for index, part in output.pooled.items():
             plan.items[index].seq.pool(plan.items[index].start, part)
-        for item, sampled, logprobs in zip(plan.items, output.sampled, output.prompt_logprobs, strict=True):
+        for index, (item, sampled, logprobs) in enumerate(
+            zip(plan.items, output.sampled, output.prompt_logprobs, strict=True)
+        ):
             entry = self._entries[item.seq.key]
             if entry.state is DecodeState.ENDED:
                 continue
@@ -404,7 +460,10 @@ class DecodeScheduler:
             self.allocator.publish(item.seq)
             if logprobs and item.seq.wants_prompt_logprobs:
                 item.seq.prompt_logprobs += logprobs
-            if sampled is not None:
+            if item.drafts:
+                assert sampled is not None, f"nothing was sampled of {item.seq.request_id}, which has drafts"
+                emissions += self._emit_all(entry, [sampled, *output.following.get(index, ())])
+            elif sampled is not None:
                 emissions.append(self._emit(entry, sampled))
             elif item.seq.is_part and item.seq.num_uncomputed == 0:
                 self._local.remove(item.seq)
@@ -414,6 +473,24 @@ class DecodeScheduler:
                 self._end(entry)
                 emissions.append(Emission(item.seq, 0, None, "stop", None))
         self._release_ended(step)
+        return emissions
+
+    def _emit_all(self, entry: Entry, sampled: list[SampledToken]) -> list[Emission]:
+        """What a step with drafts brought: up to the token that ends the sequence, if one does. The KV of each draft
+        that was right stands; that of the others is written again."""
+        seq = entry.seq
+        assert self._speculation is not None, f"{seq.request_id} has drafts, and nobody made them"
+        draft = self._speculation.verified(seq, len(sampled) - 1)
+        emissions: list[Emission] = []
+        for token in sampled:
+            if emissions:
+                seq.num_computed += 1
+                self.allocator.publish(seq)
+            emissions.append(self._emit(entry, token))
+            if emissions[-1].finish is not None:
+                break
+        num_accepted = len(emissions) - 1
+        emissions[-1].drafted = Drafted(draft.drafter, num_accepted, len(draft.token_ids) - num_accepted)
         return emissions
 
     def _begin_step(self, plan: StepPlan, moving: list[Sequence], began_at: float | None) -> None:
@@ -511,6 +588,8 @@ class DecodeScheduler:
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
+            if self._speculation is not None:
+                self._speculation.ended(seq)
         entry.state = DecodeState.ENDED
         if not self._is_in_use(entry):
             self._release(seq)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler, DecodeState
+from engine.drafting.speculation import Speculation, SpeculationConfig
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
@@ -36,7 +37,8 @@ class DecodeWorkerConfig(WorkerConfig):
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
     `lease_ttl_s` lapses. `layerkv`: how sequences rest in host memory too; None: on the device only. `overlap_steps`:
-    the next step is prepared while one computes; None: on a GPU, not on a CPU.
+    the next step is prepared while one computes; None: on a GPU, not on a CPU. `speculation`: who guesses tokens that a
+    step checks beside the next one; None: nobody.
     """
 
     max_num_seqs: int = 64
@@ -45,6 +47,7 @@ class DecodeWorkerConfig(WorkerConfig):
     lease_ttl_s: float = 30.0
     layerkv: LayerKvConfig | None = None
     overlap_steps: bool | None = None
+    speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)
 
 
 class DecodeWorker(Worker):
@@ -63,6 +66,7 @@ class DecodeWorker(Worker):
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             layerkv=config.layerkv,
+            speculation=config.speculation,
         )
         self.scheduler.on_preempted = self._tell_preempted
 
@@ -250,7 +254,9 @@ class DecodeWorker(Worker):
                 self.prefix.count(seq)
             gateway = self.gateway_of.get(seq.key)
             if gateway is not None and emission.sampled is not None:
-                event = token_event(seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs)
+                event = token_event(
+                    seq, emission.index, emission.token, emission.finish, emission.prompt_logprobs, emission.drafted
+                )
                 self._port.emit(gateway, event)
             elif gateway is not None and seq.pooling is not None:
                 self._port.emit(gateway, embedding_event(seq))
@@ -272,6 +278,7 @@ def decode_scheduler(
     max_num_seqs: int,
     token_budget: int,
     layerkv: LayerKvConfig | None,
+    speculation: SpeculationConfig | None = None,
 ) -> DecodeScheduler:
     """Sequences rest in host memory only if `layerkv` says how and the model has a host pool and a staging ring."""
     return DecodeScheduler(
@@ -282,6 +289,7 @@ def decode_scheduler(
         eos_token_ids=model.eos_token_ids,
         tiers=_offload_policy(model, allocator, layerkv),
         cost=model.costs.cautious_cost,
+        speculation=None if speculation is None else Speculation.of(speculation, model.costs),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,7 @@ class Sequence:
     num_cached_on_host: int = 0  # of those, tokens that the host tier had and the device lacked at least a part of
     # of those, tokens that were brought to the host tier for it
     num_brought: dict[Literal["neighbours", "disk"], int] = field(default_factory=dict)
+    prediction_token_ids: list[int] = field(default_factory=list)  # what its client expects its output to be much like
     prefix: PrefixHasher | None = None  # of the tokens hashed so far; tokens never change, so it is only extended
     prompt_logprobs: list[TokenLogprobs] = field(
         default_factory=list
@@ -154,6 +155,10 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
     def num_uncomputed(self) -> int:
         """Of the tokens that are known. What steps in flight compute counts as nothing yet."""
         return self.num_tokens - self.num_computed
@@ -178,6 +183,70 @@ class Sequence:
         return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt]]
 
 
+class TokensSoFar(Protocol):
+    """What the sampler asks of whose next token it samples: a `Sequence`, or one as if it had its `DraftedSequence`'s
+    drafts."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def output_token_ids(self) -> list[int]: ...
+
+    def tokens(self, start: int, stop: int) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSequence:
+    """A sequence as it is if these `drafts` are its next tokens: what comes after them is sampled as it would be then.
+
+    A token is a function of logits, parameters, position and the tokens before it. So whoever samples after drafts that
+    turn out right has sampled the very token that would have come without any.
+    """
+
+    seq: Sequence
+    drafts: tuple[int, ...]
+
+    @property
+    def request_id(self) -> str:
+        return self.seq.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.seq.params
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seq.num_tokens + len(self.drafts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.seq.output_token_ids) + len(self.drafts)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return [*self.seq.output_token_ids, *self.drafts]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """As `Sequence.tokens`."""
+        num_known = self.seq.num_tokens
+        if stop <= num_known:
+            return self.seq.tokens(start, stop)
+        return [
+            *self.seq.tokens(start, max(start, num_known)),
+            *self.drafts[max(start - num_known, 0) : stop - num_known],
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probabilities at one position: the chosen token's and the best alternatives', best first."""
@@ -200,10 +269,14 @@ class ScheduledSequence:
     another worker's, or a vector is asked for in place of tokens. Of its tokens the last `num_pooled` are pooled.
     All of this is said of the sequence as it will be when the steps now in flight have ended well, and stays so
     whatever becomes of them.
+
+    `drafts` are guesses of the tokens after the last one, which come on top of `num_tokens`: their KV is computed too,
+    and the step samples after each of them as long as they are right.
     """
 
     seq: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
     start: int = field(init=False)
     samples: bool = field(init=False)
     num_pooled: int = field(init=False)
@@ -212,14 +285,20 @@ class ScheduledSequence:
         seq = self.seq
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
+        assert not self.drafts or (left == 0 and not seq.num_awaited), "drafts follow a token that is known"
         self.start = seq.num_computed + seq.num_computing
         self.samples = left == 0 and not seq.is_part and seq.pooling is None
         self.num_pooled = self.num_tokens if seq.pooling == "mean" else int(seq.pooling == "last" and left == 0)
 
     @property
+    def num_rows(self) -> int:
+        """Tokens that the step computes for it, right or not."""
+        return self.num_tokens + len(self.drafts)
+
+    @property
     def stop(self) -> int:
-        """The position after its last token."""
-        return self.start + self.num_tokens
+        """The position after its last row."""
+        return self.start + self.num_tokens + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,7 +325,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+        """Drafts included."""
+        return sum(item.num_rows for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +339,9 @@ class StepOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     # Of items that are pooled, by their index into the plan: the sum `[hidden size]` over their tokens.
     pooled: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
+    # Of items whose first drafts were right, by their index into the plan: the tokens after the one in `sampled`, one
+    # for each of these drafts.
+    following: dict[int, list[SampledToken]] = field(default_factory=dict)
 
 
 FinishReason = Literal["stop", "length"]

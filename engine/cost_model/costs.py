@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of, scaled
 from engine.cost_model.noise import StepNoise
+from engine.cost_model.row_costs import RowCosts
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
@@ -33,6 +34,7 @@ class StepCosts:
         self._learnt: StepCostFit | None = None
         self._unlearnt: list[tuple[StepWork, float]] = []
         self._cautious: StepCost | None = None
+        self.rows = RowCosts()
 
     @property
     def is_seeded(self) -> bool:
@@ -49,7 +51,10 @@ class StepCosts:
         """Take in a step that was computed. One without tokens says nothing and is ignored."""
         if not (work.prefill_tokens or work.decodes):
             return
-        if self._is_seeded:
+        if work.drafts:  # beside what is known of such steps without them
+            if (cost := self.cost()) is not None:
+                self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
+        elif self._is_seeded:
             self._unlearnt.append((work, seconds))
             if len(self._unlearnt) == _STEPS_AT_ONCE:
                 self._learn()
@@ -91,7 +96,10 @@ class StepCosts:
         """With what the latest steps of its kind took beyond their cost. None: too little is known, or it has no
         tokens."""
         cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
-        return None if cost is None else cost.step_s(work) * max(1.0, self.stretch(kind_of(work)))
+        if cost is None:
+            return None
+        drafts_s = self.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s)
+        return cost.step_s(work) * max(1.0, self.stretch(kind_of(work))) + drafts_s
 
     def prefill_s(self, num_tokens: int, chunk_tokens: int) -> float:
         """Predicted seconds for computing so many prompt tokens in chunks, with nothing else in their steps.

@@ -21,13 +21,15 @@ STILL_S: Final = 1.0
 @dataclass(slots=True, kw_only=True)
 class StepWork:
     """What a step computes. `prefill_pairs`: (query, key) pairs of prompt tokens that attend to each other or to a
-    prefix; `context_tokens`: tokens that the decoding sequences attend to, all together. Nobody changes one: it is not
-    frozen because several are made for each step, and a frozen one takes twice as long."""
+    prefix; `context_tokens`: tokens that the decoding sequences attend to, all together; `drafts`: tokens that are
+    guessed after theirs, whose cost `engine.cost_model.row_costs` knows. Nobody changes one: it is not frozen because
+    several are made for each step, and a frozen one takes twice as long."""
 
     prefill_tokens: float = 0.0
     prefill_pairs: float = 0.0
     decodes: float = 0.0
     context_tokens: float = 0.0
+    drafts: float = 0.0
 
     @classmethod
     def of_prefill(cls, num_tokens: float, num_cached: float = 0.0) -> StepWork:
@@ -37,16 +39,23 @@ class StepWork:
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepWork:
         """A sequence with one new token counts as decoding."""
-        prefill_tokens = prefill_pairs = decodes = context = 0
+        prefill_tokens = prefill_pairs = decodes = context = drafts = 0
         for item in plan.items:
             num_cached = item.start
             if item.num_tokens == 1:
                 decodes += 1
                 context += num_cached + 1
+                drafts += len(item.drafts)
             else:
                 prefill_tokens += item.num_tokens
                 prefill_pairs += item.num_tokens * num_cached + item.num_tokens * (item.num_tokens + 1) // 2
-        return cls(prefill_tokens=prefill_tokens, prefill_pairs=prefill_pairs, decodes=decodes, context_tokens=context)
+        return cls(
+            prefill_tokens=prefill_tokens,
+            prefill_pairs=prefill_pairs,
+            decodes=decodes,
+            context_tokens=context,
+            drafts=drafts,
+        )
 
     def plus_prefill(self, num_tokens: float, num_cached: float) -> StepWork:
         """And as many tokens of a prompt, behind `num_cached` that are known already."""
@@ -55,6 +64,7 @@ class StepWork:
             prefill_pairs=self.prefill_pairs + num_tokens * (num_cached + (num_tokens + 1) / 2),
             decodes=self.decodes,
             context_tokens=self.context_tokens,
+            drafts=self.drafts,
         )
 
     def __add__(self, other: StepWork) -> StepWork:
@@ -63,6 +73,7 @@ class StepWork:
             prefill_pairs=self.prefill_pairs + other.prefill_pairs,
             decodes=self.decodes + other.decodes,
             context_tokens=self.context_tokens + other.context_tokens,
+            drafts=self.drafts + other.drafts,
         )
 
 

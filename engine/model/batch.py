@@ -44,7 +44,8 @@ class Batch:
     segments: tuple[Segment, ...]  # in packed order
     output_rows: Tensor  # [R] int64, rows whose final hidden state is wanted: sampling items', then prompt logprobs',
     # then what is pooled
-    sampling_items: tuple[int, ...]  # indices into the plan, one for each of the first output rows
+    sampling_items: tuple[int, ...]  # indices into the plan; the first output rows are theirs, as many as
+    num_sampled_rows: int = 0  # of all of them together: one each, and one for each of their drafts
     prompt_spans: tuple[PromptSpan, ...]  # these and the next cover the other output rows in order
     pooled_spans: tuple[PooledSpan, ...] = ()
     awaited_rows: Tensor = _NO_ROWS  # [A] int64, rows whose token the step before samples; `token_ids` says 0 there
@@ -57,7 +58,7 @@ class Batch:
     @property
     def everyone_samples(self) -> bool:
         """Whether the output rows are all rows, in their order."""
-        return len(self.sampling_items) == self.num_tokens and not self.prompt_spans
+        return self.num_sampled_rows == self.num_tokens and not self.prompt_spans
 
 
 def build_batch(
@@ -74,12 +75,12 @@ def build_batch(
     device = kv_cache.tensor.device
     order = sorted(range(len(plan.items)), key=lambda index: _packing_key(plan.items[index]))
     items = [plan.items[index] for index in order]
-    counts = np.array([item.num_tokens for item in items])
+    counts = np.array([item.num_rows for item in items])
     first_rows = np.cumsum(counts) - counts
     starts = np.array([item.start for item in items])
     positions = np.arange(counts.sum()) + np.repeat(starts - first_rows, counts)
     segments = tuple(map(_segment, items, first_rows.tolist(), map(tables.get, order)))
-    rows, sampling_items, spans, pooled_spans = _outputs(items, order, first_rows.tolist())
+    rows, sampling_items, num_sampled_rows, spans, pooled_spans = _outputs(items, order, first_rows.tolist())
     token_ids, awaited_rows, awaited_from = _token_ids(items, first_rows, awaited)
     slots = _slot_mapping(segments, positions, kv_cache)
     on_device = _to_device((token_ids, positions, slots, rows, awaited_rows, awaited_from), device)
@@ -92,6 +93,7 @@ def build_batch(
         awaited_rows=on_device[4],
         awaited_from=on_device[5],
         sampling_items=sampling_items,
+        num_sampled_rows=num_sampled_rows,
         prompt_spans=spans,
         pooled_spans=pooled_spans,
     )
@@ -111,7 +113,7 @@ def _to_device(arrays: tuple[Indices, ...], device: torch.device) -> list[Tensor
 
 
 def _packing_key(item: ScheduledSequence) -> tuple[bool, int]:
-    return item.num_tokens > 1, item.stop
+    return item.num_rows > 1, item.stop
 
 
 def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int32] | None) -> Segment:
@@ -120,7 +122,7 @@ def _segment(item: ScheduledSequence, first_row: int, table: npt.NDArray[np.int3
         table = item.seq.block_table.view
     return Segment(
         first_row=first_row,
-        num_queries=item.num_tokens,
+        num_queries=item.num_rows,
         context_len=item.stop,
         block_table=table,
     )
@@ -130,13 +132,13 @@ def _token_ids(
     items: list[ScheduledSequence], first_rows: Indices, awaited: Mapping[Sequence, int]
 ) -> tuple[Indices, Indices, Indices]:
     """`[T]` ids, 0 for those not known yet; the rows `[A]` of these, and which of the awaited tokens `[A]` they are."""
-    known = [item.seq.tokens(item.start, item.stop) for item in items]
-    lacking = [k for k, item in enumerate(items) if len(known[k]) < item.num_tokens]
+    known = [[*item.seq.tokens(item.start, item.start + item.num_tokens), *item.drafts] for item in items]
+    lacking = [k for k, item in enumerate(items) if len(known[k]) < item.num_rows]
     for k in lacking:
         known[k] += [0]
     rows = [int(first_rows[k]) + items[k].num_tokens - 1 for k in lacking]
     sources = [awaited[items[k].seq] for k in lacking]
-    num_tokens = sum(item.num_tokens for item in items)
+    num_tokens = sum(item.num_rows for item in items)
     return (
         np.fromiter(chain.from_iterable(known), dtype=np.int64, count=num_tokens),
         np.array(rows, dtype=np.int64),
@@ -160,10 +162,12 @@ def _slot_mapping(
 
 def _outputs(
     items: list[ScheduledSequence], order: list[int], first_rows: list[int]
-) -> tuple[npt.NDArray[np.int64], tuple[int, ...], tuple[PromptSpan, ...], tuple[PooledSpan, ...]]:
-    """Output rows, the plan's items that sample, and the spans of prompt logprobs and of what is pooled."""
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], int, tuple[PromptSpan, ...], tuple[PooledSpan, ...]]:
+    """Output rows, the plan's items that sample, in how many of the rows, and the spans of prompt logprobs and of what
+    is pooled."""
     sampling = [k for k, item in enumerate(items) if item.samples]
-    rows = [np.array([first_rows[k] + items[k].num_tokens - 1 for k in sampling], dtype=np.int64)]
+    sampled = [range(first_rows[k] + items[k].num_tokens - 1, first_rows[k] + items[k].num_rows) for k in sampling]
+    rows = [np.fromiter(chain.from_iterable(sampled), dtype=np.int64)]
     spans = []
     for k, item in enumerate(items):
         if item.seq.params.prompt_logprobs is None:
@@ -174,7 +178,7 @@ def _outputs(
         rows.append(np.arange(first_rows[k], first_rows[k] + len(next_ids)))
     pooled = [k for k, item in enumerate(items) if item.num_pooled]
     for k in pooled:
-        stop = first_rows[k] + items[k].num_tokens
+        stop = first_rows[k] + items[k].num_rows
         rows.append(np.arange(stop - items[k].num_pooled, stop))
     pooled_spans = tuple((order[k], items[k].num_pooled) for k in pooled)
-    return np.concatenate(rows), tuple(order[k] for k in sampling), tuple(spans), pooled_spans
+    return np.concatenate(rows), tuple(order[k] for k in sampling), len(rows[0]), tuple(spans), pooled_spans

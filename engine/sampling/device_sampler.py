@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.grammar import GrammarMasks
+from engine.sampling.grammar import Bits, GrammarError, GrammarMasks
 from engine.sampling.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
+from engine.sampling.pending_output import NO_DRAFTS, Drafts, Rows
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, mask_of
-from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.sequence import DraftedSequence, SampledToken, TokenLogprobs, TokensSoFar
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
 from kernels.triton.sampling.rows import (
     BANNED,
@@ -33,7 +34,7 @@ from kernels.triton.sampling.rows import (
 from kernels.triton.sampling.sample import best_of_splits, sample
 
 
-def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> Words:
+def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -> Words:
     """`[n, 2]`, each token once. Ids beyond the vocabulary name no token and change nothing."""
     if not is_adjusted(seq, eos_token_ids):
         return no_edits()
@@ -59,7 +60,7 @@ def edits_of(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> W
     )
 
 
-def _banned(seq: Sequence, eos_token_ids: frozenset[int], vocab_size: int) -> TokenIds:
+def _banned(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -> TokenIds:
     """All bans together, of which the kernel lifts all if nothing is left: what else is banned gives way here where it
     would leave nothing of what is allowed."""
     banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
@@ -99,7 +100,7 @@ def _download(*tensors: Tensor) -> Callable[[], list[Tensor]]:
 class PendingSample:
     """A batch's tokens, as soon as the device has come to them."""
 
-    def __init__(self, rows: list[Sequence], token_ids: Tensor, logprobs: RowLogprobs | None) -> None:
+    def __init__(self, rows: Rows, token_ids: Tensor, logprobs: RowLogprobs | None) -> None:
         self._rows = rows
         self.token_ids = token_ids  # [B] int64, on the device; -1 where no token can be chosen
         self._wait = _download(token_ids, *(logprobs or ()))
@@ -123,9 +124,10 @@ class DeviceSampler:
         self.masks = masks
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def begin(self, logits: Tensor, rows: list[Sequence]) -> PendingSample:
-        """Have the next token of each sequence sampled, from `logits [len(rows), vocab_size]`, float32, without waiting
-        for it. There must be rows. Raises GrammarError for one whose grammar fails."""
+    def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> PendingSample:
+        """Have the next token of each row sampled, from `logits [len(rows), vocab_size]`, float32, without waiting for
+        it: also of those after `drafts`, which may be wrong. There must be rows. Raises GrammarError for one whose
+        grammar fails."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
         return PendingSample(rows, *sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
@@ -149,7 +151,7 @@ class DeviceSampler:
         _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
         return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
 
-    def _options(self, seq: Sequence) -> RowOptions:
+    def _options(self, seq: TokensSoFar) -> RowOptions:
         params = seq.params
         return RowOptions(
             seed=params.seed,
@@ -160,9 +162,17 @@ class DeviceSampler:
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             repetition=params.repetition_penalty,
             edits=edits_of(seq, self.eos_token_ids, self.vocab_size),
-            mask=mask_of(seq, self.masks),
+            mask=self._mask(seq),
             num_top=-1 if params.logprobs is None else params.logprobs,
         )
+
+    def _mask(self, seq: TokensSoFar) -> Bits | None:
+        try:
+            return mask_of(seq, self.masks)
+        except GrammarError:
+            if isinstance(seq, DraftedSequence):
+                return None  # its grammar forbids the drafts: the row before this one gives another token
+            raise
 
 
 def _rows_of(logits: Tensor) -> Tensor:

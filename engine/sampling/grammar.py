@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.sequence import Sequence
+from engine.sequence import DraftedSequence, Sequence, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
 
 Bits = npt.NDArray[np.int32]
@@ -49,22 +49,25 @@ class GrammarMasks:
         self._compiled = lru_cache(maxsize=_MAX_COMPILED)(self._compile)
         self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
 
-    def bits(self, seq: Sequence) -> Bits | None:
-        """What may come after the output of `seq`; None: its request has no grammar. Raises GrammarError."""
-        grammar = seq.params.grammar
+    def bits(self, row: TokensSoFar) -> Bits | None:
+        """What may come after the output so far; None: its request has no grammar. Raises GrammarError."""
+        grammar = row.params.grammar
         if grammar is None:
             return None
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
-        if seq.output_token_ids and seq.output_token_ids[-1] in self._eos_token_ids:
+        output_token_ids = row.output_token_ids
+        if output_token_ids and output_token_ids[-1] in self._eos_token_ids:
             return self._ending(bits)  # it is over; a step that was planned ahead samples once more, for nothing
+        seq = row.seq if isinstance(row, DraftedSequence) else row
+        assert isinstance(seq, Sequence), "grammars are followed by sequence"
         followed = self._followed.get(seq)
-        if followed is None or not followed.leads_to(seq.output_token_ids):
+        if followed is None or not followed.leads_to(output_token_ids):
             followed = self._followed[seq] = _Followed(self._compiled(grammar).deep_copy())
-        followed.consume(seq.output_token_ids)
+        followed.consume(output_token_ids)
         followed.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if followed.matcher.is_error() or not bits.any():
             why = followed.matcher.get_error() or "it allows no token"
-            raise GrammarError(f"the grammar of request {seq.request_id} cannot be followed any further: {why}")
+            raise GrammarError(f"the grammar of request {row.request_id} cannot be followed any further: {why}")
         return bits
 
     def _compile(self, grammar: str) -> LLMatcher:

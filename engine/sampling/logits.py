@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from engine.sampling.grammar import Allowed
 from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import TokensSoFar
 from kernels.native.sampling import top_logits
 
 Row = npt.NDArray[np.float32]
@@ -40,14 +40,14 @@ _TOP_RADIUS: Final = 8.0  # likewise in C++: 100 to 500 tokens of a language mod
 _UNCERTAIN: Final = 3e-6  # of the row's mass, which C++ knows to 1e-6: whoever is closer than that may fall either way
 
 
-def is_adjusted(seq: Sequence, eos_token_ids: frozenset[int]) -> bool:
+def is_adjusted(seq: TokensSoFar, eos_token_ids: frozenset[int]) -> bool:
     """Whether steps 1 to 4 change anything for the sequence's next token, but for a grammar."""
     params = seq.params
     limited = bool(params.logit_bias) or bool(params.allowed_token_ids) or params.has_penalties
     return limited or bool(banned_ids(seq, eos_token_ids))
 
 
-def adjusted(row: Row, seq: Sequence, eos_token_ids: frozenset[int], allowed: Allowed | None = None) -> Row:
+def adjusted(row: Row, seq: TokensSoFar, eos_token_ids: frozenset[int], allowed: Allowed | None = None) -> Row:
     """Steps 1 to 4 applied to a copy of the row. Ids beyond the vocabulary name no token and change nothing.
 
     `allowed`: by the request's grammar, if it has one. The logits of all others become minus infinity, whatever else
@@ -82,29 +82,29 @@ def tempered(row: Row, temperature: float, best: np.float32 | None = None) -> Ro
     return relative
 
 
-def _penalise_repetition(row: Row, seq: Sequence, penalty: float) -> None:
+def _penalise_repetition(row: Row, seq: TokensSoFar, penalty: float) -> None:
     # A token that occurs twice is read and written twice with the same value: penalised once.
     ids = within_vocabulary(seq.tokens(0, seq.num_tokens), len(row))
     values = row[ids]
     row[ids] = np.where(values < 0.0, values * np.float32(penalty), values / np.float32(penalty))
 
 
-def _penalise_output(row: Row, seq: Sequence) -> None:
+def _penalise_output(row: Row, seq: TokensSoFar) -> None:
     ids, counts = np.unique(within_vocabulary(seq.output_token_ids, len(row)), return_counts=True)
     penalties = seq.params.presence_penalty + seq.params.frequency_penalty * counts
     row[ids] -= penalties.astype(np.float32)
 
 
-def banned_ids(seq: Sequence, eos_token_ids: Iterable[int]) -> list[int]:
+def banned_ids(seq: TokensSoFar, eos_token_ids: Iterable[int]) -> list[int]:
     """Of step 4: tokens that would end the sequence too early, or complete a bad word. May name one twice."""
     params = seq.params
     banned = _completing(params.bad_words, seq) if params.bad_words else []
-    if len(seq.output_token_ids) < params.min_tokens:
+    if seq.num_output_tokens < params.min_tokens:
         banned += [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
     return banned
 
 
-def _completing(words: tuple[tuple[int, ...], ...], seq: Sequence) -> list[int]:
+def _completing(words: tuple[tuple[int, ...], ...], seq: TokensSoFar) -> list[int]:
     """The last tokens of those words of which prompt and output end with all others."""
     longest = max(map(len, words)) - 1
     end = seq.tokens(max(0, seq.num_tokens - longest), seq.num_tokens)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor
 
 from engine.memory.streams import Event
-from engine.sequence import SampledToken, StepOutput, TokenLogprobs
+from engine.sequence import SampledToken, StepOutput, TokenLogprobs, TokensSoFar
+
+Drafts = Mapping[int, int]
+"""By rows, the guess of their token that the row after them was computed for; that row is the same sequence's."""
+
+Rows = Sequence[TokensSoFar]
+"""Whose next tokens are sampled."""
+
+NO_DRAFTS: Final[Drafts] = MappingProxyType({})
 
 
 class SampledTokens(Protocol):
@@ -23,9 +32,9 @@ class SampledTokens(Protocol):
         """`[B]` int64, where the logits were; -1 where no token can be chosen."""
         ...
 
-    def finish(self) -> list[SampledToken]:
-        """Wait for them. Raises `engine.sampling.sampler.InvalidLogitsError` for rows of which no token can be
-        chosen."""
+    def finish(self) -> Sequence[SampledToken | None]:
+        """Wait for them. None: not sampled, since a draft before it is wrong. Raises
+        `engine.sampling.sampler.InvalidLogitsError` for rows of which no token can be chosen."""
         ...
 
 
@@ -33,13 +42,13 @@ class SampledTokens(Protocol):
 class KnownTokens:
     """Those that were sampled on the host."""
 
-    tokens: list[SampledToken]
+    tokens: Sequence[SampledToken | None]
 
     @property
     def token_ids(self) -> Tensor:
-        return torch.tensor([token.token_id for token in self.tokens], dtype=torch.int64)
+        return torch.tensor([-1 if token is None else token.token_id for token in self.tokens], dtype=torch.int64)
 
-    def finish(self) -> list[SampledToken]:
+    def finish(self) -> Sequence[SampledToken | None]:
         return self.tokens
 
 
@@ -49,8 +58,8 @@ def nothing_to_check() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutput:
-    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`; `pooled` is
-    as in `StepOutput`.
+    """`prompt_logprobs` has an entry for each item of the plan; `tokens` are those of its `sampling_items`, of each one
+    row and another for each of its `drafts`; `pooled` is as in `StepOutput`.
 
     `copies`: the end of what a device still copies for the step, None where nothing is: until then nobody else may have
     the blocks at either end.
@@ -60,6 +69,7 @@ class PendingOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     sampling_items: tuple[int, ...] = ()
     tokens: SampledTokens = KnownTokens([])
+    drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
     pooled: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
     copies: Event | None = None
     check: Callable[[], None] = nothing_to_check
@@ -78,6 +88,22 @@ class PendingOutput:
             tokens = self.tokens.finish()
         finally:
             self.check()
-        for index, token in zip(self.sampling_items, tokens, strict=True):
-            sampled[index] = token
-        return StepOutput(sampled, self.prompt_logprobs, self.pooled)
+        following: dict[int, list[SampledToken]] = {}
+        row = 0
+        for index in self.sampling_items:
+            sampled[index] = tokens[row]
+            if row in self.drafts:
+                following[index] = list(self._after_right_drafts(tokens, row))
+                while row in self.drafts:
+                    row += 1
+            row += 1
+        assert row == len(tokens), f"{len(tokens)} rows were sampled in place of {row}"
+        return StepOutput(sampled, self.prompt_logprobs, self.pooled, following)
+
+    def _after_right_drafts(self, tokens: Sequence[SampledToken | None], row: int) -> Iterator[SampledToken]:
+        """Of the rows after this one, those before which no draft is wrong."""
+        while (token := tokens[row]) is not None and token.token_id == self.drafts.get(row):
+            row += 1
+            following = tokens[row]
+            assert following is not None, "what follows a right draft was not sampled"
+            yield following

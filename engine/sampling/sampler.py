@@ -22,9 +22,9 @@ import torch
 
 from engine.sampling.grammar import Bits, GrammarMasks, allowed_by
 from engine.sampling.logits import Row, adjusted, is_adjusted, is_filtered, kth_largest, survivors, tempered
-from engine.sampling.pending_output import KnownTokens
+from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sampling.philox import gumbel, noise
-from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.sequence import SampledToken, TokenLogprobs, TokensSoFar
 from kernels.native.sampling import argmax_candidates
 
 MIN_LOGPROB: Final = -9999.0
@@ -53,24 +53,38 @@ class Sampler:
         self.masks = masks
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> KnownTokens:
+    def begin(self, logits: torch.Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> KnownTokens:
         """As `sample`; nothing is left to wait for."""
-        return KnownTokens(self.sample(logits, rows))
+        return KnownTokens(self._sample(logits, rows, drafts))
 
-    def sample(self, logits: torch.Tensor, rows: list[Sequence]) -> list[SampledToken]:
-        """The next token of each sequence, from `logits` [len(rows), vocab_size], float32, on the CPU.
+    def sample(self, logits: torch.Tensor, rows: Rows) -> list[SampledToken]:
+        """The next token of each row, from `logits` [len(rows), vocab_size], float32, on the CPU.
 
         Raises InvalidLogitsError for rows of which no token can be chosen, GrammarError for one whose grammar fails.
         """
+        return [token for token in self._sample(logits, rows, NO_DRAFTS) if token is not None]
+
+    def _sample(self, logits: torch.Tensor, rows: Rows, drafts: Drafts) -> list[SampledToken | None]:
+        """None for rows that come after a wrong one of the `drafts`."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         logits_BV = _array(logits)
         best_ids = logits_BV.argmax(axis=-1)  # ten times as fast as torch's; a NaN if there is one
         best_values = logits_BV[np.arange(len(rows)), best_ids]
-        _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
-        return [
-            self._sample_row(index, row, best, seq)
-            for index, (row, best, seq) in enumerate(zip(logits_BV, best_ids.tolist(), rows, strict=True))
-        ]
+        if not drafts:
+            _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
+        sampled: list[SampledToken | None] = []
+        is_needed = True
+        for index, (row, best, seq) in enumerate(zip(logits_BV, best_ids.tolist(), rows, strict=True)):
+            if not is_needed:
+                sampled.append(None)
+                is_needed = index not in drafts
+                continue
+            if drafts and not np.isfinite(best_values[index]):
+                raise InvalidLogitsError([index], [f"request {seq.request_id}"])
+            token = self._sample_row(index, row, best, seq)
+            sampled.append(token)
+            is_needed = token.token_id == drafts.get(index, token.token_id)
+        return sampled
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """For each row of `logits` [T, vocab_size], the log-probability of the token that did follow.
@@ -83,7 +97,7 @@ class Sampler:
         _require_distributions(best_values, lambda index: f"prompt position {index}")
         return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
 
-    def _sample_row(self, index: int, row: Row, best: int, seq: Sequence) -> SampledToken:
+    def _sample_row(self, index: int, row: Row, best: int, seq: TokensSoFar) -> SampledToken:
         params = seq.params
         bits = mask_of(seq, self.masks)
         changed = bits is not None or is_adjusted(seq, self.eos_token_ids)
@@ -102,7 +116,7 @@ class Sampler:
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
 
 
-def mask_of(seq: Sequence, masks: GrammarMasks | None) -> Bits | None:
+def mask_of(seq: TokensSoFar, masks: GrammarMasks | None) -> Bits | None:
     """None: the sequence has no grammar."""
     if seq.params.grammar is None:
         return None
@@ -119,7 +133,7 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprobs[0], list(zip(ids, logprobs[1:], strict=True)))
 
 
-def _draw(row: Row, best: np.float32, seq: Sequence) -> int:
+def _draw(row: Row, best: np.float32, seq: TokensSoFar) -> int:
     """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it.
 
     `best` is the largest logit of the `row`.

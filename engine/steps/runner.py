@@ -26,8 +26,24 @@ from engine.offload.staging import StoredLayers, ThreadStaging
 from engine.offload.staging_plan import Placement, StagingConfig
 from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.parallel.leader import GroupLeader, GroupModel
-from engine.sampling.pending_output import KnownTokens, PendingOutput, SampledTokens, nothing_to_check
-from engine.sequence import Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.sampling.pending_output import (
+    NO_DRAFTS,
+    Drafts,
+    KnownTokens,
+    PendingOutput,
+    Rows,
+    SampledTokens,
+    nothing_to_check,
+)
+from engine.sequence import (
+    DraftedSequence,
+    ScheduledSequence,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+    TokensSoFar,
+)
 from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Record, record_for
 from engine.steps.threads import StepThreads
 from kernels.interface import GraphKernels, Kernels
@@ -58,8 +74,9 @@ _LOGIT_ROWS = 256
 class TokenSampler(Protocol):
     """What the runner needs of `engine.sampling.sampler.Sampler`."""
 
-    def begin(self, logits: Tensor, rows: list[Sequence]) -> SampledTokens:
-        """`logits [B, V]` float32, one row for each sequence; B is not 0."""
+    def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> SampledTokens:
+        """`logits [B, V]` float32, one for each row; B is not 0. `drafts`: of some rows, by their index, what the next
+        row was computed for; where this row's token is another one, that of the next is not needed."""
         ...
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -257,18 +274,19 @@ class ModelRunner:
         return nullcontext(None if on_layer is None else StoredLayers(on_layer))
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> PendingOutput:
-        num_samples = len(batch.sampling_items)
+        num_samples = batch.num_sampled_rows
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden[num_samples:])
         pooled = _pooled(plan, batch, hidden)
         if not num_samples:
             return PendingOutput(prompt_logprobs=prompt_logprobs, pooled=pooled, check=self._check)
-        rows = [plan.items[index].seq for index in batch.sampling_items]
-        tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows)
+        rows, drafts = _sampled_rows([plan.items[index] for index in batch.sampling_items])
+        tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows, drafts)
         self._sampled = tokens
         return PendingOutput(
             prompt_logprobs=prompt_logprobs,
             sampling_items=batch.sampling_items,
             tokens=tokens,
+            drafts=drafts,
             pooled=pooled,
             check=self._check,
         )
@@ -289,6 +307,18 @@ class ModelRunner:
             logits = self.model.logits(hidden[start : start + len(ids)])
             logprobs.extend(self.sampler.prompt_logprobs(logits, ids, num_top))
         return logprobs
+
+
+def _sampled_rows(items: list[ScheduledSequence]) -> tuple[list[TokensSoFar], Drafts]:
+    """Whose tokens are sampled, row by row, and what the rows after them were computed for."""
+    rows: list[TokensSoFar] = []
+    drafts: dict[int, int] = {}
+    for item in items:
+        rows.append(item.seq)
+        for count, draft in enumerate(item.drafts, 1):
+            drafts[len(rows) - 1] = draft
+            rows.append(DraftedSequence(item.seq, item.drafts[:count]))
+    return rows, drafts
 
 
 def _pooled(plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, npt.NDArray[np.float64]]:

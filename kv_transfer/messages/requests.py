@@ -33,6 +33,8 @@ class RequestSpec:
     tpot_s: NonNegative | None = None
     gap_s: NonNegative | None = None
     pooling: Pooling | None = None
+    # what the client expects its output to be much like: a guess, which changes only when tokens come
+    prediction_token_ids: Items[TokenId] = field(default_factory=list)
     split_at: Count = 0  # who decodes computes the tokens from here on itself, and has the others from another worker
 
     @property
@@ -104,6 +106,7 @@ class TokenEvent:
     waited_s: NonNegative | None = None  # in the worker that began to compute the prompt, before its first step
     # only on an attempt's first token, where asked for: (logprob, top) of each prompt token after the first
     prompt_logprobs: Items[tuple[Real, Items[tuple[TokenId, Real]]]] | None = None
+    drafted: tuple[Text, Count, Count] | None = None  # see `engine.drafting.drafter.Drafted`
     embedding: Embedding | None = None  # what was asked for in place of tokens: `token_id` says nothing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.drafting.drafter import Drafted
 from engine.sequence import FinishReason, SampledToken, Sequence, TokenLogprobs
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
@@ -26,6 +27,7 @@ def sequence_of(request: RequestSpec, *, hands_over: bool = False) -> Sequence:
         pooling=request.pooling,
         is_part=is_part,
         cache_salt=request.cache_salt,
+        prediction_token_ids=request.prediction_token_ids,
         tpot_s=request.tpot_s,
         gap_s=request.gap_s,
         num_alone=NUM_ALONE if request.alone else 0,
@@ -38,6 +40,7 @@ def token_event(
     token: SampledToken,
     finish: FinishReason | None,
     prompt_logprobs: list[TokenLogprobs] | None,
+    drafted: Drafted | None = None,
 ) -> TokenEvent:
     """The `index`-th output token of `seq` as the gateway sees it. The attempt's first one says what went before it."""
     chosen, is_first = token.logprobs, index == seq.num_prior_output
@@ -51,6 +54,7 @@ def token_event(
         top_logprobs=None if chosen is None else chosen.top,
         num_cached_tokens=seq.num_cached if is_first else None,
         waited_s=seq.waited_s if is_first else None,
+        drafted=drafted,
         prompt_logprobs=None if prompt_logprobs is None else [(p.logprob, p.top) for p in prompt_logprobs],
     )
 

@@ -56,6 +56,7 @@ class World(StagedStepper):
         for item in plan.items:
             item.seq.num_computed += item.num_tokens
         for index, token in zip(pending.sampling_items, pending.tokens.finish(), strict=True):
+            assert token is not None
             plan.items[index].seq.output_token_ids.append(token.token_id)
         self.launched.append(pending)
 

@@ -15,7 +15,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.model.config import ModelConfig
 from engine.sampling.params import SamplingParams
-from engine.sampling.pending_output import KnownTokens
+from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
@@ -32,7 +32,7 @@ class RecordingSampler:
         self.sampled: dict[str, list[Tensor]] = {}
         self.judged: list[Tensor] = []
 
-    def begin(self, logits: Tensor, rows: list[Sequence]) -> KnownTokens:
+    def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> KnownTokens:
         assert logits.dtype == torch.float32
         for seq, row in zip(rows, logits, strict=True):
             self.sampled.setdefault(seq.request_id, []).append(row.clone())

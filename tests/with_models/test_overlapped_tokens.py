@@ -12,6 +12,7 @@ import torch
 from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from decode_workers.worker import decode_scheduler
 from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import NO_DRAFTS, Drafts, Rows
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.loop import StepLoop
@@ -79,8 +80,8 @@ class LateSampler:
         self._sampler = sampler
         self.prompt_logprobs = sampler.prompt_logprobs
 
-    def begin(self, logits: torch.Tensor, rows: list[Sequence]) -> LateTokens:
-        return LateTokens(self._sampler.begin(logits, rows).finish(), lambda: None)
+    def begin(self, logits: torch.Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> LateTokens:
+        return LateTokens(self._sampler.begin(logits, rows, drafts).finish(), lambda: None)
 
 
 class Generation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,14 +16,14 @@ from engine.sequence import SampledToken
 class LateTokens:
     """Tokens that a device would not have come to yet."""
 
-    tokens: list[SampledToken]
+    tokens: Sequence[SampledToken | None]
     wait: Callable[[], None]
 
     @property
     def token_ids(self) -> torch.Tensor:
         return KnownTokens(self.tokens).token_ids
 
-    def finish(self) -> list[SampledToken]:
+    def finish(self) -> Sequence[SampledToken | None]:
         assert threading.current_thread().name.startswith("device")
         self.wait()
         return self.tokens

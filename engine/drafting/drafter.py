@@ -1,0 +1,48 @@
+"""What a drafter is: it guesses tokens that a sequence may generate next.
+
+A step computes a sequence's drafts beside its newest token and samples after each as long as they are right, so a draft
+changes nothing but when a token comes (`engine.sequence.DraftedSequence`). Whoever drafts need not know the model.
+`engine.drafting.speculation` asks drafters in their order; another one belongs into `drafters_of` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from engine.sequence import Sequence
+
+DrafterName = Literal["prediction", "lookup", "history"]
+"""What its client expects; what stands in its prompt and output already; what other sequences got before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """`num_matched`: of the tokens before it, how many were as in the text that it is from: the more, the better."""
+
+    token_ids: tuple[int, ...]
+    drafter: DrafterName
+    num_matched: int
+
+
+class Drafted(NamedTuple):
+    """With the last token that a sequence has of a step with drafts: those that became tokens, and the others."""
+
+    drafter: DrafterName
+    num_accepted: int
+    num_rejected: int
+
+
+class Drafter(Protocol):
+    """Called by one thread. What it keeps of a sequence goes with the sequence."""
+
+    @property
+    def name(self) -> DrafterName: ...
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        """At most `most` tokens, 1 or more, after the newest token of `seq`. None: it has nothing to say."""
+        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """`seq` generates no more here."""
+        ...

@@ -1,0 +1,252 @@
+"""Which sequences of a step are drafted for, by whom, and how much: as many tokens a second as can be had.
+
+The decode scheduler asks it in each step, and tells it what became of the drafts. It learns how often each drafter is
+right, of each sequence and of all, and what rows cost beside the step (`engine.cost_model.row_costs`). A slot, which is
+the n-th draft of a sequence, is filled with the probability that it and all before it are right; slots are taken in
+falling order while that brings more tokens a second (Liu et al., "TurboSpec", arXiv:2406.14066). Where drafts do not
+pay, one is tried now and then, for a small part of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import StepWork
+from engine.drafting.drafter import Draft, Drafter, DrafterName
+from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
+from engine.sequence import Sequence
+
+MOST_DRAFTS: Final = 15
+"""Of a sequence in a step."""
+_MOST_SLOTS: Final = 64
+"""In a step: beyond, rows cost what prompts' do."""
+_TRIED: Final = 0.005
+"""Of the time of steps, what goes into drafts that are not expected to pay."""
+_ASSUMED: Final[dict[DrafterName, float]] = {"prediction": 0.7, "lookup": 0.4, "history": 0.4}
+_PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
+"""What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
+_BEHIND: Final = 2.0
+"""Times that a token counts whose sequence is late."""
+
+
+def drafters_of(names: Iterable[DrafterName]) -> list[Drafter]:
+    makers: dict[DrafterName, Callable[[], Drafter]] = {
+        "prediction": PredictionDrafter,
+        "lookup": LookupDrafter,
+        "history": HistoryDrafter,
+    }
+    return [makers[name]() for name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """`drafters` in the order in which they are asked. `fixed`: so many drafts for everyone whenever there are some,
+    for experiments; None: as it pays."""
+
+    drafters: tuple[DrafterName, ...] = ("prediction", "lookup", "history")
+    fixed: int | None = None
+
+
+class _Source(NamedTuple):
+    drafter: DrafterName
+    closeness: int  # by how much of the text matched before: 0 to 3
+
+    @classmethod
+    def of(cls, draft: Draft) -> _Source:
+        return cls(draft.drafter, min(draft.num_matched.bit_length(), 3))
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """Of drafts whose predecessors were right, how many were right: with older ones counting less."""
+
+    right: float = 0.0
+    wrong: float = 0.0
+
+    def note(self, num_right: int, was_wrong: bool, kept: float) -> None:
+        self.right = self.right * kept + num_right
+        self.wrong = self.wrong * kept + was_wrong
+
+    def rate(self, prior: float, weight: float) -> float:
+        return (self.right + prior * weight) / (self.right + self.wrong + weight)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Tokens, of one drafter."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """Of a sequence."""
+
+    acceptances: dict[_Source, _Acceptance] = field(default_factory=dict)
+    last_rate: float = 1.0  # of the last draft that was looked at
+    draft: Draft | None = None  # in the step in flight
+    tried_in: int = 0  # the step in which a draft was last tried without hope
+
+
+class Candidate(NamedTuple):
+    """A sequence that decodes in the step. `most`: drafts that it has room for. `is_late`: by what it was promised."""
+
+    seq: Sequence
+    most: int
+    is_late: bool = False
+
+
+class Speculation:
+    """Of one worker. `fixed` as in `SpeculationConfig`."""
+
+    def __init__(self, drafters: list[Drafter], costs: StepCosts, *, fixed: int | None = None) -> None:
+        self._drafters = drafters
+        self._costs = costs
+        self._fixed = fixed
+        self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
+        self._of_all: dict[_Source, _Acceptance] = {}
+        self._step = 0
+        self._tried_s = 0.0  # that may be spent on trying
+        self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
+
+    @classmethod
+    def of(cls, config: SpeculationConfig, costs: StepCosts) -> Speculation:
+        return cls(drafters_of(config.drafters), costs, fixed=config.fixed)
+
+    def plan(self, candidates: list[Candidate], work: StepWork, *, most: int) -> dict[Sequence, tuple[int, ...]]:
+        """At most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens."""
+        self._step += 1
+        if self._fixed is not None:
+            return self._begin(self._fixed_drafts(candidates, self._fixed, most))
+        cost = self._costs.cost()
+        if cost is None or not candidates:
+            return {}
+        plain_s = cost.step_s(work)
+        if not plain_s > 0.0:
+            return {}
+
+        def extra_s(num_drafts: int) -> float:
+            return self._costs.rows.extra_s(work.decodes, num_drafts, cost.prefill_token_s)
+
+        least = len(candidates) * extra_s(1) / plain_s  # of a first slot, to pay by itself
+        drafts: dict[Sequence, Draft] = {}
+        slots: list[tuple[float, int]] = []
+        hopeless: list[Candidate] = []
+        for index, candidate in enumerate(candidates):
+            room = min(candidate.most, MOST_DRAFTS)
+            if room <= 0:
+                continue
+            weight = _BEHIND if candidate.is_late else 1.0
+            state = self._state(candidate.seq)
+            if state.last_rate * weight < least:
+                hopeless.append(candidate)
+                continue
+            draft = self._propose(candidate.seq, room)
+            if draft is None:
+                continue
+            drafts[candidate.seq] = draft
+            state.last_rate = rate = self._rate(state, draft)
+            slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
+        counts = _worth(slots, min(most, _MOST_SLOTS), len(candidates), plain_s, extra_s)
+        kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
+        self._tried_s += _TRIED * plain_s
+        if not kept and most > 0:
+            kept = self._try(hopeless, drafts, extra_s(1), plain_s)
+        return self._begin(kept)
+
+    def verified(self, seq: Sequence, num_accepted: int) -> Draft:
+        """Of the drafts of `seq` in the step that is over, so many were right; returns all of them."""
+        state = self._state(seq)
+        assert state.draft is not None, f"nothing was drafted for {seq.request_id}"
+        draft, state.draft = state.draft, None
+        was_wrong = num_accepted < len(draft.token_ids)
+        source = _Source.of(draft)
+        state.acceptances.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT)
+        self._of_all.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT_OF_ALL)
+        state.last_rate = self._rate(state, draft)
+        counts = self.counts[draft.drafter]
+        counts.drafted += len(draft.token_ids)
+        counts.accepted += num_accepted
+        return draft
+
+    def ended(self, seq: Sequence) -> None:
+        """`seq` generates no more here."""
+        self._states.pop(seq, None)
+        for drafter in self._drafters:
+            drafter.ended(seq)
+
+    def _fixed_drafts(self, candidates: list[Candidate], each: int, most: int) -> dict[Sequence, Draft]:
+        drafts = {}
+        for candidate in candidates:
+            room = min(each, candidate.most, most)
+            draft = self._propose(candidate.seq, room) if room > 0 else None
+            if draft is not None:
+                drafts[candidate.seq] = draft
+                most -= len(draft.token_ids)
+        return drafts
+
+    def _state(self, seq: Sequence) -> _State:
+        state = self._states.get(seq)
+        if state is None:
+            state = self._states[seq] = _State(tried_in=self._step)
+        return state
+
+    def _propose(self, seq: Sequence, most: int) -> Draft | None:
+        for drafter in self._drafters:
+            draft = drafter.propose(seq, most)
+            if draft is not None and draft.token_ids:
+                return draft
+        return None
+
+    def _rate(self, state: _State, draft: Draft) -> float:
+        source = _Source.of(draft)
+        of_all = self._of_all.get(source, _Acceptance()).rate(_ASSUMED[draft.drafter], _PRIOR)
+        return state.acceptances.get(source, _Acceptance()).rate(of_all, _PRIOR)
+
+    def _try(
+        self, hopeless: list[Candidate], drafts: dict[Sequence, Draft], draft_s: float, plain_s: float
+    ) -> dict[Sequence, Draft]:
+        """One draft of whoever has waited longest for a try, where the time for that has come together."""
+        self._tried_s = min(self._tried_s, max(draft_s, _TRIED * plain_s))
+        if self._tried_s < draft_s:
+            return {}
+        waiting = [c.seq for c in hopeless] + list(drafts)
+        for seq in sorted(waiting, key=lambda seq: self._state(seq).tried_in):
+            self._state(seq).tried_in = self._step
+            draft = drafts.get(seq) or self._propose(seq, 1)
+            if draft is not None:
+                self._tried_s -= draft_s
+                return {seq: _first(draft, 1)}
+        return {}
+
+    def _begin(self, drafts: dict[Sequence, Draft]) -> dict[Sequence, tuple[int, ...]]:
+        for seq, draft in drafts.items():
+            self._state(seq).draft = draft
+        return {seq: draft.token_ids for seq, draft in drafts.items()}
+
+
+def _worth(
+    slots: list[tuple[float, int]], most: int, num_decodes: int, plain_s: float, extra_s: Callable[[int], float]
+) -> dict[int, int]:
+    """How many slots of each index bring the most tokens a second. Those of an index fall, so its first ones do."""
+    slots.sort(reverse=True)
+    del slots[max(most, 0) :]
+    tokens, best, best_count = float(num_decodes), num_decodes / plain_s, 0
+    for count, (probability, _) in enumerate(slots, 1):
+        tokens += probability
+        rate = tokens / (plain_s + extra_s(count))
+        if rate > best:
+            best, best_count = rate, count
+    counts: dict[int, int] = {}
+    for _, index in slots[:best_count]:
+        counts[index] = counts.get(index, 0) + 1
+    return counts
+
+
+def _first(draft: Draft, count: int) -> Draft:
+    return draft if count >= len(draft.token_ids) else Draft(draft.token_ids[:count], draft.drafter, draft.num_matched)
