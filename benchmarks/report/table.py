@@ -175,7 +175,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def write_table() -> None:
-    """From whatever is stored: each part keeps the commit and the time that it was measured at."""
+    """From whatever is stored: each part keeps the commit and the time that it was measured at. A `note` in a stored
+    report says what has changed since; the next measurement replaces it."""
     stored = _stored()
     sections = [_section(part, report) for part, report in stored.items()]
     sections.append(f"## goodput: what was stored before\n\n{OLD}")
@@ -214,7 +215,8 @@ def _section(part: str, report: Report) -> str:
         f"{report['load_average_after']} after; {report['duration_s']} s."
     )
     body = _TABLES[part](report["results"]) if report["status"] == "ok" else f"No numbers: {report['reason']}\n"
-    return f"## {part}\n\n{where}\n\n{body}"
+    note = f"{report['note']}\n\n" if "note" in report else ""
+    return f"## {part}\n\n{where}\n\n{note}{body}"
 
 
 def _engine(results: Report) -> str:
