@@ -18,11 +18,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
+from cluster.batch.database import Database
+from cluster.batch.files import Files, StoredFile
 from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
 from cluster.batch.runner import run_lines
-from cluster.storage.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
-from cluster.storage.database import Database
-from cluster.storage.files import Files, StoredFile
 
 logger = logging.getLogger(__name__)
 
