@@ -128,7 +128,7 @@ class Observer:
         rows = dict(await self._look_at_own())
         for gateway, told in self._others.told.items():
             by_s = self._clocks[gateway]
-            rows |= {name: row if by_s == 0.0 else _moved(row, by_s) for name, row in told["rows"].items()}
+            rows |= {name: row if by_s == 0.0 else moved_row(row, by_s) for name, row in told["rows"].items()}
         newest = heapq.nlargest(MAX_REQUESTS, rows, key=lambda name: rows[name]["at"])
         return {name: rows[name] for name in newest}
 
@@ -313,7 +313,7 @@ def request_marks(timeline: RequestTimeline) -> list[tuple[float, str, str]]:
     return marks
 
 
-def _moved(row: Mapping[str, Any], by_s: float) -> dict[str, Any]:
+def moved_row(row: Mapping[str, Any], by_s: float) -> dict[str, Any]:
     """A request's row with its times by another clock."""
     times = {name: round(row[name] + by_s, 3) for name in ("at", "end") if name in row}
     marks = [(round(at + by_s, 3), phase, worker) for at, phase, worker in row["marks"]]
