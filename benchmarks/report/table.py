@@ -53,10 +53,24 @@ def gateway_tables(results: Report) -> str:
 
 def _board(found: list[Report]) -> str:
     rows: list[list[object]] = [
-        [row["viewers"], row["streams"], spread(row["core_percent"]), spread(row["more_core_percent"]), gap_tail(row)]
+        [
+            row["viewers"],
+            row["streams"],
+            spread(row["core_percent"]),
+            spread(row["more_core_percent"]),
+            tail(row["late_ms"]),
+            gap_tail(row),
+        ]
         for row in found
     ]
-    columns = ["board: viewers", "streams of 20 ms a token", "% of a core", "more than without", "gaps P50 / P99"]
+    columns = [
+        "board: viewers",
+        "streams of 20 ms a token",
+        "% of a core",
+        "more than without",
+        "from the worker's beat to the client's socket, ms, P50 / P99",
+        "gaps P50 / P99",
+    ]
     return table(columns, rows)
 
 
