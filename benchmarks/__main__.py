@@ -31,6 +31,7 @@ PARTS = {
     "sampling": ("benchmarks.engine.sampling", 300),
     "engine": ("benchmarks.engine.speed", 600),
     "quantisation": ("benchmarks.engine.quantisation", 900),
+    "speculation": ("benchmarks.engine.speculation", 900),
     "cluster": ("benchmarks.serving.cluster", 600),
     "eviction": ("benchmarks.scheduling.eviction", 180),
     "offload": ("benchmarks.engine.offload", 420),

@@ -211,6 +211,29 @@ def quantisation_headline(results: Report) -> Json:
     }
 
 
+def speculation_table(results: Report) -> str:
+    columns = ["work", "at once", "times", "tokens/s", "without drafts", "tokens a step", "drafted", "accepted"]
+    rows = [
+        [
+            row["work"],
+            row["streams"],
+            row["times"],
+            spread(row["tokens_per_s"]),
+            spread(row["without_tokens_per_s"]),
+            row["tokens_per_step"],
+            row["drafted"],
+            row["accepted"],
+        ]
+        for row in results["rows"]
+    ]
+    head = f"{results['model']}, bfloat16, {results['threads']} threads, {results['output_tokens']} tokens each.\n\n"
+    return head + table(columns, rows)
+
+
+def speculation_headline(results: Report) -> Json:
+    return {f"{row['work']}, {row['streams']} at once": row["times"] for row in results["rows"]}
+
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -455,6 +478,7 @@ def _handoff_headline(results: Report) -> Json:
 _TABLES: dict[str, Callable[[Report], str]] = {
     "engine": _engine,
     "quantisation": quantisation_table,
+    "speculation": speculation_table,
     "cluster": _cluster,
     "handoff": _handoff,
     "gateway": gateway_tables,
@@ -474,6 +498,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
     "quantisation": quantisation_headline,
+    "speculation": speculation_headline,
     "cluster": _cluster_headline,
     "handoff": _handoff_headline,
     "gateway": gateway_headline,

@@ -34,6 +34,7 @@ class StepCosts:
         self._learnt: StepCostFit | None = None
         self._unlearnt: list[tuple[StepWork, float]] = []
         self._cautious: StepCost | None = None
+        self._recent: StepCost | None = None
         self.rows = RowCosts()
 
     @property
@@ -44,7 +45,7 @@ class StepCosts:
     def seed(self, cost: StepCost) -> None:
         """Begin with what was measured."""
         self._learnt, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
-        self._cautious = None
+        self._cautious = self._recent = None
         self._unlearnt.clear()
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -52,7 +53,7 @@ class StepCosts:
         if not (work.prefill_tokens or work.decodes):
             return
         if work.drafts:  # beside what is known of such steps without them
-            if (cost := self.cost()) is not None:
+            if (cost := self.recent_cost()) is not None:
                 self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
         elif self._is_seeded:
             self._unlearnt.append((work, seconds))
@@ -61,7 +62,7 @@ class StepCosts:
         else:
             self._first.append((work, seconds))
             self._learnt = StepCostFit(fit_steps(self.estimate, self._first))
-            self._cautious = None
+            self._cautious = self._recent = None
             self._is_seeded = len(self._first) == _SCALING_STEPS
 
     @property
@@ -75,7 +76,14 @@ class StepCosts:
             for work, seconds in self._unlearnt:
                 self._learnt.observe(work, seconds)
             self._unlearnt.clear()
-            self._cautious = None
+            self._cautious = self._recent = None
+
+    def recent_cost(self) -> StepCost | None:
+        """As of the steps that were learnt from last, and cheap: who drafts asks it in each step. None as long as
+        nothing was measured."""
+        if self._recent is None and self._learnt is not None:
+            self._recent = self._learnt.cost()
+        return self._recent
 
     def cost(self) -> StepCost | None:
         """None as long as nothing was measured."""

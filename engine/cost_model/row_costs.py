@@ -33,7 +33,7 @@ class RowCosts:
         before_s = self._known_s(size, prefill_token_s)
         each_s = min(extra_s / num_drafts, _MOST * prefill_token_s)  # negative ones too: their mean is what counts
         self._num_steps[size] += 1
-        weight = max(_RATE, 1 / (self._num_steps[size] + 1))
+        weight = max(_RATE, 1 / (self._num_steps[size] + 4))
         for other, known_s in enumerate(self._each_s):
             self._each_s[other] = known_s * _FORGOTTEN
         self._each_s[size] = before_s + weight * (each_s - before_s)

@@ -24,9 +24,9 @@ _MISALIGNED_MOST: Final = 16
 """Finds that begin within a token, before a search is given up."""
 _CLOSE: Final = 64
 """Tokens of a prediction after the place reached in which the text is looked for first, when it has changed."""
+_SHORTEST: Final = _LENGTHS[0]
 _SALTS_MOST, _HISTORY_TOKENS = 64, 16_384
-_BETWEEN: Final = 0xFFFF_FFFF
-"""Between two answers: no token's id."""
+_Half = tuple[list[int], dict[tuple[int, ...], int]]
 
 
 class TokenText:
@@ -46,9 +46,6 @@ class TokenText:
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(array("I", bytes(self._bytes[max(start, 0) * _TOKEN_BYTES : stop * _TOKEN_BYTES])))
-
-    def drop_first(self, num_tokens: int) -> None:
-        del self._bytes[: num_tokens * _TOKEN_BYTES]
 
     def after_last(self, run: tuple[int, ...], before: int) -> int | None:
         """The position after the last place before position `before`, end included, where the run stands."""
@@ -115,6 +112,33 @@ class LookupDrafter:
         self._texts.pop(seq, None)
 
 
+class _Answers:
+    """Tokens of answers one after the other, and where each run of three was seen last. The older half goes at once
+    when the newer one is full, so that nothing has to be taken out of it."""
+
+    def __init__(self) -> None:
+        self._older: _Half = ([], {})
+        self._newer: _Half = ([], {})
+
+    def add(self, token_ids: list[int]) -> None:
+        if len(self._newer[0]) + len(token_ids) > _HISTORY_TOKENS // 2:
+            self._older, self._newer = self._newer, ([], {})
+        text, ends = self._newer
+        start = len(text)
+        text += token_ids
+        for end in range(start + _SHORTEST, len(text)):
+            ends[text[end - 3], text[end - 2], text[end - 1]] = end
+
+    def following(self, newest: tuple[int, ...], most: int) -> tuple[tuple[int, ...], int] | None:
+        """What came after the `newest` tokens when these were seen last, and how many of them were the same there."""
+        for text, ends in (self._newer, self._older):
+            at = ends.get(newest[-_SHORTEST:])
+            if at is not None:
+                is_long = len(newest) > _SHORTEST and tuple(text[max(at - len(newest), 0) : at]) == newest
+                return tuple(text[at : at + most]), len(newest) if is_long else _SHORTEST
+        return None
+
+
 class HistoryDrafter:
     """From what sequences of the same cache salt generated on this worker before.
 
@@ -125,28 +149,20 @@ class HistoryDrafter:
     name: DrafterName = "history"
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, TokenText] = OrderedDict()
+        self._answers: OrderedDict[str, _Answers] = OrderedDict()
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
-        text = self._texts.get(seq.cache_salt)
-        found = None if text is None else _longest_run(seq, text, len(text))
-        if text is None or found is None:
-            return None
-        at, length = found
-        token_ids = text.tokens(at, at + most)
-        if _BETWEEN in token_ids:
-            token_ids = token_ids[: token_ids.index(_BETWEEN)]
-        return Draft(token_ids, self.name, length) if token_ids else None
+        answers = self._answers.get(seq.cache_salt)
+        newest = _newest(seq, _LENGTHS[-1]) or _newest(seq, _SHORTEST)
+        found = None if answers is None or newest is None else answers.following(newest, most)
+        return None if found is None else Draft(found[0], self.name, found[1])
 
     def ended(self, seq: Sequence) -> None:
-        if not seq.output_token_ids:
-            return
-        text = self._texts.setdefault(seq.cache_salt, TokenText())
-        self._texts.move_to_end(seq.cache_salt)
-        text.extend((*seq.output_token_ids[-_HISTORY_TOKENS:], _BETWEEN))
-        text.drop_first(max(0, len(text) - _HISTORY_TOKENS))
-        if len(self._texts) > _SALTS_MOST:
-            self._texts.popitem(last=False)
+        answers = self._answers.setdefault(seq.cache_salt, _Answers())
+        self._answers.move_to_end(seq.cache_salt)
+        answers.add(seq.output_token_ids[-_HISTORY_TOKENS // 2 :])
+        if len(self._answers) > _SALTS_MOST:
+            self._answers.popitem(last=False)
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ class Speculation:
         self._step += 1
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
-        cost = self._costs.cost()
+        cost = self._costs.recent_cost()
         if cost is None or not candidates:
             return {}
         plain_s = cost.step_s(work)

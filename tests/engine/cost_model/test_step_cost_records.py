@@ -30,7 +30,7 @@ def recorded(clock: str) -> list[tuple[StepWork, float]]:
     log: dict[str, Any] = json.loads(STEP_LOG.read_text())
     rows = [dict(zip(log["columns"], step, strict=True)) for run in log["runs"] for step in run["steps"]]
     names = [field.name for field in dataclasses.fields(StepWork)]
-    return [(StepWork(**{name: row[name] for name in names}), row[clock]) for row in rows]
+    return [(StepWork(**{name: row[name] for name in names if name in row}), row[clock]) for row in rows]
 
 
 SEED = StepCost(base_s=0.05, prefill_token_s=5e-4, prefill_pair_s=1e-7, decode_s=5e-3, context_token_s=2e-6)

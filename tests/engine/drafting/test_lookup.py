@@ -53,7 +53,11 @@ def test_earlier_answers_are_found_under_the_same_salt_only() -> None:
     assert drafter.propose(sequence([7], [10, 11, 12], cache_salt="a"), 5) == Draft((13, 14), "history", 3)
     assert drafter.propose(sequence([7], [10, 11, 12], cache_salt="b"), 5) == Draft((90,), "history", 3)
     assert drafter.propose(sequence([7], [10, 11, 12]), 5) is None
+    assert drafter.propose(sequence([7], [12, 13, 14], cache_salt="a"), 5) is None, "nothing came after it"
+    drafter.ended(sequence([1], [30, 31, 32, 33], cache_salt="a"))
     assert drafter.propose(sequence([7], [12, 13, 14], cache_salt="a"), 5) is None, "another answer does not follow"
+    drafter.ended(sequence([1], [1, 2, 3, 10, 11, 12, 50], cache_salt="a"))
+    assert drafter.propose(sequence([1, 2], [3, 10, 11, 12], cache_salt="a"), 5) == Draft((50,), "history", 6)
 
 
 def test_history_is_bounded() -> None:

@@ -1,0 +1,205 @@
+"""Tokens a second with drafts, beside the same engine without, in turns; every token must be the same.
+
+* *edits*: code that the model writes, with a `prediction` that differs from it as a file before an edit does: in a
+  run of up to three tokens in every 33. *exact*: with a prediction that is right.
+* *copies*: the model is asked to repeat lines of a given text; *summaries* are of a given text. By lookup.
+* *prose*: drawn answers to questions, with nothing to copy.
+* *adversary*: the same, with a prediction of tokens drawn at random.
+
+In process, two threads. What counts begins when all prompts are computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.common.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model
+from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.provenance import ROOT
+from benchmarks.common.quiet import QuietMachine
+from benchmarks.common.summary import Json, ratio, spread
+from benchmarks.common.workload import MODEL, greedy
+from decode_workers.local_engine import LocalEngine
+from engine.checkpoint.store import resolve_model
+from engine.drafting.drafter import DrafterName
+from engine.drafting.speculation import Speculation, SpeculationConfig
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+from engine.steps.calibration import calibrate
+from engine.steps.loading import LoadedModel
+from engine.text.tokenizer import Tokenizer
+
+NUM_THREADS = 2
+STREAMS = (1, 8, 32)
+NUM_TOKENS = 160
+EDITED_EVERY = 33
+REPEATS = 3
+TEXT = ROOT / "benchmarks" / "texts" / "decisions.txt"
+CODE = ROOT / "engine" / "kv" / "block_pool.py"
+QUESTIONS = (
+    "Tell me about the history of tea.",
+    "Why is the sky blue?",
+    "Write a story about a fox.",
+    "Explain how a bicycle works.",
+    "What is a good way to learn to cook?",
+    "Describe the city of Lisbon.",
+    "How do plants grow?",
+    "Write a letter to a friend about a journey.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests that are sent together. `predictions` None: none of them has one. Those that draw say something else in
+    each turn; of the others history would know the answers from the turn before."""
+
+    prompts: list[list[int]]
+    draws: bool = False
+    predictions: list[list[int]] | None = None
+
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        return ("prediction", "lookup", "history") if self.draws else ("prediction", "lookup")
+
+    def sequences(self, turn: int) -> list[Sequence]:
+        return [
+            Sequence(
+                request_id=f"bench-{number}",
+                attempt=0,
+                params=_drawn(1000 * turn + number) if self.draws else greedy(NUM_TOKENS),
+                prompt_token_ids=list(prompt),
+                prediction_token_ids=[] if self.predictions is None else self.predictions[number],
+            )
+            for number, prompt in enumerate(self.prompts)
+        ]
+
+
+@dataclass(slots=True)
+class Run:
+    turn: int
+    tokens: list[list[int]]
+    tokens_per_s: float
+    num_steps: int
+    drafted: int
+    accepted: int
+
+
+def measure() -> Json:
+    model = load_default_model("bfloat16", num_threads=NUM_THREADS, kv_blocks=2048)
+    model.costs.seed(calibrate(model))
+    tokenizer = Tokenizer(resolve_model(MODEL))
+    quiet = QuietMachine()
+    rows: list[Json] = []
+    for num_streams in STREAMS:
+        for name, work in _works(model, tokenizer, num_streams).items():
+            rows.append({"work": name, "streams": num_streams, **_compared(model, work, quiet)})
+            note(
+                f"{name}, {num_streams} at once: {rows[-1]['times']} times, {rows[-1]['tokens_per_step']} tokens a step"
+            )
+    return {"model": MODEL, "threads": NUM_THREADS, "output_tokens": NUM_TOKENS, "rows": rows, "quiet": quiet.report()}
+
+
+def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[str, Work]:
+    code, text = (path.read_text(encoding="utf-8") for path in (CODE, TEXT))
+    of_code = [_chat(tokenizer, f"Improve this code:\n{code[200 * n : 200 * n + 1200]}") for n in range(num_streams)]
+    written = run(model, None, Work(of_code), itertools.count()).tokens
+    parts = [text[300 * n : 300 * n + 1500] for n in range(num_streams)]
+    questions = [
+        _chat(tokenizer, QUESTIONS[n % len(QUESTIONS)] + " " * (n // len(QUESTIONS))) for n in range(num_streams)
+    ]
+    source = random.Random(num_streams)
+    vocab_size = model.runner.config.vocab_size
+    at_random = [[source.randrange(vocab_size) for _ in range(2 * NUM_TOKENS)] for _ in questions]
+    return {
+        "edits": Work(of_code, predictions=[_before_an_edit(tokens, source, vocab_size) for tokens in written]),
+        "exact": Work(of_code, predictions=written),
+        "copies": Work([_chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
+        "summaries": Work([_chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
+        "prose": Work(questions, draws=True),
+        "adversary": Work(questions, draws=True, predictions=at_random),
+    }
+
+
+def _compared(model: LoadedModel, work: Work, quiet: QuietMachine) -> Json:
+    """What is learnt of drafts and rows stays from turn to turn, as in a worker."""
+    speculation = Speculation.of(SpeculationConfig(drafters=work.drafters), model.costs)
+    variants: Mapping[str, Callable[[], Run]] = {
+        "without": partial(run, model, None, work, itertools.count()),
+        "with": partial(run, model, speculation, work, itertools.count()),
+    }
+    runs = quiet.in_turns(variants, REPEATS)
+    expected = {one.turn: one.tokens for one in runs["without"]}  # a disturbed turn was followed by another one
+    if any(one.tokens != expected.get(one.turn, one.tokens) for one in runs["with"]):
+        raise GateError("drafts have changed tokens")
+    found = runs["with"]
+    speeds = {name: [one.tokens_per_s for one in turns] for name, turns in runs.items()}
+    return {
+        "times": ratio(speeds["with"], speeds["without"]),
+        "tokens_per_s": spread(speeds["with"]),
+        "without_tokens_per_s": spread(speeds["without"]),
+        "tokens_per_step": round(runs["without"][0].num_steps / found[-1].num_steps, 2),
+        "drafted": found[-1].drafted,
+        "accepted": found[-1].accepted,
+    }
+
+
+def run(model: LoadedModel, speculation: Speculation | None, work: Work, turns: Iterator[int]) -> Run:
+    budget = CHUNK_TOKENS + MAX_NUM_SEQS
+    engine = LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=budget, speculation=speculation)
+    turn = next(turns)
+    seqs = work.sequences(turn)
+    for seq in seqs:
+        engine.add(seq)
+    while engine.scheduler.num_uncomputed:
+        engine.step()
+    num_before, num_steps = _num_output(seqs), 0
+    began = time.perf_counter()
+    while engine.scheduler.num_running:
+        engine.step()
+        num_steps += 1
+    seconds = time.perf_counter() - began
+    counts = engine.scheduler.draft_counts.values()  # of all turns so far
+    return Run(
+        turn=turn,
+        tokens=[seq.output_token_ids for seq in seqs],
+        tokens_per_s=(_num_output(seqs) - num_before) / seconds,
+        num_steps=num_steps,
+        drafted=sum(each.drafted for each in counts),
+        accepted=sum(each.accepted for each in counts),
+    )
+
+
+def _num_output(seqs: list[Sequence]) -> int:
+    return sum(len(seq.output_token_ids) for seq in seqs)
+
+
+def _before_an_edit(tokens: list[int], source: random.Random, vocab_size: int) -> list[int]:
+    """Where a run of tokens was written anew: as many others, fewer, or more stood there."""
+    before: list[int] = []
+    at = 0
+    while at < len(tokens):
+        kept = source.randint(1, 2 * EDITED_EVERY - 5)
+        before += tokens[at : at + kept]
+        before += [source.randrange(vocab_size) for _ in range(source.randint(0, 3))]
+        at += kept + source.randint(1, 3)
+    return before
+
+
+def _drawn(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, seed=seed, temperature=0.7, top_p=0.95, ignore_eos=True)
+
+
+def _chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(NUM_THREADS)
+    run_part("speculation", measure)
