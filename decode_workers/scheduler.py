@@ -494,7 +494,7 @@ class DecodeScheduler:
             emissions.append(self._emit(entry, token))
             if emissions[-1].finish is not None:
                 break
-        num_accepted = len(emissions) - 1
+        num_accepted = min(len(emissions), len(sampled) - 1)  # a right draft may be the sequence's last token
         emissions[-1].drafted = Drafted(draft.drafter, num_accepted, len(draft.token_ids) - num_accepted)
         return emissions
 
