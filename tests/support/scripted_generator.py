@@ -163,6 +163,8 @@ class ScriptedGenerator:
                 tokens.append(event)
                 if index == 1 and self.script.handoff_s is not None:
                     timeline.handed_off(request.attempt, self.script.handoff_s)
+                if event.drafted is not None:
+                    timeline.drafted(*event.drafted)
                 timeline.token(time.monotonic())
                 if event.finish_reason is not None:
                     yield tokens
