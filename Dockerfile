@@ -33,7 +33,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM torch-cuda AS cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install "$(echo /wheels/legato-*.whl)[gpu]" && pip check
+    pip install "$(echo /wheels/legato-*.whl)[gpu,trace]" && pip check
 USER 1000
 WORKDIR /home/ray
 EXPOSE 8000
@@ -44,7 +44,7 @@ CMD ["python", "-m", "cluster", "serve", "/usr/local/lib/python3.11/site-package
 # The last stage is what is built without --target.
 FROM torch-cpu AS cpu
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install /wheels/legato-*.whl && pip check
+    pip install "$(echo /wheels/legato-*.whl)[trace]" && pip check
 USER 1000
 WORKDIR /home/ray
 EXPOSE 8000

@@ -24,6 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge as RayGauge
 
 from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.batch.database import Database
 from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
@@ -46,7 +47,6 @@ from cluster.metrics.slo import SloMetrics
 from cluster.metrics.traces import trace_exporter
 from cluster.metrics.workers import WorkerMetrics
 from cluster.slo.account import SloAccount
-from cluster.storage.database import Database
 from engine.checkpoint.builtin_models import BUILTIN_MODELS
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.checkpoint.store import resolve_model

@@ -12,7 +12,7 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import Emission
 from decode_workers.worker import decode_scheduler
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.speculation import SpeculationConfig
+from engine.drafting.speculation import Speculation
 from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
 from kv_transfer.worker.base import block_allocator
@@ -32,12 +32,13 @@ class LocalEngine:
         max_num_seqs: int = 64,
         token_budget: int = 512,
         layerkv: LayerKvConfig | None = None,
-        speculation: SpeculationConfig | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = model.runner
         self._clock = clock
         self._costs = model.costs
+        self.speculation = speculation
         self.scheduler = decode_scheduler(
             model,
             block_allocator(model),

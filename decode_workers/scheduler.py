@@ -19,8 +19,8 @@ from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelectio
 from decode_workers.pacing import longest_before_s
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
-from engine.drafting.drafter import Drafted
-from engine.drafting.speculation import Candidate, Speculation
+from engine.drafting.drafter import Drafted, DrafterName
+from engine.drafting.speculation import Candidate, DraftCounts, Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
     FinishReason,
@@ -178,6 +178,11 @@ class DecodeScheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self._local.num_uncomputed_tokens
+
+    @property
+    def draft_counts(self) -> Mapping[DrafterName, DraftCounts]:
+        """Of each drafter, what was drafted so far, and what became tokens."""
+        return {} if self._speculation is None else self._speculation.counts
 
     def sequence(self, key: SequenceKey) -> Sequence | None:
         entry = self._entries.get(key)
@@ -395,7 +400,7 @@ class DecodeScheduler:
         have tokens, and of one more. Its last token needs none to follow."""
         assert seq.block_table is not None
         columns = seq.block_table.num_columns + may_grow
-        if seq.host_groups:
+        if seq.host_groups or self.allocator.is_moving(seq):
             columns = self.allocator.num_columns_for(seq.num_tokens)
         return min(
             columns * self.allocator.block_size - seq.num_tokens,

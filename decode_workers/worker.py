@@ -66,7 +66,7 @@ class DecodeWorker(Worker):
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             layerkv=config.layerkv,
-            speculation=config.speculation,
+            speculation=None if config.speculation is None else Speculation.of(config.speculation, self.model.costs),
         )
         self.scheduler.on_preempted = self._tell_preempted
 
@@ -287,7 +287,7 @@ def decode_scheduler(
     max_num_seqs: int,
     token_budget: int,
     layerkv: LayerKvConfig | None,
-    speculation: SpeculationConfig | None = None,
+    speculation: Speculation | None = None,
 ) -> DecodeScheduler:
     """Sequences rest in host memory only if `layerkv` says how and the model has a host pool and a staging ring."""
     return DecodeScheduler(
@@ -298,7 +298,7 @@ def decode_scheduler(
         eos_token_ids=model.eos_token_ids,
         tiers=_offload_policy(model, allocator, layerkv),
         cost=model.costs.cautious_cost,
-        speculation=None if speculation is None else Speculation.of(speculation, model.costs),
+        speculation=speculation,
     )
 
 

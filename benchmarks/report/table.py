@@ -38,14 +38,54 @@ def gateway_tables(results: Report) -> str:
     ]
     first: list[list[object]] = [[row["beside"], tail(row["ttft_ms"])] for row in results.get("first_token", [])]
     cost = "CPU us per token"
-    return "\n".join(
-        (
-            table(["HTTP app alone: streams", "tokens/s on one core", cost, "tokens per read"], alone),
-            table(["whole gateway: streams", "beat, ms", cost, "TPOT at the client, ms", "gaps P50 / P99"], steady),
-            table(["at full speed: streams", "tokens/s on one core", cost, "tokens per event"], flood),
-            table(["beside streams of 20 ms a token", "added to a first token, ms, P50 / P99"], first),
-        )
-    )
+    tables = [
+        table(["HTTP app alone: streams", "tokens/s on one core", cost, "tokens per read"], alone),
+        table(["whole gateway: streams", "beat, ms", cost, "TPOT at the client, ms", "gaps P50 / P99"], steady),
+        table(["at full speed: streams", "tokens/s on one core", cost, "tokens per event"], flood),
+        table(["beside streams of 20 ms a token", "added to a first token, ms, P50 / P99"], first),
+    ]
+    if "board" in results:  # older reports have neither
+        tables.append(_board(results["board"]))
+    if "timelines" in results:
+        tables.append(_timelines(results["timelines"]))
+    return "\n".join(tables)
+
+
+def _board(found: list[Report]) -> str:
+    rows: list[list[object]] = [
+        [
+            row["viewers"],
+            row["streams"],
+            spread(row["core_percent"]),
+            spread(row["more_core_percent"]),
+            tail(row["late_ms"]),
+            gap_tail(row),
+        ]
+        for row in found
+    ]
+    columns = [
+        "board: viewers",
+        "streams of 20 ms a token",
+        "% of a core",
+        "more than without",
+        "from the worker's beat to the client's socket, ms, P50 / P99",
+        "gaps P50 / P99",
+    ]
+    return table(columns, rows)
+
+
+def _timelines(found: Report) -> str:
+    rows: list[list[object]] = [
+        [
+            where,
+            clock["within_2_ms"],
+            f"{clock['p50_ms']:g} / {clock['p99_ms']:g}",
+            f"{clock['min_ms']:g} / {clock['max_ms']:g}",
+        ]
+        for where, clock in (("its socket", found["socket"]), ("its reading", found["client"]))
+    ]
+    columns = ["timelines: the client's clock, by", "within 2 ms", "client minus timeline, ms, P50 / P99", "min / max"]
+    return table(columns, rows) + f"\n{found['retried']} were tried again, {found['preempted']} preempted.\n"
 
 
 def gateway_headline(results: Report) -> Json:
@@ -175,7 +215,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def write_table() -> None:
-    """From whatever is stored: each part keeps the commit and the time that it was measured at."""
+    """From whatever is stored: each part keeps the commit and the time that it was measured at. A `note` in a stored
+    report says what has changed since; the next measurement replaces it."""
     stored = _stored()
     sections = [_section(part, report) for part, report in stored.items()]
     sections.append(f"## goodput: what was stored before\n\n{OLD}")
@@ -214,7 +255,8 @@ def _section(part: str, report: Report) -> str:
         f"{report['load_average_after']} after; {report['duration_s']} s."
     )
     body = _TABLES[part](report["results"]) if report["status"] == "ok" else f"No numbers: {report['reason']}\n"
-    return f"## {part}\n\n{where}\n\n{body}"
+    note = f"{report['note']}\n\n" if "note" in report else ""
+    return f"## {part}\n\n{where}\n\n{note}{body}"
 
 
 def _engine(results: Report) -> str:

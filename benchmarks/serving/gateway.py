@@ -30,6 +30,7 @@ from benchmarks.common.sse_client import stream_wave
 from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 from benchmarks.serving.gateway_server import ServerOrder
+from benchmarks.serving.late_tokens import tokens_on_their_way
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat, keep_pace
 from benchmarks.serving.timelines import measure_timelines
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
@@ -180,23 +181,23 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
 
 async def _watched(server: _Server, worker: ScriptedWorker) -> list[Json]:
     """Streams at a steady beat while so many look at the board, whose picture then has a new number of tokens of each,
-    four times a second. The rounds alternate, so that what else the machine does is the same for all."""
+    four times a second. `late_ms`: from a worker's beat to its token in the
+    client's socket. The rounds alternate, so that what else the machine does is the same for all."""
     shares: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
+    late: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
     gaps: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
-    load = Load(num_requests=WATCHED_STREAMS, prompt_tokens=16, output_tokens=int(BEAT_SECONDS / WATCHED_BEAT_S))
+    num_tokens = int(BEAT_SECONDS / WATCHED_BEAT_S)
     num_messages = 0
     for _ in range(WATCHED_ROUNDS):
         for viewers in VIEWERS:
             looking = [asyncio.create_task(_look(server.port)) for _ in range(viewers)]
-            waves = asyncio.create_task(stream_wave(server.port, MODEL, load))
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.until_active(WATCHED_STREAMS)
             started_s, cpu_s = time.perf_counter(), server.cpu_s()
-            beating = asyncio.create_task(keep_beat(worker, WATCHED_BEAT_S))
-            wave = await waves
+            late_s, gaps_s = await tokens_on_their_way(
+                server.port, MODEL, worker, WATCHED_STREAMS, num_tokens, WATCHED_BEAT_S
+            )
             shares[viewers].append((server.cpu_s() - cpu_s) / (time.perf_counter() - started_s))
-            beating.cancel()
-            gaps[viewers] += [gap_s for request in wave.requests for gap_s in request.gaps_s]
+            late[viewers] += late_s
+            gaps[viewers] += gaps_s
             for look in looking:
                 look.cancel()
             num_messages += sum(await asyncio.gather(*looking))
@@ -209,10 +210,11 @@ async def _watched(server: _Server, worker: ScriptedWorker) -> list[Json]:
                 "streams": WATCHED_STREAMS,
                 "core_percent": spread([100 * share for share in shares[viewers]]),
                 "more_core_percent": spread(more),
+                "late_ms": percentiles(late[viewers], MS),
                 "gap_ms": percentiles(gaps[viewers], MS),
             }
         )
-        note(f"board, {viewers} viewers: {sum(more) / len(more):.1f} % of a core more, gaps {rows[-1]['gap_ms']} ms")
+        note(f"board, {viewers} viewers: {sum(more) / len(more):.1f} % of a core more, late {rows[-1]['late_ms']} ms")
     assert num_messages > 0, "nobody saw anything"
     return rows
 

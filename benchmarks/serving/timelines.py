@@ -14,7 +14,6 @@ import itertools
 import json
 import random
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import httpx
 from benchmarks.common.part import GateError, note
 from benchmarks.common.summary import Json
 from benchmarks.common.workload import draw_prompts
+from benchmarks.serving.late_tokens import SO_TIMESTAMPNS, stamp_of
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat
 from cluster.load.timing import MS, percentile, rounded
 from kv_transfer.messages.requests import Endpoint
@@ -37,7 +37,6 @@ BEAT_S = 0.025
 KV_TOKENS = 160  # of a worker: six requests or so
 MORTAL_S = 1.5
 TIMEOUT_S = 60.0
-_SO_TIMESTAMPNS: Final = 35  # of Linux; Python has no name for it
 _END: Final = b"\r\n0\r\n\r\n"  # of a chunked body
 
 
@@ -106,7 +105,7 @@ async def _ask(port: int, model: str, prompt: list[int], after_s: float) -> _See
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         await loop.sock_connect(sock, ("127.0.0.1", port))
         readable = asyncio.Event()
         loop.add_reader(sock, readable.set)
@@ -126,8 +125,7 @@ async def _ask(port: int, model: str, prompt: list[int], after_s: float) -> _See
             raise GateError(f"a request was not answered within {TIMEOUT_S:g} s; it has {data[-300:]!r}") from None
         finally:
             loop.remove_reader(sock)
-    (seconds, nanoseconds) = struct.unpack_from("qq", stamps[-1][2])
-    came_s = seconds + nanoseconds / 1e9 - (time.time() - time.monotonic())
+    came_s = stamp_of(stamps) - (time.time() - time.monotonic())
     answer_id = json.loads(data.partition(b"data: ")[2].partition(b"\n")[0])["id"]
     return _Seen(answer_id, sent_s, came_s, read_s)
 

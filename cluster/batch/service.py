@@ -1,7 +1,8 @@
 """Sees that batches go on while this gateway lives, and that another one can go on with them when it ends.
 
 Lines are sent through the gateway's own application, without a socket: the same doors as for any client, in the class
-without targets, so that they fill what others leave.
+without targets, so that they fill what others leave. What there is no room for now is asked again when it says, for as
+long as it takes: a batch has no target, and gives way to who has one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -18,15 +20,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
+from cluster.batch.database import Database
+from cluster.batch.files import Files, StoredFile
 from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
-from cluster.batch.runner import run_lines
-from cluster.storage.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
-from cluster.storage.database import Database
-from cluster.storage.files import Files, StoredFile
 
 logger = logging.getLogger(__name__)
 
 SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
+_Send = Callable[[BatchLine], Awaitable[LineAnswer]]
+_Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 
 CLAIM_S: Final = 10.0  # that a gateway which is gone keeps its batches from others
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
@@ -34,6 +37,10 @@ _SWEEP_S: Final = 60.0
 _BATCHES: Final = 4  # that one gateway runs at a time, so that a small one need not wait for a large one
 _LINES: Final = 64  # of all of them, in flight at a time
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
+_TRIES: Final = 4  # of what fails by the server's fault
+_NOT_NOW: Final = (429, 503)  # nothing was tried
+_WAIT_S: Final = 1.0  # where nobody says how long; twice as long after each failure
+_LONGEST_WAIT_S: Final = 30.0
 _WHY: Final[dict[Status, str]] = {
     "expired": "The batch's completion window was over before this line was answered.",
     "cancelled": "The batch was cancelled before this line was answered.",
@@ -148,7 +155,7 @@ class BatchService:
             await self.batches.answer(batch, [_kept(line, answer)])
 
         lines = await self._unanswered(batch)
-        working = asyncio.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
+        working = asyncio.create_task(_run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
         cancelled = asyncio.create_task(is_cancelled.wait())
         try:
             timeout_s = max(0.0, batch.expires_at - time.time())
@@ -171,6 +178,38 @@ class BatchService:
         lines = await self._unanswered(batch)
         while some := await asyncio.to_thread(lambda: [_kept(line, why) for line in islice(lines, _AT_ONCE)]):
             await self.batches.answer(batch, some)
+
+
+async def _run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int) -> None:
+    """Until all lines have an answer and that has been kept. What `keep` raises ends it, and the lines under way.
+
+    `lines` may read a file: the next one is asked for in a thread, by one at a time."""
+    turn = asyncio.Lock()
+
+    async def work() -> None:
+        while True:
+            async with turn:
+                line = await asyncio.to_thread(next, lines, None)
+            if line is None:
+                return
+            await keep(line, await _answer(line, send))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_at_once):
+            group.create_task(work())
+
+
+async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
+    wait_s, tries = _WAIT_S, 0
+    while True:
+        answer = await send(line)
+        if answer.status not in _NOT_NOW:
+            tries += 1
+            if 0 < answer.status < 500 or tries == _TRIES:
+                return answer
+        # Not all at the same moment: what had no room together would have none again.
+        await asyncio.sleep(min(answer.retry_after_s or wait_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.5))
+        wait_s *= 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,12 @@ def require_model(ref: str) -> None:
     """Raises ArgumentsError for what names neither a model nor a file."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
 
-    if ref in BUILTIN_MODELS or (ref and Path(ref).expanduser().exists()) or "/" in ref.strip("/."):
+    path = Path(ref).expanduser()
+    if ref not in BUILTIN_MODELS and path.is_file() and path.suffix != ".gguf":
+        raise ArgumentsError(
+            f"{ref} is neither a Serve config file ({', '.join(_CONFIG_SUFFIXES)}) nor a GGUF file (.gguf)"
+        )
+    if ref in BUILTIN_MODELS or (ref and path.exists()) or "/" in ref.strip("/."):
         return
     close = difflib.get_close_matches(ref, BUILTIN_MODELS, n=1, cutoff=0.4)
     meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(BUILTIN_MODELS)}."

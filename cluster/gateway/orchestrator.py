@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _NONE_REACHED: Final = "no decode worker can be reached"
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
-_LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
+LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
 _LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter ones, as many as a gateway runs, are no backlog for a link
 
@@ -341,7 +341,7 @@ class Orchestrator:
 
     async def _watch_workers(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             self._tell_of_suspects()
 
     def _tell_of_suspects(self) -> None:

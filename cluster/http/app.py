@@ -8,9 +8,9 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from cluster.http.api import Api
-from cluster.http.board.board import Board
+from cluster.http.board import board
 from cluster.http.body import BodyLimit
-from cluster.http.endpoints import batches, board, generation, messages, operators, pooling, service
+from cluster.http.endpoints import batches, generation, messages, operators, pooling, service
 from cluster.http.error_responses import install_error_handlers
 from cluster.http.other_gateways import OtherGateways
 
@@ -20,7 +20,7 @@ def create_app(api: Api) -> FastAPI:
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
-    app.state.board = Board(api)
+    app.state.board = board.Board(api)
     app.state.others = OtherGateways(api)
     for module in (generation, messages, pooling, batches, operators, service, board):
         app.include_router(module.router)

@@ -231,13 +231,13 @@ class _JsonRequest(Request):
         body = await self.body()
         api: Api = self.scope["app"].state.api
         if len(body) <= _SMALL_BYTES:
-            return await api.turns.on_loop(_checked, body, self._model)
-        return await api.turns.reading(len(body), _checked, body, self._model)
+            return await api.turns.on_loop(checked_body, body, self._model)
+        return await api.turns.reading(len(body), checked_body, body, self._model)
 
 
-def _checked(body: bytes, model: type[BaseModel]) -> BaseModel:
+def checked_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     """Raises ApiError."""
-    _require_few_values(body)
+    require_few_values(body)
     value = parse_json(body)
     try:
         return model.model_validate(value)
@@ -250,7 +250,7 @@ def _body_too_large(sentence: str) -> InvalidRequestError:
     return InvalidRequestError(sentence, code="body_too_large", status=413)
 
 
-def _require_few_values(body: bytes) -> None:
+def require_few_values(body: bytes) -> None:
     """Raises InvalidRequestError. Counts only where a body of so many bytes could hold so many values, and in Python,
     so that others have their turn meanwhile."""
     weights = {b",": 1, b"[": 1, b"{": 1, b":": _NAMED_VALUES - 1}

@@ -15,8 +15,8 @@ from cluster.http.api import Api
 from cluster.http.openai.sse import dumps
 
 MAX_ROWS: Final = 200  # of requests that one gateway tells another, the newest
-_ONE: Final = "a request"
-_NEWEST: Final = "requests"
+ONE: Final = "a request"
+NEWEST: Final = "requests"
 
 
 class Found(NamedTuple):
@@ -32,18 +32,18 @@ class OtherGateways:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        api.cluster.answer_gateways(_ONE, self._tell_one)
-        api.cluster.answer_gateways(_NEWEST, self._tell_newest)
+        api.cluster.answer_gateways(ONE, self._tell_one)
+        api.cluster.answer_gateways(NEWEST, self._tell_newest)
 
     async def find(self, request_id: str, choice: int | None) -> tuple[dict[str, Any] | None, Found]:
         """The details of a request that this gateway has not, as `Api.details`; None: nobody who answered has it. Where
         it has no such choice, of the one that was sent first."""
-        found = await ask(self._api, _ONE, {"id": request_id, "choice": choice}, one_is_enough=True)
+        found = await ask(self._api, ONE, {"id": request_id, "choice": choice}, one_is_enough=True)
         return next(iter(found.told.values()), None), found
 
     async def newest(self, limit: int) -> Found:
         """`told`: how many requests a gateway keeps, and rows of the newest, at most `MAX_ROWS`."""
-        return await ask(self._api, _NEWEST, {"limit": min(limit, MAX_ROWS)})
+        return await ask(self._api, NEWEST, {"limit": min(limit, MAX_ROWS)})
 
     async def _tell_one(self, question: bytes) -> bytes:
         asked = json.loads(question)

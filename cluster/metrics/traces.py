@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MAX_WAITING: Final = 1_024  # requests; what ends while as many wait is dropped
-_AT_ONCE: Final = 64  # requests in a message: about a thousand spans
+MAX_AT_ONCE: Final = 64  # requests in a message: about a thousand spans
 _PERIOD_S: Final = 1.0
 _STOP_S: Final = 2.0
 _OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
@@ -105,7 +105,7 @@ class TraceExporter:
             self._requests.labels("dropped").inc()
             return
         self._waiting.append(timeline)
-        if len(self._waiting) == _AT_ONCE:
+        if len(self._waiting) == MAX_AT_ONCE:
             self._wanted.set()
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ class TraceExporter:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         num_sampled = 0
-        for _ in range(min(_AT_ONCE, len(self._waiting))):
+        for _ in range(min(MAX_AT_ONCE, len(self._waiting))):
             timeline = self._waiting.popleft()
             try:
                 num_sampled += self._make_spans(timeline)

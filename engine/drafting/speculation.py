@@ -31,6 +31,8 @@ _PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
 _KEPT_OF_STEPS: Final = 0.98
 """Of what steps brought their sequences, what counts beside the next step."""
+_LIKELY: Final = 0.6
+"""Right so often: no other drafter is asked."""
 _BEHIND: Final = 2.0
 """Times that a token counts whose sequence is late."""
 
@@ -90,7 +92,7 @@ class _State:
     """Of a sequence."""
 
     acceptances: dict[_Source, _Acceptance] = field(default_factory=dict)
-    last_rate: float = 1.0  # of the last draft that was looked at
+    best_rate: float = 1.0  # of all that drafts of it were from so far
     draft: Draft | None = None  # in the step in flight
     tried_in: int = 0  # the step in which a draft was last tried without hope
 
@@ -146,14 +148,14 @@ class Speculation:
                 continue
             weight = _BEHIND if candidate.is_late else 1.0
             state = self._state(candidate.seq)
-            if state.last_rate * weight < least:
+            if state.best_rate * weight < least:
                 hopeless.append(candidate)
                 continue
             draft = self._propose(candidate.seq, room)
             if draft is None:
                 continue
             drafts[candidate.seq] = draft
-            state.last_rate = rate = self._rate(state, draft)
+            rate = self._rate(state, _Source.of(draft))
             slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
         counts = _worth(slots, min(most, _MOST_SLOTS), len(candidates), plain_s, extra_s)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
@@ -171,7 +173,7 @@ class Speculation:
         source = _Source.of(draft)
         state.acceptances.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT)
         self._of_all.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT_OF_ALL)
-        state.last_rate = self._rate(state, draft)
+        state.best_rate = max(self._rate(state, known) for known in state.acceptances)
         counts = self.counts[draft.drafter]
         counts.drafted += len(draft.token_ids)
         counts.accepted += num_accepted
@@ -213,15 +215,21 @@ class Speculation:
         return state
 
     def _propose(self, seq: Sequence, most: int) -> Draft | None:
+        """Of the first drafter that is likely right, or else of the one that is most likely so."""
+        state, best, best_rate = self._state(seq), None, -1.0
         for drafter in self._drafters:
             draft = drafter.propose(seq, most)
-            if draft is not None and draft.token_ids:
-                return draft
-        return None
+            if draft is None or not draft.token_ids:
+                continue
+            rate = self._rate(state, _Source.of(draft))
+            if rate > best_rate:
+                best, best_rate = draft, rate
+            if rate >= _LIKELY:
+                break
+        return best
 
-    def _rate(self, state: _State, draft: Draft) -> float:
-        source = _Source.of(draft)
-        of_all = self._of_all.get(source, _Acceptance()).rate(_ASSUMED[draft.drafter], _PRIOR)
+    def _rate(self, state: _State, source: _Source) -> float:
+        of_all = self._of_all.get(source, _Acceptance()).rate(_ASSUMED[source.drafter], _PRIOR)
         return state.acceptances.get(source, _Acceptance()).rate(of_all, _PRIOR)
 
     def _try(

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.step_cost import StepCost
+from engine.drafting.drafter import Draft, DrafterName
+from engine.drafting.speculation import Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, SequenceKey, StepPlan, finish_reason
 from kv_transfer.worker.sequences import NUM_ALONE
-from tests.support.ghost_runner import GhostRunner, next_token
+from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, chain_of, next_token
 from tests.support.thoroughness import examples
 
 EOS = frozenset({0, 1})
@@ -22,6 +26,7 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 24
 MAX_NUM_SEQS = 4
 TOKEN_BUDGET = 9
+NO_COST = StepCost(base_s=0.0, prefill_token_s=0.0, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0)
 
 prompts = st.lists(st.integers(2, 3), min_size=1, max_size=14)
 params = st.builds(
@@ -41,6 +46,29 @@ params = st.builds(
 )
 num_alone = st.sampled_from([0, 0, NUM_ALONE])  # of a request that made a worker fail, perhaps
 some = st.integers(0, 2**16)
+
+
+class Guesser:
+    """Right as often as not: of its drafts, now all are, now none, now the first ones."""
+
+    name: DrafterName = "lookup"
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        state = chain_of(seq.tokens(0, seq.num_tokens))
+        num_right, num_drafts = state // 5 % (most + 1), 1 + state // 11 % most
+        token_ids: list[int] = []
+        while len(token_ids) < num_drafts:
+            right = next_token([*seq.tokens(0, seq.num_tokens), *token_ids])
+            token_ids.append(right if len(token_ids) < num_right else (right + 1) % VOCAB_SIZE)
+        return Draft(tuple(token_ids), self.name, 1)
+
+    def ended(self, seq: Sequence) -> None:
+        pass
+
+
+def guesses(num_drafts: int) -> Speculation | None:
+    """So many, by a `Guesser`, in every step that may have some; 0: none at all."""
+    return Speculation([Guesser()], StepCosts(NO_COST), fixed=num_drafts) if num_drafts else None
 
 
 @dataclasses.dataclass
@@ -67,8 +95,12 @@ class DecodeMachine(RuleBasedStateMachine):
         self.num_requests = 0
         self.now = 0.0
 
-    @initialize(layer_groups=st.integers(1, 2), columns=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 12))
-    def set_out(self, layer_groups: int, columns: int) -> None:
+    @initialize(
+        layer_groups=st.integers(1, 2),
+        columns=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 12),
+        num_drafts=st.sampled_from([0, 1, 3, 8]),
+    )
+    def set_out(self, layer_groups: int, columns: int, num_drafts: int) -> None:
         self.pool = BlockPool(columns * layer_groups)
         allocator = BlockAllocator(self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE)
         self.runner = GhostRunner(allocator)
@@ -78,6 +110,7 @@ class DecodeMachine(RuleBasedStateMachine):
             token_budget=TOKEN_BUDGET,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=EOS,
+            speculation=guesses(num_drafts),
         )
 
     # --- requests ---
@@ -315,7 +348,8 @@ class DecodeMachine(RuleBasedStateMachine):
         before = emission.seq.prompt_token_ids + outputs[: emission.index]
         assert emission.token.token_id == next_token(before)
         longest = None if story.hands_over else MAX_MODEL_LEN
-        assert emission.finish == finish_reason(emission.seq, EOS, longest)
+        then = dataclasses.replace(emission.seq, output_token_ids=outputs[: emission.index + 1])
+        assert emission.finish == finish_reason(then, EOS, longest)
         assert not story.hands_over or emission.index == emission.seq.num_prior_output, "the others come elsewhere"
         self._take_prompt_logprobs(story, emission)
         story.next_index += 1

@@ -18,7 +18,14 @@ from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
-from tests.decode_workers.test_decode_scheduler import BLOCK_SIZE, EOS, MAX_MODEL_LEN, TOKEN_BUDGET, DecodeMachine
+from tests.decode_workers.test_decode_scheduler import (
+    BLOCK_SIZE,
+    EOS,
+    MAX_MODEL_LEN,
+    TOKEN_BUDGET,
+    DecodeMachine,
+    guesses,
+)
 from tests.support.ghost_runner import GhostRunner, next_token
 from tests.support.thoroughness import examples
 
@@ -54,9 +61,16 @@ class TieredMachine(DecodeMachine):
         staging_columns=st.integers(3, 12),
         max_num_seqs=st.integers(1, 6),
         speeds=st.sampled_from([FAST, SLOW_MEMORY, LATE, Speeds()]),
+        num_drafts=st.sampled_from([0, 1, 3, 8]),
     )
     def set_out_in_tiers(
-        self, columns: int, host_columns: int, staging_columns: int, max_num_seqs: int, speeds: Speeds
+        self,
+        columns: int,
+        host_columns: int,
+        staging_columns: int,
+        max_num_seqs: int,
+        speeds: Speeds,
+        num_drafts: int,
     ) -> None:
         longest = max(columns, min(host_columns, staging_columns)) * BLOCK_SIZE
         columns = columns if longest >= MAX_MODEL_LEN else MODEL_COLUMNS
@@ -81,6 +95,7 @@ class TieredMachine(DecodeMachine):
             eos_token_ids=EOS,
             tiers=tiers,
             cost=lambda: speeds.cost,
+            speculation=guesses(num_drafts),
         )
 
     @invariant()
@@ -91,6 +106,11 @@ class TieredMachine(DecodeMachine):
         if self.plan is not None:
             staged = [item.seq for item in self.plan.items if item.seq.host_groups]
             assert sum(-(-seq.num_tokens // BLOCK_SIZE) for seq in staged) <= self.staging_columns
+            assert all(
+                item.stop <= -(-item.seq.num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+                for item in self.plan.items
+                if item.seq.host_groups
+            )
 
     def teardown(self) -> None:
         super().teardown()

@@ -25,7 +25,7 @@ from cluster.config.settings import GatewaySettings
 from cluster.errors import ApiError
 from cluster.gateway.generator import ServingLimits
 from cluster.http.app import create_app
-from cluster.http.body import _checked, parse_json
+from cluster.http.body import checked_body, parse_json
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
@@ -203,7 +203,7 @@ def test_many_mistakes_are_reported_as_one(model: type[Body], body: dict[str, An
     """A report of each would take a hundred times as long as to read them."""
     sent = json.dumps(body).encode()
     with pytest.raises(ApiError):
-        _checked(sent, model)
+        checked_body(sent, model)
     with pytest.raises(ValidationError) as refused:
         model.model_validate(parse_json(sent))
     assert refused.value.error_count() <= 2

@@ -22,7 +22,7 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.gateway.generator import Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.app import create_app
-from cluster.http.body import MAX_VALUES, _require_few_values
+from cluster.http.body import MAX_VALUES, require_few_values
 from cluster.http.connection import prepare_server
 from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import dumps, dumps_large
@@ -198,9 +198,9 @@ def test_json_in_pieces_is_the_same(answer: dict[str, Any]) -> None:
 
 def test_values_of_a_body_are_counted_and_not_its_text() -> None:
     commas = b"," * (MAX_VALUES + 1)
-    _require_few_values(b'["' + commas + rb"\"," + commas + b'"]')
-    _require_few_values(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")
-    _require_few_values(b"{" + b'"a":1,' * (MAX_VALUES // 5 - 1) + b'"b":1}')
+    require_few_values(b'["' + commas + rb"\"," + commas + b'"]')
+    require_few_values(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")
+    require_few_values(b"{" + b'"a":1,' * (MAX_VALUES // 5 - 1) + b'"b":1}')
     for body in (
         b"[" + b"1," * MAX_VALUES + b"1]",
         b"[" * (MAX_VALUES + 1),
@@ -209,5 +209,5 @@ def test_values_of_a_body_are_counted_and_not_its_text() -> None:
         b"{" + b'"a":1,' * (MAX_VALUES // 5 + 1) + b'"b":1}',
     ):
         with pytest.raises(InvalidRequestError, match=f"more than {MAX_VALUES} JSON values") as refused:
-            _require_few_values(body)
+            require_few_values(body)
         assert refused.value.status == 413

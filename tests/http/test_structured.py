@@ -216,11 +216,15 @@ async def test_what_takes_too_long_to_compile_is_refused(tokenizer: Tokenizer, m
 
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer)
-    first = await grammars.grammar_for(of_schema({"const": 0}), None)
-    assert await grammars.grammar_for(of_schema({"const": 0}), None) is first
-    for number in range(structured._MAX_KNOWN + 3):
-        await grammars.grammar_for(of_schema({"const": number}), None)
-    assert len(grammars._known) == structured._MAX_KNOWN
+
+    async def ask(number: int) -> object:
+        return await grammars.grammar_for(of_schema({"const": number}), None)
+
+    found = [await ask(number) for number in range(structured.MAX_KNOWN + 3)]
+    for number in (3, structured.MAX_KNOWN + 2):
+        assert await ask(number) is found[number]
+    for number in range(3):
+        assert await ask(number) is not found[number]
     with pytest.raises(InvalidRequestError, match="characters"):
         await grammars.grammar_for(Wanted("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "structured_outputs"), None)
     with pytest.raises(InvalidRequestError, match="Send one of them"):

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from cluster.errors import FailedError
 from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.metrics import traces
-from cluster.metrics.traces import MAX_WAITING, TraceExporter, trace_exporter
+from cluster.metrics.traces import MAX_AT_ONCE, MAX_WAITING, TraceExporter, trace_exporter
 from cluster.slo.classes import RequestTerms
 from cluster.slo.report import Outcome
 from engine.sampling.params import SamplingParams
@@ -320,7 +320,7 @@ def test_what_waits_is_bounded_and_nobody_waits_for_it(receiver: Receiver) -> No
         assert (count("dropped"), count("exported")) == (3, 0)
         receiver.answers.set()
         wait_until(lambda: count("exported") == MAX_WAITING + 1)
-        assert receiver.num_posts == 1 + MAX_WAITING // traces._AT_ONCE
+        assert receiver.num_posts == 1 + MAX_WAITING // MAX_AT_ONCE
         receiver.status = 400
         exporter.ended(timeline())
         wait_until(lambda: count("failed") == 1)

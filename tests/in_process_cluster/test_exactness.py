@@ -17,6 +17,7 @@ import torch
 
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
+from engine.drafting.speculation import SpeculationConfig
 from engine.memory.devices import CPU
 from kv_transfer.handoff.sender import KvSender
 from kv_transfer.transports.base import Identity, Transport
@@ -75,6 +76,7 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     num_tokens: int = 24
     grammars: tuple[str, ...] = ()  # of one more request each, of the longest prompt
+    drafts: int = 3  # looked up for each step; 0: nothing is guessed
 
 
 def blocks(size: int, layers: int) -> dict[str, Any]:
@@ -96,7 +98,8 @@ CASES = {
         overlap=True,
         grammars=GRAMMARS,
     ),
-    "odd blocks": Case(
+    "odd blocks, nothing drafted": Case(
+        drafts=0,
         prefill=blocks(5, 2),
         decode=blocks(3, 3),
         transfer=TCP,
@@ -157,7 +160,13 @@ CASES = {
     ),
     "of one pool": Case(one_pool=True, decode=blocks(5, 2), chunk_tokens=33, slab_bytes=10 * 256),
     "of one pool, overlapped": Case(
-        one_pool=True, decode=blocks(16, 1), transfer=TCP, chunk_tokens=64, overlap=True, grammars=GRAMMARS[1:]
+        drafts=0,
+        one_pool=True,
+        decode=blocks(16, 1),
+        transfer=TCP,
+        chunk_tokens=64,
+        overlap=True,
+        grammars=GRAMMARS[1:],
     ),
     "of one pool, windows in some layers": Case(
         one_pool=True, family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True
@@ -230,7 +239,12 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     prompts = random_prompts(case.lengths)
     longest = max(prompts, key=len)
     layerkv = LayerKvConfig() if "host_bytes" in case.decode else None
-    decode = DecodeWorkerConfig(overlap_steps=case.overlap, layerkv=layerkv, reserve_wait_s=HANGS_S)
+    decode = DecodeWorkerConfig(
+        overlap_steps=case.overlap,
+        layerkv=layerkv,
+        reserve_wait_s=HANGS_S,
+        speculation=SpeculationConfig(fixed=case.drafts) if case.drafts else None,
+    )
     if case.one_pool:
         decode = replace(decode, token_budget=case.chunk_tokens, max_slab_bytes=case.slab_bytes)
     async with cluster_of(
@@ -264,6 +278,8 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
         assert len(in_parts) == (sum(length > 16 for length in case.lengths) + 1 if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
+        drafted = sum(counts.drafted for w in cluster.decodes for counts in w.scheduler.draft_counts.values())
+        assert case.overlap or bool(drafted) == bool(case.drafts), "steps ahead of another one know no tokens"
         stats = cluster.models[0].runner.transfer_stats
         assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)
     expected = [model.hugging_face(prompt, case.num_tokens) for prompt in [*prompts, longest]]

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.gateway import scheduler_client
 from cluster.gateway.generator import one_by_one
-from cluster.gateway.orchestrator import _LOOK_S, Orchestrator, OrchestratorConfig
+from cluster.gateway.orchestrator import LOOK_S, Orchestrator, OrchestratorConfig
 from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.connections.connection import ConnectionConfig
@@ -65,7 +65,7 @@ async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: Small
             await held.reached()
             links = cluster.orchestrator.links
             await eventually(lambda: decode.info.worker_id in links.suspects())
-            await asyncio.sleep(2 * _LOOK_S)
+            await asyncio.sleep(2 * LOOK_S)
         found = await request
         assert tokens_of(found) == llama.local(PROMPT, greedy(90)).tokens
         assert found[-1].attempt == 0

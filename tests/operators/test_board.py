@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,8 @@ class _Guard:
 
 
 @contextmanager
-def guarded(app: ASGIApp) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(_Guard(app), log_level="warning", loop="uvloop", lifespan="off"))
+def served(app: ASGIApp) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", loop="uvloop", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
         thread.start()
@@ -212,7 +213,7 @@ def test_behind_a_key_and_with_hostile_text(browser: Any, smollm2_folder: Path) 
     worker = "decode-<b>x</b>-1"
     generator.script = Script(reply=hostile, workers=[(worker_info(worker), worker_snapshot(worker))])
     app = create_app(scripted_api(generator, tokenizer, GatewaySettings(), SloConfig()))
-    with guarded(app) as url, opened(browser, url, 390) as (page, seen):
+    with served(_Guard(app)) as url, opened(browser, url, 390) as (page, seen):
         page.get_by_text("a key is needed").wait_for()
         assert page.locator(".worker").count() == 0
         page.get_by_label("Key, if what stands").fill("sesame")
@@ -225,3 +226,26 @@ def test_behind_a_key_and_with_hostile_text(browser: Any, smollm2_folder: Path) 
         assert barriers(page) == []
         assert seen.hosts == {url.removeprefix("http://")}
         assert [error for error in seen.errors if "401" not in error] == []
+
+
+def test_texts_of_what_happened_at_one_time_do_not_lie_on_each_other(browser: Any, smollm2_folder: Path) -> None:
+    """Of a worker that is silent for a moment, then answers, while another one comes: one text is read of them."""
+    tokenizer = Tokenizer(smollm2_folder)
+    generator = ScriptedGenerator(tokenizer)
+    workers = [(worker_info(f"decode-x-{n}"), worker_snapshot(f"decode-x-{n}")) for n in (1, 2)]
+    generator.script = Script(workers=workers[:1])
+    app = create_app(scripted_api(generator, tokenizer, GatewaySettings(), SloConfig()))
+    with served(app) as url, opened(browser, url) as (page, seen):
+        page.get_by_text("live", exact=True).wait_for()
+        until(page, "document.querySelectorAll('.worker.up').length === 1")
+        generator.script.link_states = {"decode-x-1": "silent"}
+        until(page, "document.querySelectorAll('.flag.lost').length === 1")
+        generator.script.link_states, generator.script.workers = {}, workers
+        until(page, "document.querySelectorAll('.flag.came').length === 2")
+        is_read = "text => getComputedStyle(text).visibility !== 'hidden'"
+        texts = f"[...document.querySelectorAll('.flag span')].filter({is_read})"
+        boxes = page.evaluate(f"{texts}.map(text => text.getBoundingClientRect()).map(box => [box.left, box.right])")
+        boxes.sort()
+        assert all(right <= left for (_, right), (left, _) in pairwise(boxes)), boxes
+        assert "decode 1 is silent" in page.evaluate(f"{texts}.map(text => text.textContent)")
+        assert seen.errors == []

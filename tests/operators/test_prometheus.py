@@ -16,10 +16,12 @@ import random
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class Load:
     """Streams requests until it is stopped, a few at a time, and keeps what their clients saw."""
 
     url: str
-    ttfts_s: list[float] = field(default_factory=list)
+    seen_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by histogram, of each request
     num_ended: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
@@ -63,7 +65,7 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        began, ttft_s = time.monotonic(), None
+        began, arrivals, usage = time.monotonic(), list[float](), None
         with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 self.failures.append(answer.read().decode())
@@ -71,16 +73,22 @@ class Load:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
-                ttft_s = ttft_s or time.monotonic() - began
+                now = time.monotonic()
                 event = json.loads(line[6:])
                 if "error" in event:
                     self.failures.append(line)
-                if usage := event.get("usage"):
-                    with self._lock:
-                        self.num_ended += 1
-                        self.num_prompt_tokens += usage["prompt_tokens"]
-                        self.num_tokens += usage["completion_tokens"]
-                        self.ttfts_s.append(ttft_s)
+                if event.get("choices"):
+                    arrivals.append(now)
+                usage = event.get("usage") or usage
+        if usage:
+            with self._lock:
+                self.num_ended += 1
+                self.num_prompt_tokens += usage["prompt_tokens"]
+                self.num_tokens += usage["completion_tokens"]
+                self.seen_s["time_to_first_token"].append(arrivals[0] - began)
+                self.seen_s["time_per_output_token"].append((arrivals[-1] - arrivals[0]) / (self.max_tokens - 1))
+                self.seen_s["request_gap_p99"].append(max(after - before for before, after in pairwise(arrivals)))
+                self.seen_s["request_duration"].append(time.monotonic() - began)
 
     @contextlib.contextmanager
     def running(self, streams: int = 3) -> Iterator[None]:
@@ -184,8 +192,10 @@ def test_figures_are_those_of_slo_and_of_who_sent_the_requests(watched: Watched)
     with load.running():
         patiently(lambda: not _differences(watched), lambda: f"by /slo and by Prometheus: {_differences(watched)}")
     _counts_are_the_loads(watched)
-    told, seen, apart = _p99s(prometheus, load.ttfts_s)
-    assert apart <= 1, f"the P99 of first bytes is {told} s by the histogram and {seen} s to clients"
+    assert len(load.seen_s) == 4
+    for name, seen_s in load.seen_s.items():
+        told, between, apart = _p99s(prometheus, name, seen_s)
+        assert apart <= 1, f"the P99 of {name} is {told} s by the histogram and {between} s to clients"
 
 
 def _counts_are_the_loads(watched: Watched) -> None:
@@ -221,13 +231,17 @@ def _differences(watched: Watched) -> dict[str, tuple[float, float]]:
     }
 
 
-def _p99s(prometheus: Prometheus, ttfts_s: list[float]) -> tuple[float, float, int]:
-    """Of first bytes, as the histogram has it and as clients saw it, and how many buckets lie between."""
-    rows = prometheus.ask("sum by (le) (ray_legato_time_to_first_token_seconds_bucket)")
-    bounds = sorted(float(dict(labels)["le"]) for labels in rows)
-    told = prometheus.number("histogram_quantile(0.99, sum by (le) (ray_legato_time_to_first_token_seconds_bucket))")
-    seen = sorted(ttfts_s)[int(0.99 * (len(ttfts_s) - 1))]
-    return told, seen, abs(bisect.bisect_left(bounds, told) - bisect.bisect_left(bounds, seen))
+def _p99s(prometheus: Prometheus, name: str, seen_s: list[float]) -> tuple[float, list[float], int]:
+    """As the histogram has it and as clients saw it, and how many buckets lie between. The histogram has one request
+    more, the command's: by where that lies the 99th of a hundred is one of two that the clients saw."""
+    buckets = f"sum by (le) (ray_legato_{name}_seconds_bucket)"
+    bounds = sorted(float(dict(labels)["le"]) for labels in prometheus.ask(buckets))
+    told = prometheus.number(f"histogram_quantile(0.99, {buckets})")
+    last = math.ceil(0.99 * (len(seen_s) + 1))
+    between = sorted(seen_s)[last - 2 : last]
+    low, *_, high = [bisect.bisect_left(bounds, seconds) for seconds in (*between, between[-1])]
+    bucket = bisect.bisect_left(bounds, told)
+    return told, between, max(low - bucket, bucket - high, 0)
 
 
 def test_what_a_gateway_tells_is_what_ray_tells(watched: Watched) -> None:

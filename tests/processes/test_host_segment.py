@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -22,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
-from kv_transfer.tiers.host import files as segment_files
 from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.files import open_segment as open_file
 from kv_transfer.tiers.host.files import segment_paths, sweep
@@ -142,13 +142,13 @@ def test_a_lock_won_on_a_file_that_has_lost_its_name_counts_for_nothing(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = abandoned(scope)
-    try_lock = segment_files._try_lock
+    flock = fcntl.flock
 
-    def lose_the_name_first(fd: int) -> bool:
+    def lose_the_name_first(fd: int, operation: int) -> None:
         path.unlink(missing_ok=True)
-        return try_lock(fd)
+        flock(fd, operation)
 
-    monkeypatch.setattr(segment_files, "_try_lock", lose_the_name_first)
+    monkeypatch.setattr(fcntl, "flock", lose_the_name_first)
     segment = open_segment(SHARED_MEMORY, scope)
     assert not segment.adopted
     assert segment.path.exists()

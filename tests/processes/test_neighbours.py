@@ -226,13 +226,17 @@ def test_a_large_segment_is_taken_in_bit_by_bit(scope: str, monkeypatch: pytest.
     pool = BlockPool(NUM_BLOCKS, observers=[segment])
     for number in range(NUM_BLOCKS):
         fill(segment, pool, number)
-    neighbours = neighbours_of(scope)
+    now = 0.0
+    neighbours = PeerSegments(
+        SHARED_MEMORY, scope, FINGERPRINT, None, num_groups=1, rescan_s=0, follow_s=1.0, clock=lambda: now
+    )
     counts = []
     for _ in range(4):
-        neighbours.refresh()
-        counts.append(sum(len(segment.block_of) for segment in neighbours._segments.values()))
+        now += 1.0  # the first look of a second takes some in
+        counts.append(sum(neighbours.holds(hash_of(number)) for number in range(NUM_BLOCKS)))
     assert counts == [3, 6, 8, 8]
     fill(segment, pool, 20)
+    now += 1.0
     assert [load(neighbours, number) for number in (0, 1, 20)] == [False, True, True]
     segment.close(unlink=True)
 

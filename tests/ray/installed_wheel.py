@@ -231,7 +231,9 @@ def show_an_answer(who: str, url: str) -> None:
 
 def serve_a_file_of_the_wheel(programs: Path, folder: Path) -> None:
     code = "import ray_configs; print(*ray_configs.__path__)"
-    where = subprocess.run([programs / "python", "-c", code], cwd=folder, check=True, capture_output=True, text=True)
+    where = subprocess.run(
+        [programs / "python", "-c", code], cwd=folder, check=True, capture_output=True, text=True, env=environment()
+    )
     file = Path(where.stdout.strip()) / "quickstart.yaml"
     assert not file.is_relative_to(ROOT), file
     command: list[str | Path] = [
@@ -250,7 +252,9 @@ def serve_a_file_of_the_wheel(programs: Path, folder: Path) -> None:
 def find_what_operators_load(programs: Path, folder: Path) -> None:
     """As docs/guide/metrics.md says."""
     code = "import cluster; print(*cluster.__path__)"
-    where = subprocess.run([programs / "python", "-c", code], cwd=folder, check=True, capture_output=True, text=True)
+    where = subprocess.run(
+        [programs / "python", "-c", code], cwd=folder, check=True, capture_output=True, text=True, env=environment()
+    )
     boards = Path(where.stdout.strip()) / "metrics" / "grafana"
     assert not boards.is_relative_to(ROOT), boards
     assert {path.name for path in boards.iterdir()} == {"legato.json", "rules.yaml"}

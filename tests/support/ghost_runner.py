@@ -10,7 +10,15 @@ import itertools
 from collections.abc import MutableMapping
 
 from engine.kv.allocation import BlockAllocator
-from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan, TokenLogprobs
+from engine.sequence import (
+    DraftedSequence,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
 
 VOCAB_SIZE = 24
 _START = 0x9E37
@@ -59,9 +67,11 @@ class GhostRunner:
         for item in plan.items:
             self._compute(item)
         self._copy(plan, "host")
+        sampled = [self._sample(item) if item.samples else [] for item in plan.items]
         return StepOutput(
-            [self._sample(item) if item.samples else None for item in plan.items],
+            [tokens[0] if tokens else None for tokens in sampled],
             [self._judge(item) for item in plan.items],
+            following={index: tokens[1:] for index, tokens in enumerate(sampled) if len(tokens) > 1},
         )
 
     def receive(self, seq: Sequence) -> None:
@@ -89,8 +99,8 @@ class GhostRunner:
             return
         seq = item.seq
         assert 1 <= item.num_tokens <= seq.num_uncomputed, "a step computes tokens that are there and not computed"
-        self._write(seq, item.start, item.stop)
-        self._verify(seq, item.stop)
+        self._write(seq, item.start, item.stop, item.drafts)
+        self._verify(seq, item.stop, item.drafts)
 
     def _spoil(self, item: ScheduledSequence) -> None:
         """It was planned ahead of a step that brought the sequence nothing: what it writes is nobody's KV."""
@@ -98,16 +108,16 @@ class GhostRunner:
             for slot in self._slots(item.seq, position):
                 self._kv[slot] = -1
 
-    def _write(self, seq: Sequence, start: int, stop: int) -> None:
+    def _write(self, seq: Sequence, start: int, stop: int, drafts: tuple[int, ...] = ()) -> None:
         state = chain_of(seq.tokens(0, start))
-        for position, token_id in enumerate(seq.tokens(start, stop), start):
+        for position, token_id in enumerate(DraftedSequence(seq, drafts).tokens(start, stop), start):
             state = _chain(state, token_id)
             for group, slot in enumerate(self._slots(seq, position)):
                 self._kv[slot] = _chain(state, group)
 
-    def _verify(self, seq: Sequence, stop: int) -> None:
+    def _verify(self, seq: Sequence, stop: int, drafts: tuple[int, ...] = ()) -> None:
         state = _START
-        for position, token_id in enumerate(seq.tokens(0, stop)):
+        for position, token_id in enumerate(DraftedSequence(seq, drafts).tokens(0, stop)):
             state = _chain(state, token_id)
             for group, slot in enumerate(self._slots(seq, position)):
                 assert self._kv.get(slot) == _chain(state, group), f"{seq.key} reads foreign KV at position {position}"
@@ -126,8 +136,16 @@ class GhostRunner:
         return tier, block
 
     @staticmethod
-    def _sample(item: ScheduledSequence) -> SampledToken:
-        return SampledToken(next_token(item.seq.tokens(0, item.seq.num_tokens)))
+    def _sample(item: ScheduledSequence) -> list[SampledToken]:
+        """The next token, and one more after each draft that is right."""
+        token_ids = item.seq.tokens(0, item.seq.num_tokens)
+        sampled = [next_token(token_ids)]
+        for draft in item.drafts:
+            if draft != sampled[-1]:
+                break
+            token_ids.append(draft)
+            sampled.append(next_token(token_ids))
+        return [SampledToken(token_id) for token_id in sampled]
 
     @staticmethod
     def _judge(item: ScheduledSequence) -> list[TokenLogprobs] | None:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import uvicorn
 
+from cluster.batch.database import Database
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.orchestrator import Orchestrator
@@ -25,7 +26,6 @@ from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
 from cluster.slo.account import SloAccount
 from cluster.slo.classes import NO_TARGETS, SloConfig
-from cluster.storage.database import Database
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.formats import ReasoningFormatName
 from engine.text.tokenizer import Tokenizer

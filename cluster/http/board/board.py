@@ -1,4 +1,9 @@
-"""Sends pictures of the cluster to those who look at the board: a whole one first, then what is different from it.
+"""The board at `/`: its routes, its page, which holds no data, and the stream of pictures that the page draws.
+
+Whoever may ask for `/cluster` may ask for `/cluster/events`, and the page asks with the key that it is given: what
+authenticates clients in front of the gateway can let everybody have the page.
+
+Those who look are sent a whole picture of the cluster first, then what is different from it.
 
 While somebody looks, one task takes a picture `PER_S` times a second; its difference from the last one is written once,
 for all. A viewer that is slow gets no queue: when it has taken what it was sent, it gets the newest difference, or a
@@ -9,23 +14,30 @@ takes none of it for `HttpLimits.unread_timeout_s` is cut off, as from any other
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import OverloadedError, UnreadError
 from cluster.http.api import Api
 from cluster.http.board.picture import Observer, Picture
+from cluster.http.body import JsonRoute
 from cluster.http.connection import Connection, connection_of
 from cluster.http.openai.sse import dumps
 from cluster.http.response import UNBUFFERED, disconnected, first_of
 from cluster.http.unread import Outbox
 
 logger = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute)
 
 PER_S: Final = 4.0
 MAX_VIEWERS: Final = 32  # of one gateway
@@ -156,3 +168,48 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 def _event(name: str, value: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(value))
+
+
+async def _board(request: Request) -> Board:
+    board: Board = request.app.state.board
+    return board
+
+
+@router.get("/", response_model=None)
+@router.get("/board", response_model=None)
+async def page() -> Response:
+    """A page that shows the cluster live."""
+    return Response(_PAGE, media_type="text/html", headers=_HEADERS)
+
+
+@router.get("/cluster/events", response_model=None)
+async def events(board: Annotated[Board, Depends(_board)]) -> BoardResponse:
+    """Server-sent events: a `picture` of the cluster, then each `change` to it as a JSON merge patch."""
+    return BoardResponse(board)
+
+
+def _hashes(tag: bytes) -> str:
+    """Of what the page has inline, as a Content-Security-Policy names them."""
+    inline = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), _PAGE, flags=re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in inline)
+
+
+_PAGE: Final = (Path(__file__).parent / "page.html").read_bytes()
+_HEADERS: Final = {
+    "content-security-policy": "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hashes(b'script')}",
+            f"style-src {_hashes(b'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}

@@ -15,6 +15,8 @@ from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 
+from cluster.batch.batches import Batch
+from cluster.batch.files import StoredFile
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
 from cluster.errors import InvalidRequestError, NotFoundError
@@ -24,8 +26,6 @@ from cluster.http.inside import OnBehalf, post_inside
 from cluster.http.openai.schemas import Body
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
-from cluster.storage.batches import Batch
-from cluster.storage.files import StoredFile
 
 PURPOSE: Final = "batch"
 FILES_PATH: Final = "/v1/files"

@@ -1,22 +1,31 @@
-"""Anthropic's Messages API: its routes, and answers in its shape. A thin translation of a chat and its events."""
+"""Anthropic's Messages API: its routes, its bodies as a chat, and answers in its shape. A thin translation of a
+chat and its events.
+
+What Anthropic's API has and a chat has not is refused with a sentence, as everywhere; what makes no difference here
+(`cache_control`: prefixes are always reused) is accepted.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import jiter
 from fastapi import APIRouter, Request
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.anthropic import CountTokensBody, MessagesBody, chat_of
 from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
+from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import ChoiceEvents, Reading
-from cluster.http.openai.schemas import ChatBody
+from cluster.http.openai.fields import Harmless, Stop
+from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import Shape, dumps
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
@@ -28,6 +37,201 @@ router = APIRouter(route_class=JsonRoute)
 
 _SMALL_BYTES: Final = 16 * 2**10  # of a body that is translated on the loop
 _PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasoning=None, reasons=False)
+_TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
+_LEFT_OUT: Final = ("redacted_thinking",)  # of another model's; nothing here can read it
+
+
+def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
+    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
+
+
+def parse_blocks(value: object) -> list[dict[str, Any]]:
+    """The content of a message: a text, or a list of blocks."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise _error("send a text, or a list of blocks such as {'type': 'text', 'text': 'hello'}", "invalid_type")
+    for index, block in enumerate(value):
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise _error(f"block {index} must be an object with a `type`", "invalid_type")
+        kind = block["type"]
+        if kind in _TEXTS:
+            _require_text(block, _TEXTS[kind], index)
+        elif kind == "tool_use":
+            _require_text(block, "id", index)
+            _require_text(block, "name", index)
+            if not isinstance(block.get("input"), dict):
+                raise _error(f"block {index} must have an `input` that is an object", "invalid_type")
+        elif kind == "tool_result":
+            _require_text(block, "tool_use_id", index)
+        elif kind not in _LEFT_OUT:
+            raise _error(
+                f"block {index} is of type {kind[:40]!r}; this model reads text, thinking, tool_use and tool_result",
+                "unsupported_value",
+            )
+    return value
+
+
+def _require_text(block: Mapping[str, Any], name: str, index: int) -> None:
+    if not isinstance(block.get(name), str):
+        raise _error(f"block {index} must have a `{name}` that is a text", "invalid_type")
+
+
+def parse_system(value: object) -> str:
+    """A text, or a list of text blocks."""
+    blocks = parse_blocks(value)
+    if any(block["type"] != "text" for block in blocks):
+        raise _error("a system prompt has text blocks only", "unsupported_value")
+    return "\n\n".join(block["text"] for block in blocks)
+
+
+def _parse_result(value: object) -> str:
+    """The content of a tool's result, as text."""
+    if value is None:
+        return ""
+    blocks = parse_blocks(value)
+    if any(block["type"] != "text" for block in blocks):
+        raise _error("a tool_result has text blocks only", "unsupported_value")
+    return "".join(block["text"] for block in blocks)
+
+
+def _check_results(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**block, "content": _parse_result(block.get("content"))} if block["type"] == "tool_result" else block
+        for block in blocks
+    ]
+
+
+Blocks = Annotated[
+    list[dict[str, Any]], BeforeValidator(parse_blocks, json_schema_input_type=Any), AfterValidator(_check_results)
+]
+System = Annotated[str, BeforeValidator(parse_system, json_schema_input_type=Any)]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class MessagesTool(Body):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Harmless = None
+    eager_input_streaming: Harmless = None
+
+
+class MessagesToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=INT64_MAX)  # of Anthropic's models; here max_tokens bounds both
+    display: Harmless = None
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=512)
+
+
+class CountTokensBody(Body):
+    """`POST /v1/messages/count_tokens`"""
+
+    model: str
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    system: System | None = None
+    tools: list[MessagesTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Harmless = None
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`"""
+
+    max_tokens: int = Field(ge=1, le=INT64_MAX)
+    stop_sequences: Stop = Field([])
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=INT64_MAX)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
+    """The same as a chat. `switches_thinking`: the model's chat template asks whether to think. Raises ApiError."""
+    messages = [message for turn in body.messages for message in _messages(turn)]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    chat: dict[str, Any] = {"model": body.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":  # to be continued
+        chat["continue_final_message"] = True
+    if body.tools:
+        chat["tools"] = [_tool(tool) for tool in body.tools]
+    if (choice := body.tool_choice) is not None:
+        chat["tool_choice"] = _tool_choice(choice)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None and switches_thinking:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None:
+        chat["reasoning_effort"] = body.output_config.effort
+    if isinstance(body, MessagesBody):
+        chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        chat["stop"] = body.stop_sequences
+        chat["user"] = None if body.metadata is None else body.metadata.user_id
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    problem = error.errors(include_url=False)[0]
+    return from_validation([{**problem, "loc": ("body", *problem["loc"])}])
+
+
+def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
+    """One turn is several messages where it has results of calls."""
+    texts: list[str] = []
+    members: dict[str, Any] = {}
+    for block in turn.content:
+        kind = block["type"]
+        if kind == "tool_result":
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]}
+        elif kind == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+            members.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "thinking":
+            members["reasoning"] = members.get("reasoning", "") + block["thinking"]
+        elif kind == "text":
+            texts.append(block["text"])
+    if texts or members or not turn.content:
+        yield {"role": turn.role, "content": "".join(texts), **members}
+
+
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _tool_choice(choice: MessagesToolChoice) -> Any:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            return {"type": "function", "function": {"name": choice.name}}
+    return choice.type
 
 
 @router.post("/v1/messages", response_model=None)

@@ -38,7 +38,7 @@ MAX_DEPTH: Final = 64  # of schemas within schemas
 MAX_CHOICES: Final = 1024
 COMPILE_TIMEOUT_S: Final = 1.0
 _NUM_TRIED: Final = 6  # masks: some grammars compile, and are too complex only behind their first tokens
-_MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
+MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
 _MAX_REASON_CHARS: Final = 300
 
 Kind = Literal["json", "regex", "choice", "grammar", "calls"]
@@ -206,7 +206,7 @@ class Grammars:
     def _remember(self, wanted: Wanted, found: str | UnsupportedGrammarError) -> None:
         self._known[wanted] = found
         self._known.move_to_end(wanted)
-        if len(self._known) > _MAX_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
 

@@ -48,6 +48,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("bench x --header nonsense", "write a name and a value"),
         ("bench x --shared-tokens 256", "leaves nothing of --prompt-tokens 256"),
         ("check zzz", "there is no model 'zzz' here"),
+        (f"check {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
+        (f"serve {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
         ("doctor --port here", "a number from 1 to 65535, not 'here'"),
     ],
 )

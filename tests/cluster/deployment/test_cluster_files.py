@@ -154,6 +154,7 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
     assert set(re.findall(r"ARG TORCH=(\S+)", made)) == {torch.removeprefix("torch==")}
     assert f"pip install {torch}\n" in RAY_UP.read_text(encoding="utf-8")
     assert "\nUSER 1000\n" in made and "/health" in made
+    assert re.findall(r"legato-\*\.whl\)\[(\S+)\]", made) == ["gpu,trace", "trace"], "OTEL_* variables are all it needs"
     sent = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.http.board.board import difference
-from cluster.http.board.sentences import decision_sentence, short_request, short_worker
+from cluster.http.board.picture import decision_sentence, short_request, short_worker
 from cluster.scheduler.scheduler import GlobalScheduler
 from tests.cluster.scheduler.scheduler_world import TARGETS, measured, place, placed, refused
 

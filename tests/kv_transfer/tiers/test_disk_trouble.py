@@ -178,6 +178,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(tmp_path, FORM, budget_bytes=budget(8))
+    store(tier, 8)
     disk = SlowDisk(monkeypatch)
     done: list[int] = []
     for number in range(3):
@@ -185,7 +186,7 @@ def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.M
     assert disk.writing.wait(HANGS_S)
     closing = threading.Thread(target=tier.close)
     closing.start()
-    wait_until(lambda: tier._closed)
+    wait_until(lambda: not tier.holds(hash_of(8)))  # once it has begun to close
     disk.go_on.set()
     closing.join()
     assert done == [0, 1, 2]

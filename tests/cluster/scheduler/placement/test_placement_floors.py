@@ -47,13 +47,18 @@ def test_a_prompt_is_computed_before_there_is_room_and_its_second_token_waits_fo
 # --- floors ---
 
 
-def _lacking() -> Admission:
-    """Two thirds of those who came lately were turned away, and the queues are 8 s long."""
+def _busy() -> Ledger:
+    """The queues are 8 s long."""
     ledger = ledger_of("p1", "d1", num_blocks=10_000)
     for _ in range(100):
         ledger.demand.observe(1.0)
     book(ledger, "pair", prefill_s=8.0)
     book(ledger, "alone", prefill=None, prefill_s=8.0)
+    return ledger
+
+
+def _lacking(ledger: Ledger) -> Admission:
+    """Two thirds of those who came lately were turned away."""
     admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(), AdmissionPolicy())
     for _ in range(100):
         admission.attainment.observe(["others"], 0.0)
@@ -71,15 +76,16 @@ def _time_to_come_back(admission: Admission) -> float:
 
 
 def test_nobody_is_turned_away_for_the_length_of_a_prompt() -> None:
-    admission = _lacking()
+    admission = _lacking(_busy())
     assert _ask(admission, "long", 0.0, num_tokens=9000, ttft_s=30.0).outcome is Outcome.PLACED
 
 
 def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_less_than_its_floor() -> None:
-    admission = _lacking()
+    ledger = _busy()
+    admission = _lacking(ledger)
     now = _time_to_come_back(admission)
-    book(admission._ledger, "more", prefill_s=8.0, now=now)
-    book(admission._ledger, "alone, too", prefill=None, prefill_s=8.0, now=now)
+    book(ledger, "more", prefill_s=8.0, now=now)
+    book(ledger, "alone, too", prefill=None, prefill_s=8.0, now=now)
     long = {"num_tokens": 4000, "ttft_s": 15.0}  # it would have waited for 12 s
     assert _ask(admission, "first", now, **long).outcome is not Outcome.PLACED
     for _ in range(100):
@@ -91,7 +97,7 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
 @pytest.mark.parametrize("of_the_other", [0.2, 1.0])
 def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_the_other: float) -> None:
     """Of eight tenants that ask for unlike amounts all but one have had more than another."""
-    admission = _lacking()
+    admission = _lacking(_busy())
     for tenant in ("a", "b"):
         admission._shares.ask(tenant, 0.0)
     admission._shares.serve("a", 100_000, 0)

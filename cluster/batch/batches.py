@@ -1,4 +1,4 @@
-"""Batches and the answers to their lines: `Batches`, which the endpoints and `cluster.batch.service` use.
+"""Batches and the answers to their lines: `Batches`, which the endpoints and `BatchService` use.
 
 Of all gateways that share the folder one runs a batch at a time: it claims it for some seconds and says again and again
 that it is still there. Whoever finds a claim that has run out takes the batch over. A line's answer is written once,
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from cluster.batch.database import Database
+from cluster.batch.files import StoredFile, insert_file, page
 from cluster.errors import ConflictError, NotFoundError
-from cluster.storage.database import Database
-from cluster.storage.files import StoredFile, insert_file, page
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from cluster.batch.database import Database
 from cluster.errors import NotFoundError, UnavailableError
-from cluster.storage.database import Database
 
 _PIECE_BYTES: Final = 2**20
 ORPHAN_S: Final = 3600.0  # that a content may be without a record: longer than any upload takes

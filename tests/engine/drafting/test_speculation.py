@@ -1,0 +1,137 @@
+"""How much is drafted, by what was right and what rows cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engine.cost_model.costs import StepCosts
+from engine.cost_model.row_costs import RowCosts
+from engine.cost_model.step_cost import StepCost, StepWork
+from engine.drafting.drafter import Draft, DrafterName
+from engine.drafting.speculation import Candidate, Speculation
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+
+COST = StepCost(base_s=0.008, prefill_token_s=4e-4, prefill_pair_s=0.0, decode_s=2e-4, context_token_s=0.0)
+ROW_S = 4e-4
+
+
+@dataclass
+class Repeating:
+    """As many drafts as may be; how many are right, the test says."""
+
+    name: DrafterName = "prediction"
+    num_asked: int = 0
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        self.num_asked += 1
+        return Draft((5,) * most, self.name, 2)
+
+    def ended(self, seq: Sequence) -> None:
+        pass
+
+
+class Workbench:
+    """Sequences that decode together; of each draft, the first `right` of every sequence are."""
+
+    def __init__(self, num_seqs: int, *, free_rows: int = 12) -> None:
+        self.costs = StepCosts(COST)
+        self.costs.seed(COST)
+        self.drafter = Repeating()
+        self.speculation = Speculation([self.drafter], self.costs)
+        self.seqs = [
+            Sequence(request_id=str(n), attempt=0, params=SamplingParams(max_tokens=9, seed=0), prompt_token_ids=[1])
+            for n in range(num_seqs)
+        ]
+        self.free_rows = free_rows
+        self.num_tokens, self.seconds = 0, 0.0
+
+    def step(self, right: dict[int, int] | int, *, late: frozenset[int] = frozenset(), most: int = 64) -> list[int]:
+        """How much is drafted for each."""
+        work = StepWork(decodes=len(self.seqs))
+        drafts = self.speculation.plan(
+            [Candidate(seq, 15, n in late) for n, seq in enumerate(self.seqs)], work, most=most
+        )
+        work.drafts = sum(map(len, drafts.values()))
+        rows = len(self.seqs) + work.drafts
+        seconds = COST.step_s(work) + ROW_S * (max(0, rows - self.free_rows) - max(0, len(self.seqs) - self.free_rows))
+        self.costs.observe(work, seconds)
+        for n, seq in enumerate(self.seqs):
+            if seq in drafts:
+                wanted = right if isinstance(right, int) else right.get(n, 0)
+                num_right = min(wanted, len(drafts[seq]))
+                self.speculation.verified(seq, num_right)
+                self.num_tokens += num_right
+            self.num_tokens += 1
+        self.seconds += seconds
+        return [len(drafts.get(seq, ())) for seq in self.seqs]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def test_right_drafts_are_drafted_as_far_as_rows_are_free() -> None:
+    bench = Workbench(1)
+    for _ in range(200):
+        drafted = bench.step(15)
+    assert drafted[0] >= 11
+    assert bench.tokens_per_s > 8 / COST.step_s(StepWork(decodes=1))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8, 32])
+def test_an_adversary_costs_little(num_seqs: int) -> None:
+    bench = Workbench(num_seqs)
+    for _ in range(400):
+        bench.step(0)
+    plain_s = COST.step_s(StepWork(decodes=num_seqs))
+    assert bench.tokens_per_s > 0.97 * num_seqs / plain_s
+
+
+def test_whoever_is_right_again_is_found_out() -> None:
+    bench = Workbench(8, free_rows=4)
+    for _ in range(300):
+        bench.step(0)
+    assert sum(bench.step(0)) <= 1
+    for _ in range(1500):
+        bench.step({0: 15})
+    assert bench.step({0: 15})[0] > 3
+
+
+def test_who_is_late_comes_first() -> None:
+    bench = Workbench(2, free_rows=4)
+    for _ in range(100):
+        bench.step(2)
+    drafted = bench.step(2, late=frozenset({1}), most=3)
+    assert drafted[1] > drafted[0]
+    assert sum(drafted) <= 3
+
+
+def test_nothing_is_drafted_before_steps_cost_something() -> None:
+    bench = Workbench(1)
+    bench.costs = StepCosts(COST)
+    speculation = Speculation([bench.drafter], bench.costs)
+    assert speculation.plan([Candidate(bench.seqs[0], 15)], StepWork(decodes=1), most=64) == {}
+
+
+def test_a_fixed_number_is_drafted_whatever_comes_of_it() -> None:
+    bench = Workbench(3)
+    bench.speculation = Speculation([bench.drafter], bench.costs, fixed=2)
+    assert [bench.step(0) for _ in range(50)][-1] == [2, 2, 2]
+    assert bench.step(0, most=3) == [2, 1, 0]
+
+
+def test_rows_cost_what_they_were_seen_to_by_size() -> None:
+    rows = RowCosts()
+    assert rows.extra_s(1, 0, 1.0) == 0.0
+    assert rows.extra_s(1, 3, 1.0) == 3.0, "what as many tokens of a prompt would"
+    for _ in range(60):
+        rows.observe(1, 3, 0.3, 1.0)
+        rows.observe(8, 8, 4.0, 1.0)
+    assert rows.extra_s(1, 3, 1.0) == pytest.approx(0.3, rel=0.2)
+    assert rows.extra_s(10, 6, 1.0) == pytest.approx(3.0, rel=0.2)
+    assert rows.extra_s(1, 7, 1.0) == pytest.approx(0.7, rel=0.2), "as in the next smaller size that is known"
+    rows.observe(1, 3, 1e6, 1.0)
+    assert rows.extra_s(1, 3, 1.0) < 2.0, "one step that was held up"
