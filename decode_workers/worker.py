@@ -114,6 +114,7 @@ class DecodeWorker(Worker):
                     for drafter, counts in speculation.counts.items()
                 },
                 tokens_per_step=speculation.tokens_per_step,
+                drafts_stretch=speculation.drafts_stretch,
             )
         return replace(
             snapshot,

@@ -595,7 +595,8 @@ class SimulatedDecode(SimulatedWorker):
         snapshot = super().snapshot()
         if self._guesses is None:
             return snapshot
-        return replace(snapshot, tokens_per_step=self._guesses.speculation.tokens_per_step)
+        speculation = self._guesses.speculation
+        return replace(snapshot, tokens_per_step=speculation.tokens_per_step, drafts_stretch=speculation.drafts_stretch)
 
     @property
     def longest_prompt(self) -> int:

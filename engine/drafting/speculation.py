@@ -117,6 +117,7 @@ class Speculation:
         self._step = 0
         self._tried_s = 0.0  # that may be spent on trying
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
+        self._stretched = 0.0  # the same steps, each so many times as its drafts made it longer
         self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
 
     @classmethod
@@ -186,11 +187,23 @@ class Speculation:
         if decoding:
             self._num_tokens = self._num_tokens * _KEPT_OF_STEPS + brought
             self._num_steps = self._num_steps * _KEPT_OF_STEPS + len(decoding)
+            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * self._stretch(StepWork.of_plan(plan))
 
     @property
     def tokens_per_step(self) -> float:
         """That a decoding sequence had of each of its steps lately, in the mean."""
         return self._num_tokens / self._num_steps if self._num_steps else 1.0
+
+    @property
+    def drafts_stretch(self) -> float:
+        """How many times as long these steps took as they would have without drafts, in the mean."""
+        return self._stretched / self._num_steps if self._num_steps else 1.0
+
+    def _stretch(self, work: StepWork) -> float:
+        cost = self._costs.cost() if work.drafts else None
+        if cost is None:
+            return 1.0
+        return 1.0 + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s) / cost.step_s(work)
 
     def ended(self, seq: Sequence) -> None:
         """`seq` generates no more here."""

@@ -163,6 +163,7 @@ class WorkerSnapshot:
     steps: StepsReport = field(default_factory=StepsReport)
     drafts: dict[Text, DraftReport] = field(default_factory=dict)  # by drafter
     tokens_per_step: NonNegative = 1.0  # that a decoding sequence had of each of its steps lately, in the mean
+    drafts_stretch: NonNegative = 1.0  # how many times as long these took as they would have without drafts
     links: dict[Text, LinkReport] = field(default_factory=dict)  # by the other worker's id, of the latest ones
     num_failed_handoffs: Count = 0  # that came to nothing here, since its start
     step_cost: StepCostReport | None = None  # None until there is one

@@ -43,3 +43,18 @@ def test_the_mean_of_decoding_sequences_lately() -> None:
     for _ in range(500):
         step(speculation, 1, 1)
     assert speculation.tokens_per_step == pytest.approx(1.0, rel=1e-3)
+
+
+def test_how_much_longer_drafts_make_steps() -> None:
+    costs = StepCosts(COST)
+    speculation = Speculation.of(SpeculationConfig(), costs)
+    seq = sequence(9, 8)
+    plan = StepPlan((ScheduledSequence(seq, 1, (7, 7, 7)),))
+    output = StepOutput(sampled=[TOKEN], prompt_logprobs=[None], following={0: [TOKEN]})
+    speculation.computed(plan, output)
+    assert speculation.drafts_stretch == 1.0, "nothing is known of costs"
+    costs.seed(COST)
+    speculation = Speculation.of(SpeculationConfig(), costs)
+    speculation.computed(plan, output)
+    assert speculation.drafts_stretch == pytest.approx(1.0 + 3 * 0.001 / 0.011)
+    assert speculation.tokens_per_step == 2.0

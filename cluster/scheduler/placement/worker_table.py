@@ -52,7 +52,7 @@ class _Facts(NamedTuple):
     PROMPTS_AT: int = 23
     PREFILL_BASE_S: int = 24  # of its step cost, too
     LIMIT_S: int = 25  # of its steps with prompts, by what those booked there were promised; inf: nothing
-    TOKENS_PER_STEP: int = 26  # that a decoding sequence has of each of its steps: 1 and more
+    TOKENS_PER_STEP: int = 26  # that a decoding sequence has in the time of a step without drafts: 1 and more
 
 
 class _SlotFacts(NamedTuple):

@@ -214,7 +214,7 @@ def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
 @pytest.mark.parametrize(("reported", "counts"), [(1.0, 1.0), (2.5, 2.5), (0.0, 1.0), (0.5, 1.0), (1e9, 16.0)])
 def test_a_worker_that_has_several_tokens_of_a_step_takes_less_time_for_each(reported: float, counts: float) -> None:
     plain, ledger = ledger_of("p1", "d1"), ledger_of("p1", "d1")
-    ledger.heartbeat(costed_snapshot("d1", 2, tokens_per_step=reported), 0.0)
+    ledger.heartbeat(costed_snapshot("d1", 2, tokens_per_step=2 * reported, drafts_stretch=2.0), 0.0)
     for each in (plain, ledger):
         decoding(each, "a", max_new_tokens=50)
     without, found = (_decode(each, gap_s=1.0) for each in (plain, ledger))
