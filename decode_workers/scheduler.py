@@ -308,6 +308,11 @@ class DecodeScheduler:
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
+    @property
+    def speculation(self) -> Speculation | None:
+        """For whoever reports what it counts."""
+        return self._speculation
+
     def _is_due_to_draft(self, running: list[Sequence]) -> bool:
         """Whether the step after the one in flight should know its tokens, to guess what follows them."""
         if self._speculation is None or not running:
@@ -477,6 +482,8 @@ class DecodeScheduler:
             elif item.seq.pooling is not None and item.seq.num_uncomputed == 0:
                 self._end(entry)
                 emissions.append(Emission(item.seq, 0, None, "stop", None))
+        if self._speculation is not None:
+            self._speculation.computed(plan, output)
         self._release_ended(step)
         return emissions
 

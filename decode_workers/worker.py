@@ -23,7 +23,7 @@ from engine.steps.loop import StepLoop
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, Preempted, RequestSpec, Reserve, Start, Ticket
-from kv_transfer.messages.workers import WorkerSnapshot
+from kv_transfer.messages.workers import DraftReport, WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
 from kv_transfer.worker.sequences import embedding_event, sequence_of, token_event
@@ -106,6 +106,16 @@ class DecodeWorker(Worker):
             num_restored_blocks=scheduler.tiers.num_restored_blocks,
             num_preemptions=scheduler.num_preemptions,
         )
+        if (speculation := scheduler.speculation) is not None:
+            snapshot = replace(
+                snapshot,
+                drafts={
+                    drafter: DraftReport(num_drafted=counts.drafted, num_accepted=counts.accepted)
+                    for drafter, counts in speculation.counts.items()
+                },
+                tokens_per_step=speculation.tokens_per_step,
+                drafts_stretch=speculation.drafts_stretch,
+            )
         return replace(
             snapshot,
             tiers=tiers,

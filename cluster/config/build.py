@@ -10,6 +10,7 @@ from typing import Final
 from cluster.config.settings import LegatoConfig
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.drafting.speculation import SpeculationConfig
 from engine.steps.loading import EngineConfig
 from engine.steps.memory_profile import StepSize
 from kv_transfer.messages.fields import Role
@@ -67,6 +68,7 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
             lease_ttl_s=LEASE_TTL_S,
             calibration_s=CALIBRATION_S,
             layerkv=_layerkv(config),
+            speculation=_speculation(config),
         )
     )
 
@@ -133,3 +135,7 @@ def _layerkv(config: LegatoConfig) -> LayerKvConfig | None:
             max_in_flight=max(MAX_IN_FLIGHT, config.decode.max_num_seqs),
         )
     )
+
+
+def _speculation(config: LegatoConfig) -> SpeculationConfig | None:
+    return None if config.decode.speculation == "off" else config.tuned(SpeculationConfig())

@@ -44,6 +44,7 @@ TUNABLE: Final = {
     "OrchestratorConfig",
     "PrefillWorkerConfig",
     "SchedulerPolicy",
+    "SpeculationConfig",
     "TiersConfig",
     "TransferConfig",
 }
@@ -262,6 +263,12 @@ class DecodeSettings(PoolSettings):
         gt=0,
         description="Time per output token that sequences are paced by which were promised none: with LayerKV, those"
         " ahead of it wait first.",
+    )
+    speculation: Literal["auto", "off"] = Field(
+        "auto",
+        description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from its own text"
+        " and from earlier answers to the same client, where that pays; no token is another one. `off`: one token of"
+        " each sequence a step.",
     )
 
 

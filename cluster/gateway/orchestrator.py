@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cluster.errors import (
@@ -167,10 +167,11 @@ class Orchestrator:
                     return
             while (news := self._read_news(run)) is not None:
                 assert placement.prefill is not None
+                computed = replace(spec, prediction_token_ids=[])  # of use where tokens are generated
                 if isinstance(news, Reserved):
-                    await self._start(run, placement.prefill, Start(request=spec, ticket=news.ticket))
+                    await self._start(run, placement.prefill, Start(request=computed, ticket=news.ticket))
                 elif not self._placer.is_decode(placement.prefill):  # which computes for others what has a ticket
-                    await self._start(run, placement.prefill, Start(request=spec, ticket=None))
+                    await self._start(run, placement.prefill, Start(request=computed, ticket=None))
             await self._arrival(run)
 
     async def _start(self, run: RequestRun, worker_id: str, start: Start) -> None:
@@ -230,7 +231,8 @@ class Orchestrator:
 
     async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
         """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
-        if message.request.num_tokens <= _LONG_PROMPT_TOKENS:
+        request = message.request
+        if request.num_tokens + len(request.prediction_token_ids) <= _LONG_PROMPT_TOKENS:
             posted = self.links.post(worker_id, message)
         else:
             try:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from heapq import nlargest
 from typing import Any, Final, NamedTuple
 
-from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
+from cluster.gateway.timeline import Drafts, RequestTimeline, SequenceTimeline
 
 MAX_ENDED: Final = 1_000
 MAX_BYTES: Final = 16 * 2**20
@@ -80,6 +80,7 @@ class RecentRequests:
         seconds: dict[str, float] = {}
         for part in timeline.parts():
             seconds[part.name] = seconds.get(part.name, 0.0) + part.seconds
+        drafts = Drafts.total(timeline.sequences)
         return {
             "id": timeline.request_id,
             "endpoint": timeline.endpoint,
@@ -90,6 +91,8 @@ class RecentRequests:
             "prompt_tokens": timeline.num_prompt_tokens,
             "cached_tokens": timeline.num_cached_tokens,
             "tokens": timeline.num_tokens,
+            "drafted_tokens": drafts.drafted,
+            "accepted_tokens": drafts.accepted,
             "choices": len(timeline.sequences),
             "attempts": sum(len(sequence.attempts) for sequence in timeline.sequences),
             "workers": timeline.workers,
@@ -131,6 +134,7 @@ def _choice(sequence: SequenceTimeline) -> dict[str, Any]:
         "tpot_s": sequence.tpot_s,
         "gap_p99_s": sequence.gap_p99_s,
         "preemptions": len(sequence.preemptions),
+        "drafts": {drafter: drafts._asdict() for drafter, drafts in sequence.drafts.items()},
         "attempts": [
             {
                 "number": attempt.number,
@@ -151,10 +155,12 @@ def waterfall(details: dict[str, Any]) -> str:
     total_s, parts = details["total_s"], details["parts"]
     kept = {True: ", kept its promise", False: ", missed its promise", None: ""}[details["kept_promise"]]
     ttft_s = details["ttft_s"]
+    num_drafts = details["drafted_tokens"]
+    guessed = f" (of {num_drafts} drafts {details['accepted_tokens']} right)" if num_drafts else ""
     first = "no byte was sent" if ttft_s is None else f"first byte after {ttft_s:.3f} s"
     lines = [
         f"{details['id']}  {details['endpoint']}  class {details['slo_class']}",
-        f"{details['outcome']}{kept}: {first}, {details['tokens']} tokens, {total_s:.3f} s in all",
+        f"{details['outcome']}{kept}: {first}, {details['tokens']} tokens{guessed}, {total_s:.3f} s in all",
         "",
     ]
     for part in parts:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.gateway.line_log import MAX_BYTES, LineLog
 from cluster.gateway.placing import naming_block_size
-from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
+from cluster.gateway.timeline import Drafts, RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
 from engine.cost_model.fit import StepKind
 from engine.cost_model.noise import StepNoise
@@ -77,7 +77,8 @@ class LoggedRequest:
     """`arrival_s` counts from any moment common to all. `hashes` name the prompt's full blocks together with all before
     them, in any spelling. `ttft_s` None: it was turned away, and `output_tokens` are 0. `tpot_s` None: fewer than two
     tokens. `gap_p99_s`, its longest gap but for one in a hundred, is None then as well, or where nobody noted it.
-    `slo_class` "": the default."""
+    `slo_class` "": the default. `drafted_tokens`: guessed, and checked by steps; of these `accepted_tokens` became
+    tokens."""
 
     request_id: str
     arrival_s: float
@@ -88,6 +89,8 @@ class LoggedRequest:
     ttft_s: float | None = None
     tpot_s: float | None = None
     gap_p99_s: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 0:
@@ -162,7 +165,7 @@ def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes
     tokens that it had. `key`: of the hashes that name its blocks."""
     if sequence.ttft_s is None and sequence.end != "failed":
         return None
-    hashes = sequence.prefix_hashes
+    hashes, drafts = sequence.prefix_hashes, Drafts.total([sequence])
     return LoggedRequest(
         request_id=sequence.request_id,
         arrival_s=sequence.terms.arrived_at + clock_offset_s,
@@ -173,6 +176,8 @@ def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes
         ttft_s=sequence.ttft_s,
         tpot_s=sequence.tpot_s,
         gap_p99_s=sequence.gap_p99_s,
+        drafted_tokens=drafts.drafted,
+        accepted_tokens=drafts.accepted,
     )
 
 

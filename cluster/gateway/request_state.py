@@ -261,6 +261,8 @@ class RequestRun:
             self.emitted.append(head.token_id)
             if head.waited_s is not None:
                 self.timeline.waited(head.waited_s)
+            if head.drafted is not None:
+                self.timeline.drafted(*head.drafted)
             ready.append(head)
             if head.finish_reason is not None:
                 self.end(RequestState.FINISHED)

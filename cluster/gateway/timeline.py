@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, Literal, NamedTuple
@@ -102,11 +102,24 @@ class Part:
     cause: str = ""
 
 
+class Drafts(NamedTuple):
+    """Tokens that steps checked, and of these, those that became tokens."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def total(cls, sequences: Iterable[SequenceTimeline]) -> Drafts:
+        each = [drafts for sequence in sequences for drafts in sequence.drafts.values()]
+        return cls(sum(drafts.drafted for drafts in each), sum(drafts.accepted for drafts in each))
+
+
 class SequenceTimeline:
     """One choice of a request, over all its attempts. The orchestrator writes it; tests may read a fresh one."""
 
     __slots__ = (
         "attempts",
+        "drafts",
         "end",
         "ended_at",
         "finish_reason",
@@ -127,6 +140,7 @@ class SequenceTimeline:
         self.max_tokens = 0 if request is None else request.params.max_tokens
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers compute them
         self.attempts: list[Attempt] = []
+        self.drafts: dict[str, Drafts] = {}  # by drafter
         self.preemptions: list[int] = []  # tokens before which the KV had to be computed again
         self.token_times = array("d")  # when each token came to the gateway
         self.sent_at: float | None = None  # its first byte
@@ -178,6 +192,11 @@ class SequenceTimeline:
         """A worker gave its KV up for others, after the token before that."""
         if self.preemptions[-1:] != [index]:
             self.preemptions.append(index)
+
+    def drafted(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
+        """A step checked guesses of what follows."""
+        before = self.drafts.get(drafter, Drafts())
+        self.drafts[drafter] = Drafts(before.drafted + num_accepted + num_rejected, before.accepted + num_accepted)
 
     def token(self, at: float) -> None:
         """A token came at that time."""

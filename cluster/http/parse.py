@@ -97,8 +97,8 @@ class Job:
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
                 "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(choice.num_accepted_predictions for choice in self.choices),
+                "rejected_prediction_tokens": sum(choice.num_rejected_predictions for choice in self.choices),
             },
         }
 
@@ -125,6 +125,7 @@ async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt:
     if api.formats.reasoning is not None:
         prompt_end = api.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
     reading = reading_of(body, api.formats, prompt_end)
+    prediction = await _prediction_token_ids(body, api)
     beside = constrained(body, reading, api.tokenizer)
     asked = (body.response_format, body.structured_outputs)
     grammar = await api.grammars.grammar_for(*(asked if beside is None or all(asked) else (beside, None)))
@@ -133,6 +134,7 @@ async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt:
         body,
         api,
         [(token_ids, "")],
+        prediction,
         service_tier,
         prefix_salt,
         param="messages",
@@ -160,11 +162,13 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
     size = sum(len(prompt) for prompt in body.prompt)
     grammar = await api.grammars.grammar_for(body.response_format, body.structured_outputs)
     prompts = await _off_loop_if_long(size, api, _completion_prompts, body, max_tokens, api)
+    prediction = await _prediction_token_ids(body, api)
     return _job(
         "cmpl",
         body,
         api,
         prompts,
+        prediction,
         service_tier,
         prefix_salt,
         param="prompt",
@@ -277,6 +281,18 @@ def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: T
         continue_final_message=continues,
         max_chars=_context(api) * api.tokenizer.longest_token_chars,
     )
+
+
+async def _prediction_token_ids(body: GenerationBody, api: Api) -> list[int]:
+    """As the model would generate it. It is a guess, so that what is no token of the model's is left out."""
+    if body.prediction is None:
+        return []
+    text = body.prediction.content
+    _require_chars_fit(len(text), api, "prediction")
+    token_ids = await _off_loop_if_long(len(text), api, api.tokenizer.encode, text, False)
+    if len(token_ids) > _context(api):
+        raise _too_long(f"{len(token_ids)} tokens", api, "prediction")
+    return [token_id for token_id in token_ids if token_id < api.tokenizer.vocab_size]
 
 
 async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True) -> list[int]:
@@ -444,6 +460,7 @@ def _job(
     body: GenerationBody,
     api: Api,
     prompts: Sequence[TokenPrompt],
+    prediction: list[int],
     service_tier: str,
     prefix_salt: str,
     *,
@@ -457,7 +474,7 @@ def _job(
     """What the endpoints ask for in different words comes after `param`, the field of the prompt. `max_tokens` None: as
     many as fit."""
     num_choices = body.n or 1
-    _require_bounded(num_choices, prompts, prompt_logprobs)
+    _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
     api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
     job_id = f"{kind}-{secrets.token_hex(12)}"
     max_model_len = api.require_limits().max_model_len
@@ -474,6 +491,7 @@ def _job(
                 prompt_token_ids=token_ids,
                 params=params.with_seed(seed),
                 cache_salt=prefix_salt,
+                prediction_token_ids=prediction,
             )
             choices.append(
                 Choice(
@@ -508,13 +526,16 @@ def _job(
     )
 
 
-def _require_bounded(num_choices: int, prompts: Sequence[TokenPrompt], prompt_logprobs: int | None) -> None:
+def _require_bounded(
+    num_choices: int, prompts: Sequence[TokenPrompt], prediction: list[int], prompt_logprobs: int | None
+) -> None:
     """Raises InvalidRequestError for what would be too much to send to workers, or to answer, in one request."""
     num_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    num_sent = num_tokens + len(prediction) * len(prompts)
     longest = max(len(token_ids) for token_ids, _ in prompts)
     each = 0 if prompt_logprobs is None else prompt_logprobs + 1
     for what, number, limit in (
-        ("prompt tokens, of all choices,", num_choices * num_tokens, MAX_PROMPT_TOKENS),
+        ("tokens of prompts and prediction, of all choices,", num_choices * num_sent, MAX_PROMPT_TOKENS),
         ("characters of echoed prompts", num_choices * sum(len(echo) for _, echo in prompts), MAX_ECHOED_CHARS),
         ("log probabilities of one prompt's tokens", longest * each, MAX_PROMPT_LOGPROBS),
         (

@@ -210,10 +210,11 @@ class GenerationResponse(Answer):
         is_over = False  # by itself, not by a stop string
         try:
             async for tokens in stream:
-                for event in tokens:
+                for number, event in enumerate(tokens, 1):
                     delta = choice.append(event)
                     if delta.finish_reason is not None:
                         self._timeline.sequences[index].finish_reason = delta.finish_reason
+                        choice.skip(tokens[number:])
                         leave()
                     outbox.add(index, delta)
                     if delta.finish_reason is not None:

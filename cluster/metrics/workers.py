@@ -136,6 +136,12 @@ def _step_tokens(snapshot: WorkerSnapshot) -> _Samples:
     yield ("decode",), snapshot.steps.decode_tokens
 
 
+def _drafts(snapshot: WorkerSnapshot) -> _Samples:
+    for drafter, drafts in snapshot.drafts.items():
+        yield (drafter, "accepted"), drafts.num_accepted
+        yield (drafter, "rejected"), drafts.num_drafted - drafts.num_accepted
+
+
 def _moved_blocks(snapshot: WorkerSnapshot) -> _Samples:
     yield ("out",), snapshot.tiers.num_offloaded_blocks
     yield ("in",), snapshot.tiers.num_restored_blocks
@@ -210,6 +216,20 @@ _FAMILIES: Final = (
         "Tokens computed in the steps of each kind",
         ("kind",),
         _step_tokens,
+    ),
+    _Family(
+        CounterMetricFamily,
+        "legato_worker_draft_tokens",
+        "Guessed tokens that steps checked, by who guessed them and whether they became tokens (accepted)",
+        ("drafter", "outcome"),
+        _drafts,
+    ),
+    _Family(
+        GaugeMetricFamily,
+        "legato_worker_tokens_per_step",
+        "Tokens that a decoding sequence had of each of its steps lately, in the mean; 1 without speculation",
+        (),
+        _one(lambda snapshot: snapshot.tokens_per_step),
     ),
     _Family(
         CounterMetricFamily,

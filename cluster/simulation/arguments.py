@@ -75,6 +75,13 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill workers fetch prefixes from others' host memory; with --share-links and --host-kv-tokens",
     )
     workers.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="decode workers guess tokens, of which so many are right, such as 0.7; default: they do not",
+    )
+    workers.add_argument(
         "--half-speed-tokens",
         type=float,
         default=0.0,

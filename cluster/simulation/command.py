@@ -184,6 +184,7 @@ def _shape(arguments: argparse.Namespace, device_name: str) -> WorkerShape:
         link=link if arguments.share_links else None,
         step_noise=arguments.noise,
         half_speed_tokens=arguments.half_speed_tokens,
+        acceptance=arguments.acceptance,
     )
 
 

@@ -84,7 +84,8 @@ class SimulatedSteps:
     """`repetitions(plan)`: how many more times the same plan would follow, with nothing to be told in between but when
     each of them ended (`silent(plan, ends)`: a token of each of its sequences). `began(plan, seconds)`: how long the
     first of them will take. A step takes what it costs times its own one of the `factors` of its kind, however steps
-    are grouped, and `copied_block_s` for each block that it brings to the device."""
+    are grouped, and `copied_block_s` for each block that it brings to the device. `right(plan)`: which of a step's
+    drafts became tokens, as `StepOutput.following` says it."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class SimulatedSteps:
         factors: Mapping[StepKind, Sequence[float]],
         began: Callable[[StepPlan, float], None] | None = None,
         copied_block_s: float = 0.0,
+        right: Callable[[StepPlan], dict[int, list[SampledToken]]] = lambda plan: {},
     ) -> None:
         self._clock = clock
         self._cost = cost
@@ -108,6 +110,7 @@ class SimulatedSteps:
         self._factors = factors
         self._began = began
         self._copied_block_s = copied_block_s
+        self._right = right
         self._run: _Run | None = None
         self._is_woken = False
         self._is_stopped = False
@@ -195,7 +198,7 @@ class SimulatedSteps:
         self._run = None
         self.busy_s += self._clock.now - run.began
         self._num_of[run.kind] += num_ends
-        self._finish(run.plan, _output(run.plan))
+        self._finish(run.plan, _output(run.plan, self._right(run.plan)))
         if self.is_idle:
             self._begin()
 
@@ -211,7 +214,9 @@ class SimulatedSteps:
         run.num_applied = num_steps
 
 
-def _output(plan: StepPlan) -> StepOutput:
+def _output(plan: StepPlan, following: dict[int, list[SampledToken]]) -> StepOutput:
     return StepOutput(
-        sampled=[_SAMPLED if item.samples else None for item in plan.items], prompt_logprobs=[None] * len(plan.items)
+        sampled=[_SAMPLED if item.samples else None for item in plan.items],
+        prompt_logprobs=[None] * len(plan.items),
+        following=following,
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, get_args
 
 from cluster.simulation.clock import VirtualClock
+from cluster.simulation.guesses import DraftedCost, Guesses
 from cluster.simulation.host_tier import HostTier
 from cluster.simulation.links import Flow, Link, Network
 from cluster.simulation.routers.base import Router
@@ -27,7 +28,7 @@ from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
-from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
+from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
@@ -62,7 +63,8 @@ class WorkerShape:
     times a log-normal factor of mean 1 and sigma `step_noise`. `cost` is also what the worker reports, with its
     `relative_error` and the means of `noise`. With `half_speed_tokens`, few prompt tokens in a step are computed less
     efficiently than many: see `CurvedCost`. The worker does not know that, but measures its steps and reports the
-    linear model that it learns.
+    linear model that it learns. With an `acceptance`, who decodes checks drafts of which so many are right: see
+    `Guesses`.
     """
 
     cost: StepCost
@@ -84,6 +86,7 @@ class WorkerShape:
     step_noise: float = 0.0
     noise: Mapping[StepKind, StepNoise] = field(default_factory=dict)
     half_speed_tokens: float = 0.0
+    acceptance: float = 0.0
     fast_forward: bool = True
 
     def __post_init__(self) -> None:
@@ -97,9 +100,12 @@ class WorkerShape:
             raise ValueError(f"step_noise is {self.step_noise}; 0 means none, 0.1 that steps vary by a tenth")
         if self.half_speed_tokens < 0:
             raise ValueError(f"half_speed_tokens is {self.half_speed_tokens}; 0 means that steps are linear in tokens")
+        if not 0 <= self.acceptance < 1:
+            raise ValueError(f"acceptance is {self.acceptance}; 0 means no drafts, 0.7 that 7 of 10 are right")
 
     def true_cost(self) -> TrueCost:
-        return CurvedCost(self.cost, self.half_speed_tokens) if self.half_speed_tokens else self.cost
+        cost = CurvedCost(self.cost, self.half_speed_tokens) if self.half_speed_tokens else self.cost
+        return DraftedCost(cost, self.cost) if self.acceptance else cost
 
     def factors(self, kind: StepKind, seed: int) -> list[float]:
         """What to multiply the costs of its steps of a kind by, one after the other."""
@@ -165,6 +171,7 @@ class SimulatedWorker(ABC):
         *,
         epoch: int,
         repetitions: Callable[[StepPlan], int] = lambda plan: 0,
+        right: Callable[[StepPlan], dict[int, list[SampledToken]]] = lambda plan: {},
         network: Network | None = None,
         life: int = 0,
     ) -> None:
@@ -186,7 +193,7 @@ class SimulatedWorker(ABC):
         )
         self.steps = SimulatedSteps(
             clock,
-            shape.cost,
+            shape.true_cost(),
             plan=self._plan,
             finish=self._finish,
             repetitions=repetitions,
@@ -194,6 +201,7 @@ class SimulatedWorker(ABC):
             factors={kind: shape.factors(kind, len(_KINDS) * epoch + at) for at, kind in enumerate(_KINDS)},
             began=None if network is None else self._send,
             copied_block_s=shape.host_token_s * shape.block_size,
+            right=right,
         )
         self.info = WorkerInfo(
             worker_id=worker_id,
@@ -485,9 +493,15 @@ class SimulatedDecode(SimulatedWorker):
             listener,
             epoch=epoch,
             repetitions=self._repetitions,
+            right=self._right,
             network=network,
             life=life,
         )
+        self._guesses: Guesses | None = None
+        if shape.acceptance:
+            costs = self._costs or StepCosts(shape.cost)
+            costs.seed(shape.cost)
+            self._guesses = Guesses(shape.acceptance, costs, epoch)
         self.scheduler = DecodeScheduler(
             self.allocator,
             max_num_seqs=shape.max_num_seqs,
@@ -495,6 +509,7 @@ class SimulatedDecode(SimulatedWorker):
             max_model_len=self.info.max_model_len,
             eos_token_ids=frozenset(),
             cost=lambda: self._cautious_cost,
+            speculation=None if self._guesses is None else self._guesses.speculation,
         )
         self._pending: deque[_Pending] = deque()
 
@@ -576,6 +591,13 @@ class SimulatedDecode(SimulatedWorker):
         self._retry()
         self.steps.wake()
 
+    def snapshot(self) -> WorkerSnapshot:
+        snapshot = super().snapshot()
+        if self._guesses is None:
+            return snapshot
+        speculation = self._guesses.speculation
+        return replace(snapshot, tokens_per_step=speculation.tokens_per_step, drafts_stretch=speculation.drafts_stretch)
+
     @property
     def longest_prompt(self) -> int:
         return self.info.max_model_len - 1
@@ -643,6 +665,9 @@ class SimulatedDecode(SimulatedWorker):
                 self._hand_over(seq, last_tokens[seq.key], emission.finish is not None)
         self._retry()
 
+    def _right(self, plan: StepPlan) -> dict[int, list[SampledToken]]:
+        return {} if self._guesses is None else self._guesses.right(plan)
+
     def _repetitions(self, plan: StepPlan) -> int:
         """Steps in which all decode on within the blocks that they have, none becomes full and none ends.
 
@@ -652,6 +677,7 @@ class SimulatedDecode(SimulatedWorker):
         if (
             not self.shape.fast_forward
             or self._costs is not None
+            or self._guesses is not None
             or plan.copies
             or self.scheduler.num_uncomputed_tokens
         ):

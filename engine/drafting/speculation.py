@@ -18,7 +18,7 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepWork
 from engine.drafting.drafter import Draft, Drafter, DrafterName
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
-from engine.sequence import Sequence
+from engine.sequence import Sequence, StepOutput, StepPlan
 
 MOST_DRAFTS: Final = 15
 """Of a sequence in a step."""
@@ -29,6 +29,8 @@ _TRIED: Final = 0.005
 _ASSUMED: Final[dict[DrafterName, float]] = {"prediction": 0.7, "lookup": 0.4, "history": 0.4}
 _PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
+_KEPT_OF_STEPS: Final = 0.98
+"""Of what steps brought their sequences, what counts beside the next step."""
 _LIKELY: Final = 0.6
 """Right so often: no other drafter is asked."""
 _BEHIND: Final = 2.0
@@ -114,6 +116,8 @@ class Speculation:
         self._of_all: dict[_Source, _Acceptance] = {}
         self._step = 0
         self._tried_s = 0.0  # that may be spent on trying
+        self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
+        self._stretched = 0.0  # the same steps, each so many times as its drafts made it longer
         self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
 
     @classmethod
@@ -175,6 +179,31 @@ class Speculation:
         counts.drafted += len(draft.token_ids)
         counts.accepted += num_accepted
         return draft
+
+    def computed(self, plan: StepPlan, output: StepOutput) -> None:
+        """A step is over, with drafts or without."""
+        decoding = [index for index, item in enumerate(plan.items) if item.num_tokens == 1 and item.samples]
+        brought = sum(1 + len(output.following.get(index, ())) for index in decoding)
+        if decoding:
+            self._num_tokens = self._num_tokens * _KEPT_OF_STEPS + brought
+            self._num_steps = self._num_steps * _KEPT_OF_STEPS + len(decoding)
+            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * self._stretch(StepWork.of_plan(plan))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """That a decoding sequence had of each of its steps lately, in the mean."""
+        return self._num_tokens / self._num_steps if self._num_steps else 1.0
+
+    @property
+    def drafts_stretch(self) -> float:
+        """How many times as long these steps took as they would have without drafts, in the mean."""
+        return self._stretched / self._num_steps if self._num_steps else 1.0
+
+    def _stretch(self, work: StepWork) -> float:
+        cost = self._costs.cost() if work.drafts else None
+        if cost is None:
+            return 1.0
+        return 1.0 + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s) / cost.step_s(work)
 
     def ended(self, seq: Sequence) -> None:
         """`seq` generates no more here."""

@@ -124,6 +124,14 @@ class StepsReport:
 
 
 @record
+class DraftReport:
+    """Tokens that one drafter guessed since the worker's start, and that steps checked."""
+
+    num_drafted: Count = 0
+    num_accepted: Count = 0  # of those, the ones that became tokens
+
+
+@record
 class LinkReport:
     """A worker's hand-offs to one other that this one has verified, since the start of either."""
 
@@ -153,6 +161,9 @@ class WorkerSnapshot:
     num_handing_over: Count = 0  # of the running and waiting, those whose prompts it computes for another worker
     oldest_wait_s: NonNegative = 0.0  # of the waiting, since the first of them came; 0 without any
     steps: StepsReport = field(default_factory=StepsReport)
+    drafts: dict[Text, DraftReport] = field(default_factory=dict)  # by drafter
+    tokens_per_step: NonNegative = 1.0  # that a decoding sequence had of each of its steps lately, in the mean
+    drafts_stretch: NonNegative = 1.0  # how many times as long these took as they would have without drafts
     links: dict[Text, LinkReport] = field(default_factory=dict)  # by the other worker's id, of the latest ones
     num_failed_handoffs: Count = 0  # that came to nothing here, since its start
     step_cost: StepCostReport | None = None  # None until there is one

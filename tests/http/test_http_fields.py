@@ -378,3 +378,57 @@ def test_bans_out_of_bounds(
     error = refused(target, "/v1/completions", **fields)
     assert error["param"] == param and says in error["message"], error
     assert not generator.requests
+
+
+# What the client expects the answer to be much like.
+
+
+@pytest.mark.parametrize(
+    "content", ["def f():\n    pass", [{"type": "text", "text": "def f():"}, {"type": "text", "text": "\n    pass"}]]
+)
+def test_a_prediction_goes_to_the_workers_of_each_choice(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, content: Any
+) -> None:
+    prediction = {"type": "content", "content": content}
+    target.chat(max_tokens=2, n=2, prediction=prediction, logprobs=True, presence_penalty=1)
+    target.complete(max_tokens=2, extra_body={"prediction": prediction})
+    target.complete(max_tokens=2, extra_body={"prediction": None})
+    *predicted, without = [request.prediction_token_ids for request in generator.requests]
+    assert predicted == [tokenizer.encode("def f():\n    pass", add_special_tokens=False)] * 3 and without == []
+
+
+def test_what_is_no_prediction_is_refused(target: Target, generator: ScriptedGenerator) -> None:
+    def error(content: Any, **fields: Any) -> dict[str, Any]:
+        return refused(target, prediction={"type": "content", "content": content, **fields})
+
+    assert error([{"type": "image_url", "image_url": "x"}])["param"] == "prediction.content"
+    assert error(5)["param"] == "prediction.content"
+    assert error("x", strict=True)["code"] == "unknown_parameter"
+    assert error("a" * 300_000)["code"] == error("one " * 3_000)["code"] == "context_length_exceeded"
+    assert not generator.requests
+
+
+def test_usage_counts_what_became_of_a_prediction(target: Target, generator: ScriptedGenerator) -> None:
+    """Of all choices; whole, and streamed; not what other drafters guessed, and not as generated tokens."""
+    generator.script.reply, generator.script.burst = "one two three four five six seven eight", 8
+    generator.script.drafted = {2: ("prediction", 2, 5), 4: ("lookup", 1, 1), 6: ("prediction", 0, 3)}
+    fields: dict[str, Any] = {"n": 2, "max_tokens": 8, "prediction": {"type": "content", "content": "x"}}
+    usages = [target.chat(**fields).usage]
+    usages += [list(target.chat(**fields, stream=True, stream_options={"include_usage": True}))[-1].usage]
+    for usage in usages:
+        details = usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 16)
+        assert usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("stop", "accepted", "rejected"), [("four", 3, 5), ("five", 3, 5), ("two", 1, 7), ("one", 0, 0)]
+)
+def test_predicted_tokens_after_a_stop_text_were_not_accepted(
+    target: Target, generator: ScriptedGenerator, stop: str, accepted: int, rejected: int
+) -> None:
+    """A step brought `two` to `five`, of which the last was none of its eight drafts."""
+    generator.script.reply, generator.script.burst = "one two three four five six", 6
+    generator.script.drafted = {4: ("prediction", 3, 5)}
+    details = target.chat(stop=stop, prediction={"type": "content", "content": "x"}).usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (accepted, rejected)

@@ -27,7 +27,7 @@ from cluster.metrics.workers import WorkerMetrics
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Counts, SeriesKey
 from engine.text.tokenizer import Tokenizer
-from kv_transfer.messages.workers import LinkReport, TierBlocks, TiersReport
+from kv_transfer.messages.workers import DraftReport, LinkReport, TierBlocks, TiersReport
 from tests.operators.queries import panels, rules, variables
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import PROMPT, Target
@@ -51,7 +51,8 @@ TIERS = TiersReport(
     hit_tokens={"device": 1},
     loaded_columns={"disk": 1},
 )
-WORKER = (worker_info("d1"), worker_snapshot("d1", tiers=TIERS, step_cost=REPORT, links={"d2": LinkReport()}))
+REPORTS: dict[str, Any] = {"step_cost": REPORT, "links": {"d2": LinkReport()}, "drafts": {"lookup": DraftReport()}}
+WORKER = (worker_info("d1"), worker_snapshot("d1", tiers=TIERS, **REPORTS))
 AT_ONCE = {"x-slo-ttft-ms": "0.001"}  # a target that nothing meets
 
 
@@ -274,7 +275,7 @@ async def test_the_log_prometheus_and_slo_tell_one_time_to_the_first_token(
     """And its parts, with those of the rest, are what the client saw, to the microsecond."""
     ended: list[RequestTimeline] = []
     api = scripted_api(generator, tokenizer, slo=CLASSES, on_ended=ended.append)
-    generator.script = Script(delay_s=0.02, waited_s=0.005, handoff_s=0.01)
+    generator.script = Script(delay_s=0.02, waited_s=0.005, handoff_s=0.01, drafted={2: ("lookup", 2, 1)})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://test") as client:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": stream}
         before = time.monotonic()
@@ -290,6 +291,7 @@ async def test_the_log_prometheus_and_slo_tell_one_time_to_the_first_token(
     assert timeline.ttft_s == ttft_s
     logged = logged_request(timeline.sequences[0], 0.0, b"key")
     assert logged is not None and logged.ttft_s == ttft_s
+    assert (logged.drafted_tokens, logged.accepted_tokens) == (3, 2)
     assert logged.tpot_s == samples["legato_time_per_output_token_seconds_sum"]
     assert logged.gap_p99_s == samples["legato_request_gap_p99_seconds_sum"] == timeline.gap_p99_s
     (chat,) = [row for row in classes if row["slo_class"] == "chat"]

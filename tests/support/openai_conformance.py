@@ -428,9 +428,16 @@ def _bad_bodies(model: str) -> Iterator[tuple[str, dict[str, Any], int, str | No
     for name, value in (
         ("tool_choice", "required"), ("audio", {"voice": "x"}),
         ("functions", [{"name": "f"}]), ("modalities", ["audio"]), ("reasoning_effort", "immense"),
-        ("prediction", {"type": "content", "content": "x"}), ("top_logprobs", 3), ("messages", []), ("messages", "hi"),
+        ("prediction", "x"), ("top_logprobs", 3), ("messages", []), ("messages", "hi"),
     ):  # fmt: skip
         yield "/v1/chat/completions", {**chat, name: value}, 400, name, name
+    yield (
+        "/v1/chat/completions",
+        {**chat, "prediction": {"type": "text", "content": "x"}},
+        400,
+        "prediction.type",
+        "content",
+    )
     yield "/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     yield "/v1/chat/completions", {**chat, "messages": image}, 400, "messages[0].content", "image_url"

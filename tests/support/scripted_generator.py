@@ -61,6 +61,7 @@ class Script:
     handoff_s: float | None = None  # exposed, as it says before the second token
     tail_s: float = 0.0  # from the last token to the end of the iteration
     burst: int = 1  # tokens that come without a pause between them
+    drafted: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # by token, as the worker says
     until: Callable[[], object] = lambda: True  # what has to hold before each burst but the first
     hang_after: int | None = None  # tokens, then nothing until the stream is closed
     fail_after: int | None = None  # tokens, then `error`, or a silent end
@@ -162,6 +163,8 @@ class ScriptedGenerator:
                 tokens.append(event)
                 if index == 1 and self.script.handoff_s is not None:
                     timeline.handed_off(request.attempt, self.script.handoff_s)
+                if event.drafted is not None:
+                    timeline.drafted(*event.drafted)
                 timeline.token(time.monotonic())
                 if event.finish_reason is not None:
                     yield tokens
@@ -246,6 +249,7 @@ class ScriptedGenerator:
             logprob=None if logprobs is None else logprobs[0],
             top_logprobs=None if logprobs is None else logprobs[1],
             num_cached_tokens=len(request.prompt_token_ids) // 2 if index == 0 else None,
+            drafted=self.script.drafted.get(index),
             prompt_logprobs=None
             if asked is None
             else [_opinion(token_id, asked) for token_id in request.prompt_token_ids[1:]],

@@ -110,6 +110,8 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
+        self.num_accepted_predictions = 0  # tokens of the client's prediction that became the choice's
+        self.num_rejected_predictions = 0  # that were tried and did not
         self.finish_reason: FinishReason | None = None
 
     def append(self, event: TokenEvent) -> Delta:
@@ -122,6 +124,7 @@ class Choice:
             self.finish_reason = "length"
             return Delta(finish_reason="length")
         self.num_tokens += 1
+        self._count_drafted(event)
         self.finish_reason = event.finish_reason
         text, stopped = self._check(self._read(event))
         stop_reason: str | int | None = None
@@ -139,6 +142,22 @@ class Choice:
             stop_reason=stop_reason,
             num_tokens=self.num_tokens,
         )
+
+    def skip(self, events: Sequence[TokenEvent]) -> None:
+        """Came together with the event that ended the choice, after it: of its step's drafts they became no tokens."""
+        for num_skipped, event in enumerate(events, 1):
+            if event.drafted is not None:
+                self._count_drafted(event, num_skipped)
+                return
+
+    def _count_drafted(self, event: TokenEvent, num_skipped: int = 0) -> None:
+        if event.drafted is None or event.drafted[0] != "prediction":
+            return
+        _, num_accepted, num_rejected = event.drafted
+        if num_skipped <= num_accepted:  # else all of its step came after the end
+            num_lost = max(0, num_skipped - 1)  # the step's last token was none of the drafts
+            self.num_accepted_predictions += num_accepted - num_lost
+            self.num_rejected_predictions += num_rejected + num_lost
 
     def _read(self, event: TokenEvent) -> str:
         """The text that the event completes."""

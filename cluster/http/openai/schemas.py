@@ -58,6 +58,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None  # vLLM's
 
 
+class Prediction(Body):
+    """What the answer will be much like, such as a file before it is changed."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class GenerationBody(Body):
     """What chat and text completions share."""
 
@@ -99,6 +106,7 @@ class GenerationBody(Body):
     prompt_cache_options: Harmless = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
+    prediction: Prediction | None = None  # in completions Legato's
 
 
 class FunctionCall(Body):
@@ -198,7 +206,6 @@ class ChatBody(GenerationBody, TemplateBody):
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
-    prediction: Unsupported = None
     web_search_options: Unsupported = None
 
     def offered_tools(self) -> list[Tool]:

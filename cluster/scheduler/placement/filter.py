@@ -86,7 +86,7 @@ def filter_workers(
         ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
         decodes=bool(allowed[decodes].any()) or (query.is_pooled and bool(allowed.any())),
         shortest_s=float(prompt.work_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
-        shortest_tpot_s=float(alone_s[allowed[decodes]].min(initial=np.inf)),
+        shortest_tpot_s=float((alone_s / facts[Row.TOKENS_PER_STEP])[allowed[decodes]].min(initial=np.inf)),
     )
 
 
@@ -144,7 +144,7 @@ def forecast_prompt(
     more than save time: the fuller it is, the more steps a prompt takes. Whoever can hardly keep it without prompts
     holds them up no further, so that there is an end to it."""
     facts = table.rows[:, : len(table)]
-    step_s = facts[Row.STEP_S] / facts[Row.STRETCH]
+    step_s = facts[Row.STEP_S] * facts[Row.TOKENS_PER_STEP] / facts[Row.STRETCH]
     with_any_s = step_s + facts[Row.PREFILL_BASE_S]  # what comes with prompt tokens, however few
     bears_s = np.maximum(facts[Row.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]

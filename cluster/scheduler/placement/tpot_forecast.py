@@ -1,7 +1,9 @@
 """How long a newcomer's tokens will take on each decode worker, and what those who decode there lose by it.
 
-`forecast_decode` is the arithmetic behind a pair's score. Newcomer and co-batched sequences advance one token per step,
-so what they share is counted in steps: who is still there when it joins, and for how many of its steps. What takes
+`forecast_decode` is the arithmetic behind a pair's score. Newcomer and co-batched sequences advance together, a token
+each, so what they share is counted in such steps: who is still there when it joins, and for how many of its steps. A
+worker that has several tokens of a step (speculation) takes as much less time for each: only a gap between tokens is as
+long as the step. What takes
 memory or attention is told at the pace of an empty step, who is still there at the true one: so one more co-batched
 sequence never makes the prediction better.
 
@@ -80,8 +82,9 @@ def forecast_decode(
     decodes = share.sum(axis=2) + facts[Row.EXTRA_DECODES]
     context = (share * (others.held + others.grown + others.shared / 2)).sum(axis=2) + facts[Row.EXTRA_CONTEXT]
     base_s, decode_s, context_token_s = facts[Row.BASE_S], facts[Row.DECODE_S], facts[Row.CONTEXT_TOKEN_S]
-    before_s = base_s + decode_s * decodes + context_token_s * context
-    own_s = decode_s + context_token_s * (query.num_tokens + num_output / 2)
+    num_tokens = facts[Row.TOKENS_PER_STEP]
+    before_s = (base_s + decode_s * decodes + context_token_s * context) / num_tokens
+    own_s = (decode_s + context_token_s * (query.num_tokens + num_output / 2)) / num_tokens
     slo_loss = _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)
     gap_s = np.zeros_like(before_s)
     if query.gap_s is not None or (slots[Slot.GAP_TARGET_S][others.live] < np.inf).any():
@@ -148,7 +151,7 @@ def _co_batched(
     """Of an empty slot all facts are 0, of who has not begun JOINED_STEP is infinite, of who has, FIRST_AT is over:
     what follows from that needs no cases."""
     step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
-    fastest_s = np.maximum(facts[Row.BASE_S], 1e-9)[:, None]
+    fastest_s = np.maximum(facts[Row.BASE_S] / facts[Row.TOKENS_PER_STEP], 1e-9)[:, None]
     steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
     output, most = slots[Slot.OUTPUT], slots[Slot.MAX_OUTPUT]
     emitted = np.minimum(np.maximum(steps - slots[Slot.JOINED_STEP], 0.0), most)

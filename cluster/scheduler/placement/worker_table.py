@@ -18,6 +18,7 @@ from kv_transfer.messages.workers import WorkerInfo
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
+_MOST_TOKENS_PER_STEP: Final = 16.0
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -33,9 +34,9 @@ class _Facts(NamedTuple):
     RELATIVE_ERROR: int = 5
     CHUNK_TOKENS: int = 6
     DRAINED_AT: int = 7  # when all prompts placed there will have been computed
-    STEPS: int = 8  # decode steps done, as of AS_OF
+    STEPS: int = 8  # decode steps done, as of AS_OF: as many as tokens of who decodes there
     AS_OF: int = 9
-    STEP_S: int = 10  # predicted seconds of its decode steps since AS_OF
+    STEP_S: int = 10  # predicted seconds of its decode steps since AS_OF, over TOKENS_PER_STEP
     EXTRA_DECODES: int = 11  # sequences that it reports and nobody placed: from before this scheduler's time
     EXTRA_CONTEXT: int = 12
     KV_TOKENS: int = 13  # its capacity
@@ -51,6 +52,7 @@ class _Facts(NamedTuple):
     PROMPTS_AT: int = 23
     PREFILL_BASE_S: int = 24  # of its step cost, too
     LIMIT_S: int = 25  # of its steps with prompts, by what those booked there were promised; inf: nothing
+    TOKENS_PER_STEP: int = 26  # that a decoding sequence has in the time of a step without drafts: 1 and more
 
 
 class _SlotFacts(NamedTuple):
@@ -127,6 +129,7 @@ class WorkerTable:
         self._order.insert(row, key)
         facts = self.rows[:, row]
         facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH], facts[Row.LIMIT_S] = now, now, 1.0, np.inf
+        facts[Row.TOKENS_PER_STEP] = 1.0
         facts[Row.CHUNK_TOKENS] = info.chunk_tokens or np.inf
         facts[Row.MAX_SEQUENCES] = info.max_num_seqs or np.inf
         facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
@@ -188,10 +191,11 @@ class WorkerTable:
         decodes = joined.sum() + facts[Row.EXTRA_DECODES]
         step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
         share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
-        targets = np.minimum(slots[Slot.TPOT_TARGET_S], slots[Slot.GAP_TARGET_S])
+        num_tokens = facts[Row.TOKENS_PER_STEP]
+        targets = np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], slots[Slot.GAP_TARGET_S])
         facts[Row.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
         facts[Row.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
-        facts[Row.STEP_S] = step_s * facts[Row.STRETCH]
+        facts[Row.STEP_S] = step_s * facts[Row.STRETCH] / num_tokens
 
     # --- costs and slots ---
 
@@ -205,6 +209,10 @@ class WorkerTable:
             cost.relative_error,
         )
         self.rows[Row.PREFILL_BASE_S, row] = cost.prefill_base_s
+
+    def set_tokens_per_step(self, row: int, num_tokens: float) -> None:
+        """As its worker says. What nobody can have is a mistake, and moves no more than what somebody can."""
+        self.rows[Row.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
 
     def cost(self, row: int) -> StepCost:
         base, token, pair, decode, context, error = self.rows[: Row.CHUNK_TOKENS, row].tolist()

@@ -31,6 +31,7 @@ from cluster.config.scheduler import scheduler_policy
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.slo.classes import NO_TARGETS, SloConfig
+from engine.drafting.speculation import SpeculationConfig, drafters_of
 
 ROOT = Path(__file__).parents[3]
 # The others say how a cluster is started: tests/cluster/deployment/test_cluster_files.py.
@@ -325,6 +326,15 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
     assert tiers_config("prefill", config).host_folder == "/mnt"
     with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
         decode_worker(load_config({"tuning": {"DecodeWorkerConfig": {"reserve": 1}}}))
+
+
+def test_who_guesses_tokens() -> None:
+    assert decode_worker(load_config({})).speculation == SpeculationConfig()
+    assert decode_worker(load_config({"decode": {"speculation": "off"}})).speculation is None
+    tuning = {"SpeculationConfig": {"fixed": 3, "drafters": ["prediction"]}}
+    made = decode_worker(load_config({"tuning": tuning})).speculation
+    assert made is not None and made.fixed == 3
+    assert [drafter.name for drafter in drafters_of(made.drafters)] == ["prediction"]
 
 
 def test_every_setting_is_described() -> None:

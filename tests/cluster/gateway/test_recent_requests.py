@@ -131,3 +131,17 @@ def test_the_waterfall_is_a_picture_of_the_parts() -> None:
         f"prefill      2.000     1.000 s │{' ' * 24}{bar}{' ' * 12}│ d1  attempt 1",
         f"decode       3.000     1.000 s │{' ' * 36}{bar}│ d1  attempt 1",
     ]
+
+
+def test_drafts_are_told_by_choice_and_drafter() -> None:
+    recent = RecentRequests()
+    timeline = served(recent, "cmpl-a")
+    assert recent.facts(timeline)["drafted_tokens"] == 0 and "drafts" not in waterfall(recent.details(timeline))
+    (sequence,) = timeline.sequences
+    for drafter, num_accepted, num_rejected in (("prediction", 3, 1), ("lookup", 0, 2), ("prediction", 2, 0)):
+        sequence.drafted(drafter, num_accepted, num_rejected)
+    details = recent.details(timeline)
+    assert (details["drafted_tokens"], details["accepted_tokens"]) == (8, 5)
+    by_drafter = {"prediction": {"drafted": 6, "accepted": 5}, "lookup": {"drafted": 2, "accepted": 0}}
+    assert details["of_choices"][0]["drafts"] == by_drafter
+    assert "3 tokens (of 8 drafts 5 right)" in waterfall(details)

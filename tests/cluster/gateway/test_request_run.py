@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.request_state import TERMINAL, AttemptFailedError, RequestRun, RequestState
-from cluster.gateway.timeline import SequenceTimeline
+from cluster.gateway.timeline import Drafts, SequenceTimeline
 from cluster.slo.classes import RequestTerms, SloConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason
@@ -246,3 +246,16 @@ def test_the_last_token_ends_the_run_when_it_comes_and_waits_to_be_given_on() ->
     assert run.ended and run.num_output_tokens == 1
     assert not run.concerns("decode"), "nobody's death can undo what has come"
     assert [token.finish_reason for token in run.take_ready()] == ["stop"]
+
+
+def test_what_was_drafted_is_told_of_all_attempts_once() -> None:
+    run = _run()
+    first = [replace(_event(index), drafted=("lookup", 1, 2) if index == 2 else None) for index in range(3)]
+    for event in (*first, *first):
+        run.merge("decode", event)
+    run.next_attempt("decode")
+    run.placed(_placement(1))
+    for event in (replace(_event(3, attempt=1), drafted=("lookup", 0, 1)), _event(4, attempt=1, finish="stop")):
+        run.merge("decode", event)
+    run.merge("decode", replace(_event(3, attempt=0), drafted=("lookup", 5, 5)))
+    assert run.timeline.drafts == {"lookup": Drafts(drafted=4, accepted=1)}

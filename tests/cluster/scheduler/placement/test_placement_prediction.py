@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduler.placement.filter import PromptForecast, forecast_prompt
+from cluster.scheduler.placement.filter import PromptForecast, filter_workers, forecast_prompt
 from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.tpot_forecast import (
     DecodeForecast,
     forecast_decode,
     log_fit_probability,
     log_probability,
 )
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Row, Slot
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info
 
@@ -205,6 +206,48 @@ def test_a_prediction_at_the_target_is_met_half_the_time() -> None:
     assert log_probability(1e9, math.inf, 0.1) == 0.0
     fits = [math.exp(log_fit_probability(kv_share)) for kv_share in (0.0, 0.9, 1.0, 1.5)]
     assert fits == pytest.approx([1.0, 0.966, 0.5, 0.0], abs=1e-3)
+
+
+# --- several tokens of a step ---
+
+
+@pytest.mark.parametrize(("reported", "counts"), [(1.0, 1.0), (2.5, 2.5), (0.0, 1.0), (0.5, 1.0), (1e9, 16.0)])
+def test_a_worker_that_has_several_tokens_of_a_step_takes_less_time_for_each(reported: float, counts: float) -> None:
+    plain, ledger = ledger_of("p1", "d1"), ledger_of("p1", "d1")
+    ledger.heartbeat(costed_snapshot("d1", 2, tokens_per_step=2 * reported, drafts_stretch=2.0), 0.0)
+    for each in (plain, ledger):
+        decoding(each, "a", max_new_tokens=50)
+    without, found = (_decode(each, gap_s=1.0) for each in (plain, ledger))
+    assert found.tpot_s[0] == pytest.approx(without.tpot_s[0] / counts)
+    assert found.gap_s[0] == without.gap_s[0], "a gap is as long as a step"
+    assert found.kv_share[0] == without.kv_share[0]
+    step_s = [each.table.rows[Row.STEP_S, each.table.row("d1")] for each in (plain, ledger)]
+    assert step_s[1] == pytest.approx(step_s[0] / counts)
+    shortest = [filter_workers(each, DecisionPolicy(), query_of(), {}, 0.0).shortest_tpot_s for each in (plain, ledger)]
+    assert shortest[1] == pytest.approx(shortest[0] / counts)
+
+
+def test_who_decodes_there_is_held_to_be_as_far_as_its_tokens_came() -> None:
+    ledger = ledger_of("p1", "d1")
+    ledger.heartbeat(costed_snapshot("d1", 2, tokens_per_step=4.0), 0.0)
+    decoding(ledger, "a", max_new_tokens=1000)
+    table, row = ledger.table, ledger.table.row("d1")
+    step_s = 0.010 + 0.001 + 0.001
+    ledger.heartbeat(costed_snapshot("d1", 3, tokens_per_step=4.0, num_running=1, context_tokens=1400), 100 * step_s)
+    assert table.rows[Row.STEPS, row] - table.slots[Slot.JOINED_STEP, row, 0] == pytest.approx(400)
+
+
+def test_prompts_have_of_a_step_what_its_tokens_leave() -> None:
+    """A step may be as long as its four tokens together may take, and no longer than a gap."""
+    plain, ledger, gap = (ledger_of("p1", "d1") for _ in range(3))
+    for each in (ledger, gap):
+        each.heartbeat(costed_snapshot("d1", 2, tokens_per_step=4.0), 0.0)
+    for each, gap_s in ((plain, None), (ledger, None), (gap, 0.03)):
+        decoding(each, "a", tpot_s=0.02, gap_s=gap_s)
+    limits_s = [each.table.rows[Row.LIMIT_S, each.table.row("d1")] for each in (plain, ledger, gap)]
+    assert limits_s == pytest.approx([0.95 * 0.02, 0.95 * 0.08, 0.95 * 0.03])
+    works_s = [float(_prompt(each, "d1").work_s[0]) for each in (plain, ledger, gap)]
+    assert works_s[0] > works_s[2] > works_s[1]
 
 
 # --- decode workers that compute prompts themselves ---
