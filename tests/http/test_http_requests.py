@@ -92,6 +92,17 @@ def test_a_request_that_runs(target: Target, generator: ScriptedGenerator) -> No
     assert ended(target, request_id)["outcome"] == "cancelled"
 
 
+def test_a_request_is_found_by_its_clients_name(target: Target) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    first, newest = (
+        target.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).raise_for_status()
+        for _ in range(2)
+    )
+    assert first.headers["x-request-id"] == "mine" and first.json()["id"] != newest.json()["id"]
+    assert ended(target, "mine")["id"] == newest.json()["id"]
+    assert target.http.get("/cluster/requests/other").status_code == 404
+
+
 def test_one_that_was_turned_away_is_told_of_too(target: Target, generator: ScriptedGenerator) -> None:
     generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=1.0))
     body = {"model": MODEL, "prompt": PROMPT}
