@@ -42,6 +42,10 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def began(self, timeline: RequestTimeline) -> None:
         self.version += 1
         self._running[timeline.request_id] = _Kept(timeline, self.version)

@@ -87,9 +87,11 @@ def test_a_request_that_runs(target: Target, generator: ScriptedGenerator) -> No
         with httpx.Client(base_url=target.http.base_url) as other:
             wait_until(lambda: other.get(f"/cluster/requests/{request_id}").json()["tokens"] == 2)
             running = other.get(f"/cluster/requests/{request_id}").json()
+            assert other.get("/load").json() == {"server_load": 1}
         assert (running["outcome"], running["kept_promise"], running["ttft_s"] is None) == ("running", None, False)
         assert running["parts"][-1]["name"] == "decode"
     assert ended(target, request_id)["outcome"] == "cancelled"
+    assert target.http.get("/load").json() == {"server_load": 0}
 
 
 def test_a_request_is_found_by_its_clients_name(target: Target) -> None:

@@ -303,7 +303,10 @@ def long_text_is_tokenised(target: Target) -> None:
 
 
 def health_and_metrics(target: Target) -> None:
-    assert target.http.get("/health").json() == {"status": "ready"}
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert target.http.request(method, path).json() == {"status": "ready"}
+    assert re.fullmatch(r"[0-9.]+|unknown", target.http.get("/version").json()["version"])
+    assert target.http.get("/load").json()["server_load"] >= 0
     target.chat(max_tokens=2)
     page = target.http.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
