@@ -20,7 +20,13 @@ from cluster.http.request_id import is_anthropics
 logger = logging.getLogger(__name__)
 
 # Those that `cluster.http.openai.fields` raises, whose sentences are whole.
-_OUR_CODES = ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value")
+_OUR_CODES = (
+    "invalid_type",
+    "invalid_value",
+    "unsupported_parameter",
+    "unsupported_value",
+    "thread_unsupported_request",
+)
 _CODES: Mapping[str, str] = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
