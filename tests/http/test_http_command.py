@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cluster.__main__ import main
@@ -133,7 +135,7 @@ def test_a_file_is_answered(batch: Batch, generator: ScriptedGenerator) -> None:
     assert len(generator.requests) == asked
 
 
-def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator) -> None:
+def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill in the middle of a line of answers; and a server that is gone for a while is waited for."""
     names = [f"l{n}" for n in range(12)]
     batch.write(*names)
@@ -146,6 +148,14 @@ def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator) -> N
     batch.partial.write_bytes(b"\n".join([*answered[:3], answered[3][:20]]))
     wait_until(lambda: generator.num_open == 0)
     generator.script, asked = Script(), len(generator.requests)
+    post, times = httpx.AsyncClient.post, itertools.count()
+
+    async def fail_at_first(self: httpx.AsyncClient, url: str, **fields: Any) -> httpx.Response:
+        if next(times) < 20:  # twice for each line
+            raise httpx.ConnectError("All connection attempts failed")
+        return await post(self, url, **fields)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", fail_at_first)
     code, told = batch.run()
     assert code == 0 and "9 lines answered" in told and "3 before" in told
     assert [row["custom_id"] for row in batch.answers()] == names

@@ -46,6 +46,7 @@ from tests.http.http_fuzz import (
     file_form,
 )
 from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.thoroughness import examples
 
@@ -99,6 +100,12 @@ class Gateway:
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_folder: Path) -> Tokenizer:
     return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
+        yield target
 
 
 @pytest.fixture
@@ -240,15 +247,14 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
         (b'{"model": "M", "prompt": "hi", "temperature": Infinity}', "Send a JSON object"),
     ],
 )
-def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, said: str) -> None:
-    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            answer = target.http.post(
-                path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
-            )
-            error = answer.json()["error"]
-            assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_json")
-            assert said in error["message"], error
+def test_what_is_wrong_with_a_body_is_said(target: Target, body: bytes, said: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = target.http.post(
+            path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_json")
+        assert said in error["message"], error
 
 
 @pytest.mark.parametrize(
