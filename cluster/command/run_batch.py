@@ -21,7 +21,7 @@ import httpx
 import uvloop
 
 from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
-from cluster.batch.runner import run_lines
+from cluster.batch.service import run_lines
 from cluster.command.arguments import ArgumentsError
 from cluster.load.client import AnswerError, Server
 

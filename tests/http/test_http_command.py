@@ -113,7 +113,7 @@ class Batch:
 
 @pytest.fixture
 def batch(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Batch:
-    monkeypatch.setattr("cluster.batch.runner._WAIT_S", 0.01)
+    monkeypatch.setattr("cluster.batch.service._WAIT_S", 0.01)
     return Batch(target, monkeypatch, capsys, tmp_path)
 
 

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, read_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
@@ -29,7 +30,6 @@ from cluster.gateway.generator import ServingLimits
 from cluster.http.app import create_app
 from cluster.http.body import checked_body, parse_json
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from cluster.storage.database import Database
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import (
     CONSTRAINED,
