@@ -46,6 +46,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _run_batch(arguments: argparse.Namespace) -> int:
+    from cluster.command.run_batch import run
+
+    return run(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from cluster.command.check import run
 
@@ -122,6 +128,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "top": _top,
     "bench": _bench,
+    "run-batch": _run_batch,
     "check": _check,
     "doctor": _doctor,
     "environment": _environment,

@@ -73,7 +73,10 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The one that Anthropic's clients parse."""
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == "thread_unsupported_request":  # what its clients look for, to go on without one
+            error["details"] = {"error_code": self.code, "unsupported": [self.param]}
+        return {"type": "error", "error": error}
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds, rounded up, where a time is known."""

@@ -155,7 +155,7 @@ class BatchService:
             await self.batches.answer(batch, [_kept(line, answer)])
 
         lines = await self._unanswered(batch)
-        working = asyncio.create_task(_run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
+        working = asyncio.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
         cancelled = asyncio.create_task(is_cancelled.wait())
         try:
             timeout_s = max(0.0, batch.expires_at - time.time())
@@ -180,7 +180,7 @@ class BatchService:
             await self.batches.answer(batch, some)
 
 
-async def _run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int) -> None:
+async def run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int) -> None:
     """Until all lines have an answer and that has been kept. What `keep` raises ends it, and the lines under way.
 
     `lines` may read a file: the next one is asked for in a thread, by one at a time."""

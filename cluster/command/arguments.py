@@ -31,6 +31,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     _add_serve(command("serve", "start Ray and Legato on this machine, and show a first answer"))
     _add_top(command("top", "watch a cluster in the terminal: workers, promises, goodput"))
     _add_bench(command("bench", "load any OpenAI-compatible server, and say what its clients saw"))
+    _add_run_batch(command("run-batch", "answer a file of requests into another file"))
     _add_check(command("check", "say what is wrong with a configuration, and what memory its workers take"))
     _add_doctor(command("doctor", "say what this machine has, what it lacks, and what to do"))
     add_plan_arguments(command("plan", "the fewest GPUs that serve a trace within its targets"))
@@ -110,6 +111,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     told.add_argument("--log", type=Path, metavar="FILE", help="a line of JSON for each request")
     told.add_argument("--plot", type=Path, metavar="FILE", help="an SVG file of what clients saw; needs matplotlib")
     told.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
+
+
+def _add_run_batch(parser: argparse.ArgumentParser) -> None:
+    wanted = "requests, a line of JSON each: custom_id, method, url, body"
+    parser.add_argument("-i", "--input", "--input-file", type=Path, required=True, metavar="FILE", help=wanted)
+    parser.add_argument("-o", "--output", "--output-file", type=Path, required=True, metavar="FILE", help="answers")
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help="of the server; default: %(default)s")
+    parser.add_argument("--concurrency", type=_whole(1), default=64, metavar="N", help="at a time; default: 64")
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ the component's own config; the gateway has these settings whole. What Ray has t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import PurePath
@@ -302,6 +303,11 @@ class GatewaySettings(Settings):
         description="`x-tenant` says whose a request is. Only where a proxy in front sets it and drops what clients"
         " send: whoever writes it has that tenant's share and prefixes.",
     )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Origins whose web pages may ask from a browser, such as `https://chat.example.com`; `*`: all.",
+    )
     request_log: str | None = Field(
         None,
         min_length=1,
@@ -314,6 +320,15 @@ class GatewaySettings(Settings):
         " nodes need one that all of them see. Empty: none, and such requests are refused.",
     )
     storage_budget: SizeBytes = Field(10 * 2**30, description="What all files there may take; more are refused.")
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> Self:
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}; an origin is written https://chat.example.com, without a path, or *"
+                )
+        return self
 
 
 class NetworkSettings(Settings):

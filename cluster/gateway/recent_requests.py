@@ -42,6 +42,10 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def began(self, timeline: RequestTimeline) -> None:
         self.version += 1
         self._running[timeline.request_id] = _Kept(timeline, self.version)
@@ -69,11 +73,13 @@ class RecentRequests:
         return nlargest(limit, found, key=lambda timeline: timeline.arrived_at)
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """By the id of the answer; or by that of one of its choices, as logs and decisions name it."""
+        """By the id of the answer; or by that of one of its choices, as logs and decisions name it; or the newest that
+        its client called so."""
         for name in (request_id, request_id.rpartition("-")[0]):
             if (kept := self._running.get(name) or self._ended.get(name)) is not None:
                 return kept.timeline
-        return None
+        newest = (kept.timeline for known in (self._running, self._ended) for kept in reversed(known.values()))
+        return next((timeline for timeline in newest if timeline.given_id == request_id), None)
 
     def facts(self, timeline: RequestTimeline) -> dict[str, Any]:
         """What to know of a request at a glance, as JSON values. Times are seconds, `started_at` since 1970."""

@@ -280,7 +280,8 @@ class RequestTimeline:
 
     endpoint: str
     terms: RequestTerms
-    request_id: str = ""  # as the answer and its header `x-request-id` name it
+    request_id: str = ""  # as the answer names it
+    given_id: str = ""  # as its client does, in the header `x-request-id`
     sequences: list[SequenceTimeline] = field(default_factory=list)
     parsed_at: float | None = None  # it was read, checked and tokenised
     ended_at: float | None = None

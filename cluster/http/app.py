@@ -6,6 +6,7 @@ Knows no worker and no Ray: `cluster.app` runs it inside a Serve replica, tests 
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cluster.http.api import Api
 from cluster.http.board import board
@@ -13,6 +14,7 @@ from cluster.http.body import BodyLimit
 from cluster.http.endpoints import batches, generation, messages, operators, pooling, service
 from cluster.http.error_responses import install_error_handlers
 from cluster.http.other_gateways import OtherGateways
+from cluster.slo.classes import CLASS_HEADER
 
 
 def create_app(api: Api) -> FastAPI:
@@ -34,4 +36,12 @@ def create_app(api: Api) -> FastAPI:
         timeout_s=api.limits.body_timeout_s,
         streamed={batches.FILES_PATH: batches.MAX_FILE_BYTES},
     )
+    if api.settings.cors_origins:  # outside of the bodies, so that a page is told of those that are refused
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=api.settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "request-id", "retry-after", CLASS_HEADER),
+        )
     return app

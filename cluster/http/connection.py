@@ -27,6 +27,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.http.request_id import OneRequestId
+
 _CONNECTION: Final = "legato.connection"
 ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
 _ARRIVED_AT: Final = "legato.arrived_at"
@@ -39,9 +41,14 @@ _TICK_S: Final = time.clock_getres(_COARSE)  # of the kernel, which these are mu
 
 class TimedProtocol(HttpToolsProtocol):
     """uvicorn's, for one connection: says when a request's first byte came, and when the kernel had taken an answer's
-    last one. Times are of `time.monotonic`. For `uvicorn.Config(http=TimedProtocol)`."""
+    last one. Times are of `time.monotonic`. For `uvicorn.Config(http=TimedProtocol)`. Its answers have one request id.
+    """
 
     answered: tuple[Connection, ...] = ()  # whose last byte waits to be written
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.app = OneRequestId(self.app)  # here, since Serve wraps the application once more than is asked
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,12 +15,18 @@ from starlette.types import Scope
 
 from cluster.errors import ApiError, FailedError, InvalidRequestError
 from cluster.http.api import Api
+from cluster.http.request_id import is_anthropics
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES: Final = "/v1/messages"  # here and below Anthropic's clients ask
 # Those that `cluster.http.openai.fields` raises, whose sentences are whole.
-_OUR_CODES = ("invalid_type", "invalid_value", "unsupported_parameter", "unsupported_value")
+_OUR_CODES = (
+    "invalid_type",
+    "invalid_value",
+    "unsupported_parameter",
+    "unsupported_value",
+    "thread_unsupported_request",
+)
 _CODES: Mapping[str, str] = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
@@ -42,8 +48,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def _body(error: ApiError, scope: Scope) -> dict[str, Any]:
-    is_anthropics = scope["path"] == _MESSAGES or scope["path"].startswith(_MESSAGES + "/")
-    return error.anthropic_body() if is_anthropics else error.body()
+    return error.anthropic_body() if is_anthropics(scope["path"]) else error.body()
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:

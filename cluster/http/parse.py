@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.errors import InvalidRequestError
@@ -24,7 +25,7 @@ from cluster.http.openai.choice import Choice, Delta
 from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import Prompt
 from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody, TemplateBody
-from cluster.http.openai.tools import constrained, reading_of, told_calls, told_tools, with_tools
+from cluster.http.openai.tools import constrained, reading_of, thinking_of, told_calls, told_tools, with_tools
 from engine.sampling.params import SamplingParams
 from engine.text.formats import Message
 from kv_transfer.messages.requests import RequestSpec
@@ -38,6 +39,7 @@ MAX_PROMPT_LOGPROBS: Final = 2**16  # that one choice gets with its echo: a work
 MAX_ALL_PROMPT_LOGPROBS: Final = 2**18  # of all choices together
 MAX_TOKENIZED: Final = 2**20  # tokens in an answer of /tokenize
 
+NO_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({})
 LONG_TEXT_CHARS: Final = 2_000  # longer texts are tokenised off the event loop, which they would hold for over 1 ms
 MANY_TOKENS: Final = 10_000  # to turn into text, or to check, on the event loop, which they would hold for over 1 ms
 _MESSAGE_CHARS: Final = 20  # that rendering and tokenising a message costs besides its own, roughly
@@ -85,17 +87,19 @@ class Job:
     def num_generated_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
-    def usage(self, num_generated: int | None = None) -> dict[str, object]:
-        """OpenAI's `usage`; with another number of generated tokens than that of all choices, where one is given."""
+    def usage(self, num_generated: int | None = None, num_reasoning: int = 0) -> dict[str, object]:
+        """OpenAI's `usage`; with other numbers of generated tokens than those of all choices, where they are given."""
         num_prompt = self.num_prompt_tokens
-        num_generated = self.num_generated_tokens if num_generated is None else num_generated
+        if num_generated is None:
+            num_generated = self.num_generated_tokens
+            num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": num_reasoning,
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": sum(choice.num_accepted_predictions for choice in self.choices),
                 "rejected_prediction_tokens": sum(choice.num_rejected_predictions for choice in self.choices),
@@ -143,6 +147,7 @@ async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt:
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         reading=reading,
+        thinking=thinking_of(body, reading, api.tokenizer),
     )
 
 
@@ -470,6 +475,7 @@ def _job(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     reading: Reading | None = None,
+    thinking: Mapping[str, Any] = NO_FIELDS,
 ) -> Job:
     """What the endpoints ask for in different words comes after `param`, the field of the prompt. `max_tokens` None: as
     many as fit."""
@@ -478,7 +484,8 @@ def _job(
     api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
     job_id = f"{kind}-{secrets.token_hex(12)}"
     max_model_len = api.require_limits().max_model_len
-    sampling = {**_sampling(body, api), "grammar": grammar, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    sampling = {**_sampling(body, api), **thinking, "grammar": grammar}
+    sampling |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     choices: list[Choice] = []
     shown = api.tokenizer.special_ids_of(reading.marks) if reading is not None else frozenset()
     for token_ids, echo in prompts:
@@ -505,6 +512,8 @@ def _job(
                     return_token_ids=bool(body.return_token_ids),
                     discard_output=max_tokens == 0,
                     shown=shown,
+                    reasoning=None if reading is None else reading.reasoning,
+                    reasons=reading is not None and reading.reasons,
                 )
             )
     return Job(

@@ -26,6 +26,7 @@ from cluster.http.api import Api
 from cluster.http.connection import Connection, connection_of
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
+from cluster.http.request_id import given_request_id
 from cluster.http.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
@@ -74,6 +75,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = self._connection = connection_of(scope)
+        self._timeline.given_id = given_request_id(scope)
         with self._api.following(self._timeline):  # also where Serve cancels a request whose client has left
             await first_of(self._answer_or_fail(send), disconnected(receive), self._unread(connection))
             if self._complete:  # `receive` says that the client has left from then on

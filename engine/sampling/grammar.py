@@ -5,6 +5,8 @@ it out anew for each sequence that comes to it, half a microsecond a token, and 
 The library is llguidance (docs/decisions/0026); the text is what it reads, and `cluster.http.openai.structured` writes
 it. The end of a sequence is allowed exactly where the grammar may end, and is all that is allowed where it must.
 
+A budget of reasoning makes masks, too (`engine.sampling.thinking`), within what the grammar allows.
+
 The samplers call it, after the tokens of the step before were taken in. Bits: `[ceil(V / 32)]` int32, bit i % 32 of
 word i // 32 set if token i is allowed, which ids beyond the tokenizer's never are.
 """
@@ -22,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.sampling.thinking import forced_token
 from engine.sequence import DraftedSequence, Sequence, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
 
@@ -50,14 +53,14 @@ class GrammarMasks:
         self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
 
     def bits(self, row: TokensSoFar) -> Bits | None:
-        """What may come after the output so far; None: its request has no grammar. Raises GrammarError."""
-        grammar = row.params.grammar
-        if grammar is None:
-            return None
-        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        """What may come after the output so far; None: anything, by its request. Raises GrammarError."""
         output_token_ids = row.output_token_ids
+        grammar, forced = row.params.grammar, forced_token(row.params, output_token_ids)
+        if grammar is None:
+            return None if forced is None else self._only(forced)
+        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         if output_token_ids and output_token_ids[-1] in self._eos_token_ids:
-            return self._ending(bits)  # it is over; a step that was planned ahead samples once more, for nothing
+            return self._only(*self._eos_token_ids)  # it is over; a step planned ahead samples once more, for nothing
         seq = row.seq if isinstance(row, DraftedSequence) else row
         assert isinstance(seq, Sequence), "grammars are followed by sequence"
         followed = self._followed.get(seq)
@@ -68,14 +71,17 @@ class GrammarMasks:
         if followed.matcher.is_error() or not bits.any():
             why = followed.matcher.get_error() or "it allows no token"
             raise GrammarError(f"the grammar of request {row.request_id} cannot be followed any further: {why}")
+        if forced is not None and (only := bits & self._only(forced)).any():
+            return only
         return bits
 
     def _compile(self, grammar: str) -> LLMatcher:
         """Milliseconds, for most; what is wrong with it is told by its masks."""
         return LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
 
-    def _ending(self, bits: Bits) -> Bits:
-        for token_id in self._eos_token_ids:
+    def _only(self, *token_ids: int) -> Bits:
+        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        for token_id in token_ids:
             bits.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
         return bits
 

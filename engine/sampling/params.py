@@ -62,6 +62,9 @@ class SamplingParams:
     grammar: Text | None = None  # that the output must follow, as llguidance reads it: see `engine.sampling.grammar`
     allowed_token_ids: tuple[Int, ...] = ()  # no others are sampled; empty: all are
     bad_words: tuple[tuple[Int, ...], ...] = ()  # runs of tokens of which none is completed, none of them empty
+    thinking_budget: Int | None = None  # tokens of reasoning, after which it ends: see `engine.sampling.thinking`
+    # What opens it, unless the prompt ends within it, and what closes it, a token each.
+    thinking_marks: tuple[Int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -69,6 +72,10 @@ class SamplingParams:
         self._check_token_ids()
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"a grammar has {len(self.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible")
+        if self.thinking_budget is not None:
+            _require_within("thinking_budget", self.thinking_budget, 0, _MAX_INT)
+        if len(self.thinking_marks) not in ((0,) if self.thinking_budget is None else (1, 2)):
+            raise ValueError(f"there are {len(self.thinking_marks)} thinking_marks; with a thinking_budget 1 or 2")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}")
 
@@ -113,6 +120,8 @@ class SamplingParams:
         for word in self.bad_words:
             for token_id in word:
                 _require_within("a token id in bad_words", token_id, 0, _MAX_INT)
+        for token_id in self.thinking_marks:
+            _require_within("a token id in thinking_marks", token_id, 0, _MAX_INT)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same but for its seed, and not checked again: there may be many choices, with a thousand biases each."""

@@ -46,7 +46,7 @@ class InvalidLogitsError(ArithmeticError):
 
 
 class Sampler:
-    """Samples the next token of sequences of one model. `masks` None: none of them has a grammar."""
+    """Samples the next token of sequences of one model. `masks` None: none of them needs any."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), masks: GrammarMasks | None = None) -> None:
         self.vocab_size = vocab_size
@@ -117,10 +117,10 @@ class Sampler:
 
 
 def mask_of(seq: TokensSoFar, masks: GrammarMasks | None) -> Bits | None:
-    """None: the sequence has no grammar."""
-    if seq.params.grammar is None:
+    """None: neither a grammar nor a budget of reasoning says what comes next."""
+    if seq.params.grammar is None and seq.params.thinking_budget is None:
         return None
-    assert masks is not None, "this sampler was made for no grammars"
+    assert masks is not None, "this sampler was made for no masks"
     return masks.bits(seq)
 
 

@@ -60,6 +60,12 @@ class OutputParser:
         self._buffer = ""  # not decided yet
         self._events: list[Event] = []
         self.num_calls = 0
+        self.has_reasoned = self._reasons
+
+    @property
+    def is_past_reasoning(self) -> bool:
+        """What comes from here on is none."""
+        return not (self._reasons or self._at_start)
 
     def feed(self, text: str) -> list[Event]:
         """What has become certain. A space waits for what follows it: before a mark it is dropped."""
@@ -136,6 +142,7 @@ class OutputParser:
             if begun.startswith(opening):
                 self._buffer = begun[len(opening) :]
                 self._at_start, self._reasons, self._drop_space = False, True, True
+                self.has_reasoned = True
                 return True
             if opening.startswith(begun):
                 return False

@@ -118,6 +118,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size: int = known["vocab_size"]
         self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
         self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
@@ -188,6 +189,11 @@ class Tokenizer:
         """Those of the marks that are special tokens, which a text lacks unless they are asked for."""
         ids = map(self._backend.token_to_id, marks)
         return self.special_token_ids.intersection(token_id for token_id in ids if token_id is not None)
+
+    def added_id_of(self, mark: str) -> int | None:
+        """The token that stands for a mark wherever that is meant; None: it is spelt by several, or in several ways."""
+        found: int | None = self._added_ids.get(mark)
+        return found
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template has a word such as `enable_thinking`: one that it lacks would change nothing."""

@@ -54,18 +54,97 @@ SENSIBLE: Final[dict[str, st.SearchStrategy[Any]]] = {
     "chat_template_kwargs": st.just({}),
     "documents": st.just([{"text": "hello"}]),  # of a template, or to be ranked
 }
+# Schemas, some of which mean something, and what else says how an answer must look.
+_WORDS: Final = st.sampled_from(["string", "integer", "number", "object", "array", "boolean", "null", "text", ""])
+_PATTERNS: Final = (
+    st.sampled_from(["a+", "(", "^[a-z]{1,5}$", r"\d", "a{9999}", "[", r"\p{L}", "(?=a)", "^$", "*"]) | TEXTS
+)
+_COUNTS: Final = st.integers(-1, 5) | st.just(2**63) | st.just(0.5)
+_PLACES: Final = st.sampled_from(["#", "#/$defs/a", "#/properties/a", "http://127.0.0.1/x", "#/%zz", ""])
+
+
+def _keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    named = st.dictionaries(st.sampled_from(["a", "b", "é", ""]), inner, max_size=2)
+    several = st.lists(inner, max_size=2)
+    of = {
+        "type": _WORDS | st.lists(_WORDS, max_size=2), "enum": st.lists(ANYTHING, max_size=3), "const": ANYTHING,
+        "properties": named, "patternProperties": named, "$defs": named, "required": st.lists(TEXTS, max_size=2),
+        "items": inner | several, "prefixItems": several, "additionalProperties": inner, "propertyNames": inner,
+        "anyOf": several, "oneOf": several, "allOf": several, "not": inner, "if": inner, "then": inner, "$ref": _PLACES,
+        "pattern": _PATTERNS, "format": st.sampled_from(["date", "email", "ipv4", "uuid", "none", "regex"]),
+        "minLength": _COUNTS, "maxLength": _COUNTS, "minItems": _COUNTS, "maxItems": _COUNTS, "minimum": _COUNTS,
+        "exclusiveMaximum": _COUNTS, "multipleOf": _COUNTS, "minProperties": _COUNTS, "uniqueItems": st.booleans(),
+        "title": ANYTHING, "x-guidance": ANYTHING,
+    }  # fmt: skip
+    return st.lists(st.sampled_from(sorted(of)), max_size=4, unique=True).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: of[name] for name in chosen})
+    )
+
+
+SCHEMAS: Final = st.recursive(st.booleans() | st.just({}) | _WORDS.map(lambda word: {"type": word}), _keywords)
+_OBJECTS: Final = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(st.sampled_from(["a", "b"]), SCHEMAS, max_size=2)}
+)
+_NAMES: Final = st.sampled_from(["f", "g", "f", "a b", ""])
+
+
+def _functions(key: str) -> st.SearchStrategy[list[dict[str, Any]]]:
+    function = st.fixed_dictionaries({"name": _NAMES, key: _OBJECTS | SCHEMAS}, optional={"strict": st.booleans()})
+    return st.lists(function, max_size=2)
+
+
+_CHOICES: Final = st.sampled_from(
+    ["auto", "none", "required", {"type": "function", "function": {"name": "f"}},
+     {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}]
+)  # fmt: skip
+_WISHES: Final = st.one_of(
+    st.fixed_dictionaries({"json": SCHEMAS}),
+    st.fixed_dictionaries({"regex": _PATTERNS}),
+    st.fixed_dictionaries({"choice": st.lists(TEXTS, max_size=3)}),
+    st.fixed_dictionaries({"grammar": st.sampled_from(['start: "a"', "root ::= [a-z]+", "start: start", "start: ("])}),
+)
+_ASKED: Final[dict[str, Any]] = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+_FORMATS: Final = SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+CONSTRAINED: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "/v1/chat/completions": st.fixed_dictionaries(
+        {},
+        optional={
+            "response_format": _FORMATS,
+            "structured_outputs": _WISHES,
+            "tools": _functions("parameters").map(
+                lambda functions: [{"type": "function", "function": function} for function in functions]
+            ),
+            "tool_choice": _CHOICES,
+            "parallel_tool_calls": st.booleans(),
+            "thinking_token_budget": st.integers(-2, 3),
+        },
+    ).map(lambda fields: {**_ASKED, **fields}),
+    "/v1/messages": st.fixed_dictionaries(
+        {},
+        optional={
+            "output_config": SCHEMAS.map(lambda schema: {"format": {"type": "json_schema", "schema": schema}}),
+            "tools": _functions("input_schema"),
+            "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool"]), "name": _NAMES}),
+            "thinking": st.just({"type": "enabled", "budget_tokens": 1}),
+        },
+    ).map(lambda fields: {**_ASKED, **fields}),
+    "/v1/completions": _WISHES.map(
+        lambda wish: {"model": MODEL, "prompt": "hello", "max_tokens": 4, "structured_outputs": wish}
+    ),
+}
 EITHER: Final = {"prompt", "messages"}  # where a body may have both, it makes sense with one
 
 
 class Schemas:
     """Strategies of the schemas that an OpenAPI description names."""
 
-    def __init__(self, description: dict[str, Any]) -> None:
+    def __init__(self, description: dict[str, Any], **sensible: st.SearchStrategy[Any]) -> None:
         self._named = description["components"]["schemas"]
+        self._sensible = SENSIBLE | sensible
 
     def strategy(self, schema: dict[str, Any], name: str = "") -> st.SearchStrategy[Any]:
-        if name in SENSIBLE:
-            return SENSIBLE[name] | SENSIBLE[name] | SENSIBLE[name] | SENSIBLE[name] | self._strategy(schema)
+        if (good := self._sensible.get(name)) is not None:
+            return good | good | good | good | self._strategy(schema)
         return self._strategy(schema)
 
     def _strategy(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -197,6 +276,48 @@ def _encoded(written: bytes, rng: random.Random) -> bytes:
     return written.decode("utf-8", errors="replace").encode(rng.choice(ENCODINGS))
 
 
+# --- forms ---
+
+_FORM_WORDS: Final = [
+    b"form-data", b"attachment", b'name="file"', b'name="purpose"', b'filename="a.jsonl"', b"filename*=UTF-8''%ff",
+    b'filename="\xff\x00"', b'name="' + b"n" * 5_000 + b'"', b"name=", b";", b":", b"\r\n", b"\r\n\r\n", b"--",
+    b"content-type: text/plain; charset=nothing", b"content-transfer-encoding: base64", b"\xff\xfe", b"\0",
+    b'name="expires_after[seconds]"', b'name="expires_after[anchor]"',
+]  # fmt: skip
+
+
+def form(parts: list[tuple[bytes, bytes]], boundary: bytes = b"b") -> Sent:
+    """Of what stands behind `form-data; ` in each part's head, and its content."""
+    written = b"".join(
+        b"--%b\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (boundary, head, content)
+        for head, content in parts
+    )
+    return Sent(written + b"--%b--\r\n" % boundary, [(b"content-type", b"multipart/form-data; boundary=" + boundary)])
+
+
+def file_form(content: bytes) -> Sent:
+    return form([(b'name="purpose"', b"batch"), (b'name="file"; filename="lines.jsonl"', content)])
+
+
+def broken_form(rng: random.Random) -> Sent:
+    """With some things wrong; now and then it stays right all the same."""
+    parts = [
+        (b'name="purpose"', rng.choice([b"batch", b"batch", b"batch", b"", b"fine-tune", b"\xff"])),
+        (b'name="file"; filename="lines.jsonl"', bytes(rng.randrange(256) for _ in range(rng.randrange(40)))),
+    ]
+    for _ in range(rng.choice([0, 0, 0, 1, 2, 12])):
+        parts.insert(rng.randrange(len(parts) + 1), (rng.choice(_FORM_WORDS), rng.choice([*_FORM_WORDS, b"3600"])))
+    sent = form(parts, rng.choice([b"b", b"b", b"b", b"b", b"b", b"", b'"', b"x" * 5_000, b"\xff"]))
+    body, headers = sent
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        at = rng.randrange(len(body) + 1)
+        word = rng.choice(_FORM_WORDS)
+        body = rng.choice([body[:at], body[at:], body[:at] + word + body[at:], _bytes_changed(body, rng)])
+    if rng.random() < 0.1:
+        headers = [(b"content-type", rng.choice(CONTENT_TYPES))]
+    return Sent(body, headers)
+
+
 # --- calls ---
 
 
@@ -241,7 +362,8 @@ def check_refusal(answer: Answer, path: str) -> None:
     error = body["error"]
     message, kind = error["message"], error["type"]
     is_anthropics = path == "/v1/messages" or path.startswith("/v1/messages/")
-    assert error.keys() == ({"message", "type"} if is_anthropics else {"message", "type", "param", "code"}), error
+    known = {"message", "type"} | ({"details"} & error.keys() if is_anthropics else {"param", "code"})
+    assert error.keys() == known, error
     assert len(message) < 1_000, message
     assert message.endswith(".") and " " in message, message
     if is_anthropics:

@@ -112,6 +112,7 @@ def test_what_fails_is_told_beside_what_does_not(target: Target) -> None:
     assert failed["bad"]["response"]["status_code"] == 400
     assert "temperature" in failed["bad"]["response"]["body"]["error"]["message"]
     assert failed["other"]["response"]["status_code"] == 404
+    assert failed["bad"]["response"]["request_id"] != failed["other"]["response"]["request_id"] != ""
 
 
 def test_a_line_is_asked_again_until_it_is_answered(

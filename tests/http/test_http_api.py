@@ -65,6 +65,34 @@ def test_conformance(check: Callable[[Target], None], target: Target, generator:
     check(target)
 
 
+ORIGIN = "https://chat.example.com"
+
+
+def test_web_pages_of_some_origins_may_ask(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type"
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    with running_server(generator, tokenizer, GatewaySettings(cors_origins=(ORIGIN,))) as open_target:
+        preflight = open_target.http.options("/v1/completions", headers=asked)
+        assert preflight.status_code == 200 and preflight.headers["x-request-id"]
+        allowed = {name.removeprefix("access-control-allow-"): value for name, value in preflight.headers.items()}
+        assert allowed["origin"] == ORIGIN and "POST" in allowed["methods"] and "authorization" in allowed["headers"]
+        assert "credentials" not in allowed
+        for sent, status in ((body, 200), ({**body, "stream": True}, 200), ({**body, "n": 0}, 400)):
+            answer = open_target.http.post("/v1/completions", json=sent, headers={"origin": ORIGIN})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        other = {**asked, "origin": "https://evil.example.com"}
+        assert open_target.http.options("/v1/completions", headers=other).status_code == 400
+        answer = open_target.http.post("/v1/completions", json=body, headers=other)
+        assert "access-control-allow-origin" not in answer.headers
+    assert target.http.options("/v1/completions", headers=asked).status_code == 405  # nobody may, by default
+    answer = target.http.post("/v1/completions", json=body, headers={"origin": ORIGIN})
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+    with pytest.raises(ValueError, match="without a path"):
+        GatewaySettings(cors_origins=("https://chat.example.com/",))
+
+
 # What is generated is what was asked for.
 
 

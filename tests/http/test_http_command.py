@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -15,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cluster.__main__ import main
 from cluster.command.top import frame, look, render
 from cluster.config.settings import GatewaySettings
+from cluster.errors import OverloadedError
 from cluster.load.client import Server
 from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
@@ -81,6 +84,106 @@ class Bench:
 @pytest.fixture
 def bench(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
     return Bench(target, monkeypatch, capsys, tmp_path)
+
+
+class Batch:
+    """Runs `legato run-batch` on files of its own."""
+
+    def __init__(
+        self, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+    ) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        self.source, self.out, self.partial = folder / "in.jsonl", folder / "out.jsonl", folder / "out.jsonl.partial"
+        self.words = ["legato", "run-batch", "-i", str(self.source), "-o", str(self.out), "--url", url_of(target)]
+
+    def write(self, *names: str, **fields: Any) -> None:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 2, **fields}
+        rows = [{"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} for name in names]
+        self.source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(self, *words: str) -> tuple[int, str]:
+        self._monkeypatch.setattr("sys.argv", [*self.words, *words])
+        code = main()
+        told = self._capsys.readouterr()
+        return code, told.out + told.err
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(row) for row in self.out.read_text().splitlines()]
+
+
+@pytest.fixture
+def batch(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Batch:
+    monkeypatch.setattr("cluster.batch.service._WAIT_S", 0.01)
+    return Batch(target, monkeypatch, capsys, tmp_path)
+
+
+def test_a_file_is_answered(batch: Batch, generator: ScriptedGenerator) -> None:
+    """In its order, what fails beside what does not; there are more lines at a time than the gateway takes."""
+    names = [f"l{n}" for n in range(30)]
+    batch.write(*names)
+    with batch.source.open("a") as file:
+        row = {"custom_id": "bad", "url": "/v1/chat/completions", "body": {"model": MODEL}}
+        file.write(f"\n{json.dumps(row)}")
+    code, told = batch.run("--concurrency", "20")
+    assert code == 0 and "31 lines answered" in told and "1 of them tell of an error" in told
+    assert [row["custom_id"] for row in batch.answers()] == [*names, "bad"] and not batch.partial.exists()
+    *good, bad = batch.answers()
+    assert all(row["response"]["body"]["usage"]["completion_tokens"] == 2 for row in good)
+    assert bad["response"]["status_code"] == 400 and bad["response"]["request_id"] and bad["error"] is None
+    asked = len(generator.requests)
+    assert batch.run() == (0, f"All 31 lines are answered in {batch.out} already.\n")
+    assert len(generator.requests) == asked
+
+
+def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill in the middle of a line of answers; and a server that is gone for a while is waited for."""
+    names = [f"l{n}" for n in range(12)]
+    batch.write(*names)
+    generator.script = Script(delay_s=0.05)
+    process = subprocess.Popen([sys.executable, "-m", "cluster", *batch.words[1:], "--concurrency", "2"], cwd=ROOT)
+    wait_until(lambda: batch.partial.exists() and len(batch.partial.read_bytes().splitlines()) >= 4)
+    process.kill()
+    process.wait(HANGS_S)
+    answered = batch.partial.read_bytes().splitlines()
+    batch.partial.write_bytes(b"\n".join([*answered[:3], answered[3][:20]]))
+    wait_until(lambda: generator.num_open == 0)
+    generator.script, asked = Script(), len(generator.requests)
+    post, times = httpx.AsyncClient.post, itertools.count()
+
+    async def fail_at_first(self: httpx.AsyncClient, url: str, **fields: Any) -> httpx.Response:
+        if next(times) < 20:  # twice for each line
+            raise httpx.ConnectError("All connection attempts failed")
+        return await post(self, url, **fields)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", fail_at_first)
+    code, told = batch.run()
+    assert code == 0 and "9 lines answered" in told and "3 before" in told
+    assert [row["custom_id"] for row in batch.answers()] == names
+    assert len(generator.requests) == asked + 9
+    kept = {row["custom_id"]: row for row in map(json.loads, answered[:3])}
+    assert [row for row in batch.answers() if row["custom_id"] in kept] == [
+        kept[name] for name in names if name in kept
+    ]
+
+
+def test_files_that_cannot_be_run(batch: Batch, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch.write("a", "a")
+    assert batch.run()[0] == 1 and "line 2" in batch.run()[1]
+    batch.write("a")
+    batch.out.write_text("something else")
+    code, told = batch.run()
+    assert code == 1 and "Move it" in told and batch.out.read_text() == "something else"
+    batch.out.unlink()
+    batch.partial.write_text('{"custom_id": "b", "error": {}}\n')
+    assert "other lines, such as 'b'" in batch.run()[1]
+    batch.partial.unlink()
+    assert batch.run("--url", "ftp://x")[0] == 2
+    assert batch.run("--url", "http://127.0.0.1:1")[0] == 1
+    monkeypatch.setattr("cluster.command.run_batch._PATIENCE_S", 0.05)
+    generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=0.01))
+    monkeypatch.setattr("cluster.command.run_batch._NOT_NOW", 429)
+    code, told = batch.run()
+    assert code == 1 and "has answered nothing" in told
 
 
 def test_what_clients_saw(bench: Bench, generator: ScriptedGenerator) -> None:

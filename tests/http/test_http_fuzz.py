@@ -21,6 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cluster.batch.database import Database
+from cluster.batch.lines import BatchLine, read_lines
+from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import ApiError
 from cluster.gateway.generator import ServingLimits
@@ -28,8 +31,22 @@ from cluster.http.app import create_app
 from cluster.http.body import checked_body, parse_json
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
-from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
+from tests.http.http_fuzz import (
+    CONSTRAINED,
+    JSON,
+    NOTHING,
+    Answer,
+    Headers,
+    Schemas,
+    Sent,
+    broken,
+    broken_form,
+    call,
+    check_refusal,
+    file_form,
+)
 from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.thoroughness import examples
 
@@ -43,10 +60,13 @@ GROWTH_BYTES = 100 * 2**20
 class Gateway:
     """An application, called on a loop of its own, and what it logged."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, storage: Path) -> None:
         self.generator = ScriptedGenerator(tokenizer)
         self.generator.script = Script(reply="one two three", limits=ServingLimits(max_model_len=64, ready=True))
-        self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, GatewaySettings(max_concurrent=8)))
+        self._database = Database(storage)
+        api = scripted_api(self.generator, tokenizer, GatewaySettings(max_concurrent=8))
+        api.batches = BatchService(self._database, 10 * 2**20)
+        self.app: FastAPI = create_app(api)
         self.description: dict[str, Any] = self.app.openapi()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self._runner = asyncio.Runner()
@@ -62,10 +82,19 @@ class Gateway:
                 raise AssertionError(f"{path} {query!r} {sent!r} got {answer}") from error
         return answer
 
+    def upload(self) -> str:
+        answer = self.call("POST", "/v1/files", file_form(b"{}\n"))
+        return str(json.loads(answer.body)["id"])
+
+    def begin(self, file_id: str) -> str:
+        fields = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(json.loads(self.call("POST", "/v1/batches", Sent(json.dumps(fields).encode())).body)["id"])
+
     def close(self) -> None:
         assert self.call("GET", "/health").status == 200
         assert self.generator.num_open == 0
         self._runner.close()
+        self._database.close()
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +102,16 @@ def tokenizer(smollm2_folder: Path) -> Tokenizer:
     return Tokenizer(smollm2_folder)
 
 
+@pytest.fixture(scope="module")
+def target(tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
+        yield target
+
+
 @pytest.fixture
-def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> Iterator[Gateway]:
+def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Iterator[Gateway]:
     with caplog.at_level(logging.WARNING):
-        gateway = Gateway(tokenizer)
+        gateway = Gateway(tokenizer, tmp_path / "storage")
         yield gateway
         gateway.close()
     assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
@@ -84,7 +119,8 @@ def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
     """Of 2,000 for each endpoint that takes one."""
-    schemas = Schemas(gateway.description)
+    windows = st.sampled_from(["24h", "30m", "14d"])
+    schemas = Schemas(gateway.description, input_file_id=st.just(gateway.upload()), completion_window=windows)
     operations = [
         (path, operation)
         for path, methods in gateway.description["paths"].items()
@@ -101,22 +137,50 @@ def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
     assert process.memory_info().rss - before < GROWTH_BYTES
     for path, _ in operations:
         path = path.replace("{worker_id}", "decode-1")
-        answered = (404,) if path == "/v1/batches" else (200, 202)  # where there are no files
-        num_good = sum(gateway.statuses[path, status] for status in answered)
+        num_good = sum(gateway.statuses[path, status] for status in (200, 202))
         assert NUM_BODIES / 5 < num_good < NUM_BODIES * NUM_BROKEN, gateway.statuses
 
 
-def send_bodies(gateway: Gateway, path: str, body_of: st.SearchStrategy[Any]) -> None:
+def send_bodies(gateway: Gateway, path: str, body_of: st.SearchStrategy[Any], num_broken: int = NUM_BROKEN) -> None:
     @settings(max_examples=NUM_BODIES)
     @given(body_of, st.integers(0, 2**32))
     def send(body: Any, seed: int) -> None:
         rng = random.Random(seed)
         gateway.call("POST", path, Sent(json.dumps(body).encode()))
-        for _ in range(NUM_BROKEN):
+        for _ in range(num_broken):
             gateway.call("POST", path, broken(body, rng))
         assert gateway.call("GET", "/health").status == 200
 
     send()
+
+
+def test_no_schema_breaks_an_endpoint(gateway: Gateway) -> None:
+    """Whole ones and broken ones: what is not enforced is refused."""
+    for path, body_of in CONSTRAINED.items():
+        send_bodies(gateway, path, body_of, num_broken=1)
+        for status in (200, 400):
+            assert gateway.statuses[path, status] > NUM_BODIES / 5, gateway.statuses
+
+
+def test_no_form_breaks_the_files(gateway: Gateway) -> None:
+    rng = random.Random(5)
+    for _ in range(10 * NUM_BODIES):
+        gateway.call("POST", "/v1/files", broken_form(rng))
+    for status in (200, 400):
+        assert gateway.statuses["/v1/files", status] > NUM_BODIES / 2, gateway.statuses
+
+
+def test_no_line_breaks_a_batch(tmp_path: Path) -> None:
+    """Each is one, or is told what is wrong with it."""
+    rng, path = random.Random(6), tmp_path / "lines.jsonl"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": ["x"]}}
+    good = 0
+    for _ in range(4 * NUM_BODIES):
+        path.write_bytes(broken(line, rng).body.replace(b"\n", b" "))
+        for found in read_lines(path):
+            good += isinstance(found, BatchLine)
+            assert isinstance(found, BatchLine) or (found.message and found.line == 1)
+    assert good > NUM_BODIES / 5
 
 
 # What reaches an application beside a body: uvicorn gives it any bytes in a header, and a path as text.
@@ -149,7 +213,12 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
 
         send()
 
+    file_id = gateway.upload()
+    real = {"{file_id}": file_id, "{batch_id}": gateway.begin(file_id)}
     for path, method, _ in described:
+        if (name := next((name for name in real if name in path), None)) is not None:
+            send(path.replace(name, real[name]), method, 10)
+            real["{file_id}"] = gateway.upload()  # the other may be deleted by now
         send(path, method, 60)
         send(path, "PUT" if method == "POST" else "POST", 10)
     for method in ("GET", "POST", "HEAD", "OPTIONS", "TRACE", "odd"):
@@ -178,15 +247,14 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
         (b'{"model": "M", "prompt": "hi", "temperature": Infinity}', "Send a JSON object"),
     ],
 )
-def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, said: str) -> None:
-    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            answer = target.http.post(
-                path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
-            )
-            error = answer.json()["error"]
-            assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_json")
-            assert said in error["message"], error
+def test_what_is_wrong_with_a_body_is_said(target: Target, body: bytes, said: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = target.http.post(
+            path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_json")
+        assert said in error["message"], error
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import anthropic
+import pydantic
 import pytest
 
 from cluster.errors import FailedError, OverloadedError, UnavailableError
@@ -30,6 +31,10 @@ CALLS: Final = (
     'I will look.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Paris é🦜"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 )
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +197,40 @@ def test_tokens_are_counted(client: anthropic.Anthropic, generator: ScriptedGene
     assert counted == len(generator.requests[0].prompt_token_ids)
 
 
+def test_an_answer_of_a_schema(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    """By the client's own way to ask for one."""
+    generator.script.reply = '{"name":"Paris"}'
+    assert client.messages.parse(**asked(output_format=City)).parsed_output == City(name="Paris")
+    (request,) = generator.requests
+    assert request.params.grammar is not None
+
+
+def test_a_tool_runner(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    """It would have the server hold the conversation, and goes on without."""
+
+    @anthropic.beta_tool
+    def weather(place: str) -> str:
+        """The weather of a place."""
+        generator.script.reply = f"In {place} it rains."
+        return "Rain."
+
+    generator.script.reply = '<tool_call>\n{"name": "weather", "arguments": {"place": "Paris"}}\n</tool_call>'
+    runner = client.beta.messages.tool_runner(**asked(tools=[weather], max_iterations=3))
+    (*_, last) = [message.content[0] for message in runner]
+    assert last.type == "text" and last.text == "In Paris it rains."
+
+
+def test_what_asks_for_nothing_is_taken(target: Target, generator: ScriptedGenerator) -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    some: list[dict[str, Any]] = [
+        {"context_management": keep, "thread": None, "speed": "standard", "mcp_servers": [], "container": None},
+        {"context_management": {}, "diagnostics": None, "inference_geo": None, "fallbacks": []},
+    ]
+    for fields in some:
+        answer = target.http.post("/v1/messages", json=asked(**fields), params={"beta": "true"})
+        assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
@@ -234,6 +273,13 @@ def test_errors_of_the_cluster(
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),
         ({"temperature": 1.5}, "temperature"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "no tokens of their own"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format cannot"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "nothing is taken out"),
+        ({"context_management": 5}, "nothing is taken out"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"speed": "fast"}, "speed"),
         ({"max_tokens": 10**9}, "context"),
     ],
 )  # fmt: skip
@@ -245,6 +291,13 @@ def test_refusals(target: Target, generator: ScriptedGenerator, fields: dict[str
     assert error.keys() == {"type", "error"} and error["type"] == "error"
     assert error["error"].keys() == {"type", "message"} and error["error"]["type"] == "invalid_request_error"
     assert mention in error["error"]["message"], json.dumps(error)
+
+
+def test_a_thread_is_refused_in_its_clients_words(target: Target) -> None:
+    answer = target.http.post("/v1/messages", json=asked(thread={"type": "create"}))
+    assert answer.status_code == 400 and "send all of its messages" in answer.json()["error"]["message"]
+    details = answer.json()["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def test_refusals_before_a_body_is_read(target: Target) -> None:

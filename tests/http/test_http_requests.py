@@ -87,9 +87,22 @@ def test_a_request_that_runs(target: Target, generator: ScriptedGenerator) -> No
         with httpx.Client(base_url=target.http.base_url) as other:
             wait_until(lambda: other.get(f"/cluster/requests/{request_id}").json()["tokens"] == 2)
             running = other.get(f"/cluster/requests/{request_id}").json()
+            assert other.get("/load").json() == {"server_load": 1}
         assert (running["outcome"], running["kept_promise"], running["ttft_s"] is None) == ("running", None, False)
         assert running["parts"][-1]["name"] == "decode"
     assert ended(target, request_id)["outcome"] == "cancelled"
+    assert target.http.get("/load").json() == {"server_load": 0}
+
+
+def test_a_request_is_found_by_its_clients_name(target: Target) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    first, newest = (
+        target.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).raise_for_status()
+        for _ in range(2)
+    )
+    assert first.headers["x-request-id"] == "mine" and first.json()["id"] != newest.json()["id"]
+    assert ended(target, "mine")["id"] == newest.json()["id"]
+    assert target.http.get("/cluster/requests/other").status_code == 404
 
 
 def test_one_that_was_turned_away_is_told_of_too(target: Target, generator: ScriptedGenerator) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import openai
 import pytest
 from llguidance import LLMatcher
 from openai.lib.streaming.chat import ChunkEvent
@@ -16,7 +17,7 @@ from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
 from cluster.http.openai.tools import constrained
 from engine.sampling.grammar import grammar_tokenizer
-from engine.text.formats import TOOL_FORMATS
+from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
 from engine.text.output import OutputParser
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
@@ -316,9 +317,61 @@ def test_the_prompt_may_begin_the_reasoning(thinker: Target, generator: Scripted
     assert (choice.message.content, choice.message.reasoning) == ("Hello.", "hm")
 
 
+def test_tokens_of_reasoning_are_counted(thinker: Target, generator: ScriptedGenerator) -> None:
+    """Its marks with it, however the text is cut; and what only looks like reasoning counts as none."""
+    for reply, thought in (
+        ("<think>\nhm\n</think>\n\nHello.", "<think>\nhm\n</think>"),
+        ("  <think>hm", "  <think>hm"),
+        ("Hello. <think>hm</think>", ""),
+        ("<thin", ""),
+        ("\n", ""),
+    ):
+        generator.script = Script(reply=reply, burst=1)
+        num_tokens = len(thinker.tokenize(thought)) if thought else 0
+        whole = thinker.chat(max_tokens=12).usage
+        chunks = list(thinker.chat(max_tokens=12, stream=True, stream_options={"continuous_usage_stats": True}))
+        told = [chunk.usage.completion_tokens_details.reasoning_tokens for chunk in chunks]
+        counted = whole.completion_tokens_details.reasoning_tokens
+        # The token that completes the closing mark may have more in it; one that ends the answer has no text.
+        assert num_tokens <= counted <= num_tokens + 1, reply
+        assert told == sorted(told) and told[-1] == counted, reply
+        assert thinker.chat(max_tokens=12, n=2).usage.completion_tokens_details.reasoning_tokens == 2 * counted
+
+
+def test_a_budget_of_reasoning(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What workers are told: how many tokens, and which marks, of which the prompt may have the first."""
+    opening, closing = "<issue_start>", "<issue_closed>"
+    marks = tuple(tokenizer.added_id_of(mark) for mark in (opening, closing))
+    known = ReasoningFormat(opening=opening, closing=closing, template_words=())
+    monkeypatch.setitem(REASONING_FORMATS, "think", known)
+    begun = [*MESSAGES, {"role": "assistant", "content": opening}]
+    generator.script.reply = "Hello."
+    with running_server(generator, tokenizer, reasoning_format="think") as target:
+        for budget, wanted in ((0, 0), (7, 7), (-1, None), (None, None)):
+            extra = {"thinking_token_budget": budget}
+            target.chat(extra_body=extra)
+            target.chat(messages=begun, extra_body={**extra, "continue_final_message": True})
+            free, inside = (generator.requests.pop(0).params for _ in range(2))
+            assert free.thinking_budget == inside.thinking_budget == wanted
+            assert free.thinking_marks == (() if wanted is None else marks)
+            assert inside.thinking_marks == (() if wanted is None else marks[1:])
+        target.chat(extra_body={"thinking_token_budget": 3, "structured_outputs": {"regex": "[ab]"}}, max_tokens=1)
+        assert generator.requests.pop().params.thinking_budget is None  # there is no reasoning
+
+
+def test_a_budget_that_cannot_be_kept(thinker: Target, target: Target, generator: ScriptedGenerator) -> None:
+    with pytest.raises(openai.BadRequestError, match="no tokens of their own"):
+        thinker.chat(extra_body={"thinking_token_budget": 3})
+    target.chat(extra_body={"thinking_token_budget": 3}, max_tokens=1)  # a model that does not reason keeps any
+    assert generator.requests.pop().params.thinking_budget is None
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "mention"),
     [
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "-1"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"tools": [TIME, TIME]}, "tools", "same name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),

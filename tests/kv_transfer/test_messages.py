@@ -142,6 +142,8 @@ def _sample(hint: Any) -> Any:
             grammar="start: /a/",
             allowed_token_ids=(3,),
             bad_words=((4, 5),),
+            thinking_budget=6,
+            thinking_marks=(7, 8),
         )
     plain = {int: 70_000, float: 0.25, str: "é", bool: True, bytes: b"\x07" * HASH_BYTES}
     if hint in plain:

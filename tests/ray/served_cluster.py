@@ -60,6 +60,15 @@ class ServedCluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def kill_gateway(self) -> int:
+        """SIGKILL the only one; its pid."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any("ServeReplica:legato:Gateway" in word for word in child.cmdline()):
+                    child.kill()
+                    return child.pid
+        raise AssertionError("there is no gateway")
+
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import ipaddress
 import itertools
+import json
 import os
 import random
 import re
@@ -60,7 +61,8 @@ SECRET = "the secret of these processes only"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with served_cluster(CONFIG, folder, env={"LEGATO_SECRET": SECRET}) as running:
+    config = {**CONFIG, "gateway": {"storage": str(folder / "storage")}}
+    with served_cluster(config, folder, env={"LEGATO_SECRET": SECRET}) as running:
         running.wait_for_workers(prefill=1, decode=1)
         yield running
 
@@ -337,3 +339,42 @@ def _wait_for_transfer(cluster: ServedCluster, answer: Answer) -> None:
         ),
         "the transfer is under way",
     )
+
+
+def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> None:
+    """Each line is answered once, in order, with the tokens that it gets alone."""
+    names = [f"line-{number}" for number in range(200)]
+    bodies = {name: {"model": MODEL, "prompt": f"{name} says", "max_tokens": 8, "temperature": 0} for name in names}
+    url = "/v1/completions"
+    text = "".join(f"{json.dumps({'custom_id': name, 'url': url, 'body': bodies[name]})}\n" for name in names)
+
+    def ask(method: str, path: str, **sent: Any) -> httpx.Response:
+        return httpx.request(method, f"{cluster.url}{path}", timeout=60, **sent).raise_for_status()
+
+    file = ask("POST", "/v1/files", data={"purpose": "batch"}, files={"file": text.encode()}).json()
+    fields = {"input_file_id": file["id"], "endpoint": url, "completion_window": "1h"}
+    batch = ask("POST", "/v1/batches", json=fields).json()
+
+    def found() -> dict[str, Any]:
+        return dict(ask("GET", f"/v1/batches/{batch['id']}").json())
+
+    def wait_for(num_answered: int) -> None:
+        cluster.wait_until(
+            lambda: found()["request_counts"]["completed"] >= num_answered, f"{num_answered} lines are answered"
+        )
+        assert found()["status"] == "in_progress", "too late to kill in mid-batch"
+
+    wait_for(10)
+    cluster.kill("decode")
+    wait_for(90)
+    cluster.kill_gateway()
+    cluster.wait_until(lambda: found()["status"] == "completed", "the batch is completed", timeout_s=240)
+    ended = found()
+    assert ended["request_counts"] == {"total": 200, "completed": 200, "failed": 0} and ended["error_file_id"] is None
+    rows = [json.loads(row) for row in ask("GET", f"/v1/files/{ended['output_file_id']}/content").text.splitlines()]
+    assert [row["custom_id"] for row in rows] == names
+    for row in rows[::20]:
+        alone = ask("POST", url, json=bodies[row["custom_id"]]).json()
+        assert row["response"]["body"]["choices"] == alone["choices"]
+    cluster.wait_for_workers(prefill=1, decode=1)
+    cluster.wait_idle()

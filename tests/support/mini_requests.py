@@ -35,7 +35,7 @@ async def tokens(cluster: MiniCluster, name: str, prompt: list[int], params: Sam
 def sampled(seed: int) -> SamplingParams:
     """With all that depends on the tokens so far, which a worker may have from another one.
 
-    Some with a grammar, which is not at its end by then.
+    Some with a grammar, which is not at its end by then; others reason, up to a budget.
     """
     has_grammar = seed % 4 == 1
     return SamplingParams(
@@ -48,6 +48,8 @@ def sampled(seed: int) -> SamplingParams:
         allowed_token_ids=() if has_grammar else tuple(range(VOCAB_SIZE))[seed % 2 :: 2],
         bad_words=() if has_grammar else tuple((first, first + step) for first in range(250) for step in (2, 4)),
         grammar="start: /([a-z]{1,4}[0-9 ])+[A-Z]{200}/" if has_grammar else None,
+        thinking_budget=seed % 20 if seed % 4 == 3 else None,
+        thinking_marks=(VOCAB_SIZE - 1,) if seed % 4 == 3 else (),
     )
 
 

@@ -303,7 +303,10 @@ def long_text_is_tokenised(target: Target) -> None:
 
 
 def health_and_metrics(target: Target) -> None:
-    assert target.http.get("/health").json() == {"status": "ready"}
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert target.http.request(method, path).json() == {"status": "ready"}
+    assert re.fullmatch(r"[0-9.]+|unknown", target.http.get("/version").json()["version"])
+    assert target.http.get("/load").json()["server_load"] >= 0
     target.chat(max_tokens=2)
     page = target.http.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
@@ -503,6 +506,29 @@ def unknown_places_are_explained(target: Target) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def every_answer_has_one_id(target: Target) -> None:
+    """The client's where it sends one; whoever serves it adds no other. Anthropic's clients look elsewhere for it."""
+    body: dict[str, Any] = {"model": target.model, "prompt": PROMPT, "max_tokens": 2}
+    chat: dict[str, Any] = {"model": target.model, "messages": MESSAGES, "max_tokens": 2}
+    for method, path, sent in (
+        ("POST", "/v1/completions", body),
+        ("POST", "/v1/completions", {**body, "stream": True}),
+        ("POST", "/v1/embeddings", {"model": target.model, "input": "sea"}),
+        ("POST", "/v1/completions", {**body, "n": 0}),
+        ("POST", "/v1/messages", chat),
+        ("POST", "/v1/messages", {**chat, "max_tokens": 0}),
+        ("GET", "/health", None),
+        ("GET", "/nowhere", None),
+    ):
+        for given, is_kept in (("mine-1", True), ("x" * 129, False), ("é", False), (None, False)):
+            headers = [] if given is None else [(b"x-request-id", given.encode())]
+            answer = target.http.request(method, path, json=sent, headers=headers)
+            (name,) = answer.headers.get_list("x-request-id")
+            assert name == given if is_kept else 0 < len(name) <= 128 and name != given, (path, given, name)
+            named = answer.headers.get_list("request-id")
+            assert named == ([name] if path == "/v1/messages" else []), (path, named)
+
+
 CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     chat_answers,
     chat_streams_the_same,
@@ -539,4 +565,5 @@ CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     bad_requests_are_explained,
     broken_bodies_are_explained,
     unknown_places_are_explained,
+    every_answer_has_one_id,
 )

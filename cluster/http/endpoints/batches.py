@@ -24,6 +24,7 @@ from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.inside import OnBehalf, post_inside
 from cluster.http.openai.schemas import Body
+from cluster.http.request_id import OneRequestId
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
 
@@ -227,9 +228,10 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
         yield
         return
     headers = {CLASS_HEADER: _patient_class(api.slo.classes)}
+    named = OneRequestId(app)  # as by a server
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
-        answered = await post_inside(app, line.url, line.body, headers, OnBehalf(batch.tenant, batch.salt))
+        answered = await post_inside(named, line.url, line.body, headers, OnBehalf(batch.tenant, batch.salt))
         retry_after_s = None
         with suppress(KeyError, ValueError):
             retry_after_s = float(answered.headers["retry-after"])

@@ -24,9 +24,10 @@ from cluster.http.body import JsonRoute
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import ChoiceEvents, Reading
-from cluster.http.openai.fields import Harmless, Stop
-from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
+from cluster.http.openai.fields import Harmless, Stop, Unsupported
+from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import Shape, dumps
+from cluster.http.openai.structured import Wanted
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
 from cluster.http.response import GenerationResponse
@@ -131,12 +132,35 @@ class MessagesToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, le=INT64_MAX)  # of Anthropic's models; here max_tokens bounds both
+    budget_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     display: Harmless = None
 
 
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
 class OutputConfig(Body):
+    format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+def _no_thread(value: object) -> None:
+    if value is not None:  # the code is Anthropic's: its clients go on with all messages in each request
+        raise _error(
+            "this server holds no conversation; send all of its messages each time", "thread_unsupported_request"
+        )
+
+
+def _no_edits(value: object) -> None:
+    """To keep all thinking is what is done anyway."""
+    edits = value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else value
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    if edits is not None and (not isinstance(edits, list) or any(edit != kept for edit in edits)):
+        raise _error(
+            "nothing is taken out of the messages here; leave out yourself what is too much", "unsupported_value"
+        )
 
 
 class Metadata(Body):
@@ -154,6 +178,15 @@ class CountTokensBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Harmless = None
+    context_management: Annotated[Any, AfterValidator(_no_edits)] = None
+    thread: Annotated[Any, AfterValidator(_no_thread)] = None
+    speed: Literal["standard"] | None = None
+    compaction: Unsupported = None
+    container: Unsupported = None
+    diagnostics: Unsupported = None
+    fallbacks: Unsupported = None
+    inference_geo: Unsupported = None
+    mcp_servers: Unsupported = None
 
 
 class MessagesBody(CountTokensBody):
@@ -184,8 +217,12 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None and switches_thinking:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.thinking is not None and body.thinking.type == "enabled" and body.thinking.budget_tokens is not None:
+        chat["thinking_token_budget"] = min(body.thinking.budget_tokens, INT32_MAX)
     if body.output_config is not None:
         chat["reasoning_effort"] = body.output_config.effort
+        if (wanted := body.output_config.format) is not None:
+            chat["response_format"] = Wanted("json", json.dumps(wanted.json_schema), "output_config.format")
     if isinstance(body, MessagesBody):
         chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         chat["stop"] = body.stop_sequences

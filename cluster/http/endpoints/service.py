@@ -1,7 +1,8 @@
-"""The endpoints beside generation that clients use: models, tokens, health."""
+"""The endpoints beside generation that clients use: models, tokens, health, load."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 from fastapi import APIRouter
@@ -71,6 +72,8 @@ async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     return await _json({"prompt": await token_text(body.tokens, api)}, api)
 
 
+@router.get("/ping", response_model=None)
+@router.post("/ping", response_model=None)
 @router.get("/health", response_model=None)
 async def health(api: ApiOf) -> JSONResponse:
     """200 only when a request sent now could be served."""
@@ -79,3 +82,17 @@ async def health(api: ApiOf) -> JSONResponse:
         return JSONResponse({"status": "ready"})
     reason = "No worker has reported yet." if limits is None else limits.reason
     return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+
+@router.get("/version", response_model=None)
+async def version() -> dict[str, str]:
+    try:
+        return {"version": importlib.metadata.version("legato")}
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return {"version": "unknown"}
+
+
+@router.get("/load", response_model=None)
+async def load(api: ApiOf) -> dict[str, int]:
+    """Of the gateway that answers: the requests that it is answering now, by vLLM's name."""
+    return {"server_load": api.recent.num_running}

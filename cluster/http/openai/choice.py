@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.sequence import FinishReason
+from engine.text.formats import ReasoningFormat
+from engine.text.output import OutputParser
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
@@ -36,6 +38,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token of the client's that ended it
     num_tokens: int = 0  # of the choice, up to here
+    num_reasoning: int = 0  # of these, up to the end of the reasoning
 
     @property
     def empty(self) -> bool:
@@ -53,7 +56,7 @@ class Delta:
         self.entries += later.entries
         self.token_ids += later.token_ids
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.num_tokens = later.num_tokens
+        self.num_tokens, self.num_reasoning = later.num_tokens, later.num_reasoning
 
     @classmethod
     def total(cls, deltas: Sequence[Delta]) -> Delta:
@@ -65,6 +68,7 @@ class Delta:
             finish_reason=deltas[-1].finish_reason,
             stop_reason=deltas[-1].stop_reason,
             num_tokens=deltas[-1].num_tokens,
+            num_reasoning=deltas[-1].num_reasoning,
         )
 
 
@@ -77,6 +81,7 @@ class Choice:
     `spec` is what workers generate, `echo` what the answer's text begins with, `text_end` the prompt's last tokens as
     `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted (`max_tokens: 0` with `echo`).
     `shown` are special tokens that stay in the text, for who reads it on: marks of calls and of reasoning.
+    `reasoning`: how the answer's begins and ends, None where it has none; `reasons`: the prompt ends within it.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class Choice:
         return_token_ids: bool = False,
         discard_output: bool = False,
         shown: frozenset[int] = frozenset(),
+        reasoning: ReasoningFormat | None = None,
+        reasons: bool = False,
     ) -> None:
         self.spec = spec
         self.echo = echo
@@ -107,7 +114,9 @@ class Choice:
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
         self._num_read = 0  # characters that the detokeniser has given
         self._num_out = 0  # of those, characters given on
+        self._thought = None if reasoning is None else OutputParser(reasoning=reasoning, reasons=reasons)
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # with its marks
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
         self.num_accepted_predictions = 0  # tokens of the client's prediction that became the choice's
@@ -126,7 +135,10 @@ class Choice:
         self.num_tokens += 1
         self._count_drafted(event)
         self.finish_reason = event.finish_reason
-        text, stopped = self._check(self._read(event))
+        read = self._read(event)
+        if self._thought is not None:
+            self._follow(self._thought, read)
+        text, stopped = self._check(read)
         stop_reason: str | int | None = None
         if stopped:
             assert self._stop is not None
@@ -141,6 +153,7 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             num_tokens=self.num_tokens,
+            num_reasoning=self.num_reasoning_tokens,
         )
 
     def skip(self, events: Sequence[TokenEvent]) -> None:
@@ -158,6 +171,14 @@ class Choice:
             num_lost = max(0, num_skipped - 1)  # the step's last token was none of the drafts
             self.num_accepted_predictions += num_accepted - num_lost
             self.num_rejected_predictions += num_rejected + num_lost
+
+    def _follow(self, thought: OutputParser, text: str) -> None:
+        """Count the newest token where it is of the reasoning; what comes before that begins counts with it."""
+        thought.feed(text)
+        if thought.has_reasoned:
+            self.num_reasoning_tokens = self.num_tokens
+        if thought.is_past_reasoning:
+            self._thought = None
 
     def _read(self, event: TokenEvent) -> str:
         """The text that the event completes."""

@@ -33,6 +33,7 @@ from engine.sampling.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP
 from kv_transfer.messages.fields import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MAX = 2**31 - 1
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 2**18  # of their schemas and descriptions
 MAX_MESSAGES = 2**14  # of a chat: what is made of more takes long at a stretch
@@ -200,6 +201,7 @@ class ChatBody(GenerationBody, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: TextOnly = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # vLLM's; -1: none
     parallel_tool_calls: bool | None = None
     tool_choice: ChosenTools = ToolChoice("auto")
     tools: Tools | None = None

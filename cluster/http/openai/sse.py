@@ -144,6 +144,6 @@ class Shape(ABC):
             ending += b',"stop_reason":' + dumps(delta.stop_reason)
         tail = self._tail
         if self.job.continuous_usage:
-            usage = self.job.usage(0 if delta is None else delta.num_tokens)
+            usage = self.job.usage(0) if delta is None else self.job.usage(delta.num_tokens, delta.num_reasoning)
             tail = b',"usage":' + dumps(usage) + b"}\n\n"
         return self._head + b"%d," % index + content + ending + b"}]" + beside + tail

@@ -43,6 +43,24 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
     )
 
 
+def thinking_of(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The fields of SamplingParams that end the reasoning at its budget. None of them where there is no reasoning: that
+    keeps any budget. Raises InvalidRequestError where it cannot be kept exactly."""
+    budget = body.thinking_token_budget
+    if budget is None or budget < 0 or reading is None or reading.reasoning is None:
+        return {}
+    marks = [reading.reasoning.closing] if reading.reasons else [reading.reasoning.opening, reading.reasoning.closing]
+    ids = [token_id for mark in marks if (token_id := tokenizer.added_id_of(mark)) is not None]
+    if len(ids) < len(marks):
+        raise InvalidRequestError(
+            "This model has no tokens of their own for the marks of its reasoning, so a budget of it cannot be kept"
+            " exactly. Leave the budget out: max_tokens bounds reasoning and answer together.",
+            param="thinking_token_budget",
+            code="unsupported_value",
+        )
+    return {"thinking_budget": budget, "thinking_marks": tuple(ids)}
+
+
 def _refusal(sentence: str, code: str = "invalid_value") -> InvalidRequestError:
     return InvalidRequestError(sentence, param="tool_choice", code=code)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.grammar import GrammarError, GrammarMasks, allowed_by
-from engine.sampling.params import MAX_GRAMMAR_CHARS
+from engine.sampling.params import MAX_GRAMMAR_CHARS, SamplingParams
 from engine.sampling.sampler import InvalidLogitsError, Sampler
 from engine.sequence import Sequence, finish_reason
 from engine.text.tokenizer import Tokenizer
@@ -148,6 +148,54 @@ def test_the_grammar_wins_over_everything(sampler: Sampler, tokenizer: Tokenizer
         grammar='start: "1"', temperature=temperature, min_tokens=50, stop_token_ids=(EOS,), logit_bias={EOS: -100.0}
     )
     assert [token.token_id for token in sampler.sample(random_logits(2), [sequence(ended, output=one)])] == [EOS]
+
+
+OPENS, CLOSES = 60, 61
+
+
+def generated(sampler: Sampler, params: SamplingParams, *, num_tokens: int = 16) -> list[int]:
+    """As a model that never closes its reasoning by itself, unless a bias makes it."""
+    logits = random_logits(6, num_tokens)
+    logits[:, CLOSES] = -20.0
+    seq = sequence(params)
+    for row in logits:
+        [token] = sampler.sample(row[None], [seq])
+        assert sampler.sample(row[None], [sequence(params, output=[*seq.output_token_ids])]) == [token]
+        seq.output_token_ids.append(token.token_id)
+    return seq.output_token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_reasoning_ends_at_its_budget(sampler: Sampler, temperature: float) -> None:
+    """Once, at the budget exactly, and nothing else changes; the prompt may have opened it, or the answer."""
+    free = generated(sampler, params_of(temperature=temperature))
+    assert CLOSES not in free
+    for budget in (0, 1, 7):
+        closed = generated(
+            sampler, params_of(temperature=temperature, thinking_budget=budget, thinking_marks=(CLOSES,))
+        )
+        assert closed == [*free[:budget], CLOSES, *free[budget + 1 :]]
+    unopened = params_of(temperature=temperature, thinking_budget=0, thinking_marks=(OPENS, CLOSES))
+    assert generated(sampler, unopened) == free
+    banned = {"min_tokens": 16, "logit_bias": {CLOSES: -100.0}, "allowed_token_ids": (free[0], free[1])}
+    params = params_of(temperature=temperature, thinking_budget=2, thinking_marks=(free[0], CLOSES), **banned)
+    output = generated(sampler, params)
+    start = output.index(free[0]) + 1
+    assert output[start + 2] == CLOSES and output.count(CLOSES) == 1
+    by_itself = params_of(
+        temperature=temperature, thinking_budget=3, thinking_marks=(CLOSES,), logit_bias={CLOSES: 100.0}
+    )
+    assert generated(sampler, by_itself)[:4] == [CLOSES] * 4, "it is closed already, so nothing is due"
+
+
+def test_a_budget_gives_way_to_the_grammar(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    one, letter = tokenizer.encode("1")[0], tokenizer.encode("a")[0]
+    for mark, wanted in ((one, {one}), (letter, set(tokenizer.encode("0123456789")))):
+        seq = sequence(params_of(grammar=DIGITS, thinking_budget=1, thinking_marks=(mark,)), output=[one - 1])
+        assert allowed(masks, seq) == wanted
+    for changes in ({"thinking_budget": 1}, {"thinking_marks": (1,)}, {"thinking_budget": -1, "thinking_marks": (1,)}):
+        with pytest.raises(ValueError, match="thinking"):
+            params_of(**changes)
 
 
 def test_the_end_of_a_grammar_ends_the_sequence() -> None:
