@@ -22,7 +22,7 @@ from cluster.batch.service import BatchService
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
-from cluster.http.inside import OnBehalf, post_inside
+from cluster.http.inside import OnBehalf, on_behalf, post_inside
 from cluster.http.openai.schemas import Body
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
@@ -196,8 +196,14 @@ def _service(api: Api) -> BatchService:
 
 
 def _owner(request: Request, api: Api) -> str:
-    """Whose files these are: under the folder's secret, so that they are found again after a restart."""
-    tenants = Tenants(_service(api).secret, trust_header=api.settings.trust_tenant_header)
+    return owner_of(request, api, _service(api).secret)
+
+
+def owner_of(request: Request, api: Api, secret: bytes) -> str:
+    """Whose files and responses these are: under the folder's secret, so that they are found again after a restart."""
+    if (whose := on_behalf(request.scope)) is not None:
+        return whose.owner
+    tenants = Tenants(secret, trust_header=api.settings.trust_tenant_header)
     return tenants.name(request.headers, None, None)
 
 
@@ -221,7 +227,7 @@ def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def running_batches(app: FastAPI) -> AsyncIterator[None]:
-    """Answer the lines of batches while the application runs."""
+    """Answer the lines of batches, and keep responses, while the application runs."""
     api: Api = app.state.api
     if api.batches is None:
         yield
@@ -229,7 +235,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
     headers = {CLASS_HEADER: _patient_class(api.slo.classes)}
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
-        answered = await post_inside(app, line.url, line.body, headers, OnBehalf(batch.tenant, batch.salt))
+        whose = OnBehalf(batch.tenant, batch.salt, batch.owner)
+        answered = await post_inside(app, line.url, line.body, headers, whose)
         retry_after_s = None
         with suppress(KeyError, ValueError):
             retry_after_s = float(answered.headers["retry-after"])
@@ -240,7 +247,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
             retry_after_s=retry_after_s,
         )
 
-    async with api.batches.running(send):
+    assert api.responses is not None
+    async with api.batches.running(send), api.responses.running():
         yield
 
 
