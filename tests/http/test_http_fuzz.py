@@ -26,6 +26,7 @@ from cluster.errors import ApiError
 from cluster.gateway.generator import ServingLimits
 from cluster.http.app import create_app
 from cluster.http.body import checked_body, parse_json
+from cluster.http.endpoints.batches import running_batches
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
@@ -43,13 +44,16 @@ GROWTH_BYTES = 100 * 2**20
 class Gateway:
     """An application, called on a loop of its own, and what it logged."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, storage: Path) -> None:
         self.generator = ScriptedGenerator(tokenizer)
         self.generator.script = Script(reply="one two three", limits=ServingLimits(max_model_len=64, ready=True))
-        self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, GatewaySettings(max_concurrent=8)))
+        settings = GatewaySettings(max_concurrent=8)
+        self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, settings, storage=storage))
         self.description: dict[str, Any] = self.app.openapi()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self._runner = asyncio.Runner()
+        self._running = running_batches(self.app)
+        self._runner.run(self._running.__aenter__())
 
     def call(self, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
         answer = self._runner.run(call(self.app, method, path, sent, query))
@@ -64,6 +68,7 @@ class Gateway:
 
     def close(self) -> None:
         assert self.call("GET", "/health").status == 200
+        self._runner.run(self._running.__aexit__(None, None, None))
         assert self.generator.num_open == 0
         self._runner.close()
 
@@ -74,9 +79,9 @@ def tokenizer(smollm2_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> Iterator[Gateway]:
+def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Iterator[Gateway]:
     with caplog.at_level(logging.WARNING):
-        gateway = Gateway(tokenizer)
+        gateway = Gateway(tokenizer, tmp_path)
         yield gateway
         gateway.close()
     assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
@@ -101,7 +106,7 @@ def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
     assert process.memory_info().rss - before < GROWTH_BYTES
     for path, _ in operations:
         path = path.replace("{worker_id}", "decode-1")
-        answered = (404,) if path == "/v1/batches" else (200, 202)  # where there are no files
+        answered = (404,) if path == "/v1/batches" else (200, 202)  # there are no files
         num_good = sum(gateway.statuses[path, status] for status in answered)
         assert NUM_BODIES / 5 < num_good < NUM_BODIES * NUM_BROKEN, gateway.statuses
 
@@ -138,10 +143,13 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
     odd_headers = st.lists(st.tuples(st.sampled_from(HEADERS), ODD | st.binary(max_size=8)), max_size=3)
     odd_query = st.lists(st.tuples(st.sampled_from(names), ODD.map(lambda odd: quote_from_bytes(odd).encode()) | ODD))
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+    stored = [{"model": MODEL, "input": "x", "background": n % 2 == 0} for n in range(6)]
+    answers = [gateway.call("POST", "/v1/responses", Sent(json.dumps(asked).encode())) for asked in stored]
+    ids = [json.loads(answer.body)["id"].encode() for answer in answers]
 
     def send(path: str, method: str, num_times: int) -> None:
         @settings(max_examples=num_times)
-        @given(ODD, odd_headers, odd_query)
+        @given(ODD | st.sampled_from(ids) if "{response_id}" in path else ODD, odd_headers, odd_query)
         def send(part: bytes, headers: Headers, query: list[tuple[bytes, bytes]]) -> None:
             place = re.sub(r"{.*}", lambda found: part.decode(errors="replace"), path)
             asked = b"&".join(name + b"=" + value for name, value in query)
