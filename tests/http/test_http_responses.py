@@ -300,7 +300,11 @@ def test_structured_answers(client: openai.OpenAI, generator: ScriptedGenerator)
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     create(client, tools=[WEATHER], tool_choice=allowed, max_output_tokens=1)
     create(client, tools=[WEATHER], tool_choice="none", max_output_tokens=1)
-    assert [request.params.grammar is not None for request in generator.requests] == [True, True, False]
+    grammars = [request.params.grammar for request in generator.requests]
+    assert grammars[0] and grammars[1] and grammars[2] is None
+    # No text is written where a call must be: what it would have to be makes no difference.
+    create(client, tools=[WEATHER], tool_choice="required", text={"format": SCHEMA}, max_output_tokens=1)
+    assert generator.requests[-1].params.grammar == grammars[1]
 
 
 def test_what_does_not_fit_is_left_out_where_asked_for(

@@ -448,7 +448,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     chat["parallel_tool_calls"] = body.parallel_tool_calls
     if (text := body.text) is not None:
         chat["verbosity"] = text.verbosity
-        wanted = None if text.format is None else parse_response_format(_chat_format(text.format))
+        wanted = None if text.format is None or _must_call(body) else parse_response_format(_chat_format(text.format))
         chat["response_format"] = None if wanted is None else replace(wanted, param="text.format")
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
@@ -458,6 +458,11 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         raise in_its_own_words(_refusal(error)) from None
+
+
+def _must_call(body: ResponsesBody) -> bool:
+    """Then no text is written, whose format would matter; clients send both."""
+    return parse_tool_choice(_chat_tool_choice(body.tool_choice)).mode == "required"
 
 
 def in_its_own_words(error: ApiError) -> ApiError:
