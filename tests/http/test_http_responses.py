@@ -185,12 +185,12 @@ def test_what_is_generated_is_what_was_asked_for(
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "Again."},
     ]  # fmt: skip
-    extra = {"top_k": 7, "seed": 5, "min_p": 0.1, "repetition_penalty": 1.5}
+    extra = {"top_k": 7, "seed": 5, "min_p": 0.1, "repetition_penalty": 1.5, "logit_bias": {"5": -2}}
     create(client, input=items, instructions="Be brief.", max_output_tokens=9, top_p=0.75, extra_body=extra)
     (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
     params = request.params
     assert (params.max_tokens, params.top_p, params.top_k, params.min_p) == (9, 0.75, 7, 0.1)
-    assert (params.seed, params.repetition_penalty, params.logprobs) == (5, 1.5, None)
+    assert (params.seed, params.repetition_penalty, params.logit_bias, params.logprobs) == (5, 1.5, {5: -2.0}, None)
     said = [turn.removesuffix("<|im_end|>") for turn in prompt.split("<|im_start|>")[1:]]
     assert [turn.strip() for turn in said] == [
         "system\nBe brief.<|im_end|>",

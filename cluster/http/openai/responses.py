@@ -58,7 +58,7 @@ _NAMED: Final = re.compile(rf"(^|\bthe |\b[Ll]ower )({'|'.join(_NAMES)})\b")
 # Those that are the same in a chat.
 _SAME: Final = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
+    "frequency_penalty", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
     "chat_template_kwargs",
 )  # fmt: skip
 
@@ -441,6 +441,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     if body.instructions is not None:
         chat["messages"].insert(0, {"role": "system", "content": body.instructions})
     chat["max_completion_tokens"] = body.max_output_tokens
+    chat["logit_bias"] = {str(token_id): bias for token_id, bias in body.logit_bias.items()}
     if body.tools:
         chat["tools"] = [_chat_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
