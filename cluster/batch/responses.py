@@ -243,12 +243,12 @@ def _finish(connection: sqlite3.Connection, response_id: str, written: Written, 
 
 
 def _sweep(connection: sqlite3.Connection, now: float, budget: int) -> None:
-    gone = [row["id"] for row in connection.execute("SELECT id FROM responses WHERE used_at < ?", (now - KEPT_S,))]
-    num_bytes = 0
-    for row in connection.execute("SELECT id, bytes FROM responses ORDER BY used_at DESC"):
-        num_bytes += row["bytes"]
-        if num_bytes > budget:
-            gone.append(row["id"])
-    for response_id in gone:
-        connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-        connection.execute("DELETE FROM response_events WHERE response = ?", (response_id,))
+    (num_bytes,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
+    gone: list[tuple[str]] = []
+    for row in connection.execute("SELECT id, used_at, bytes FROM responses ORDER BY used_at"):
+        if num_bytes <= budget and row["used_at"] >= now - KEPT_S:
+            break
+        num_bytes -= row["bytes"]
+        gone.append((row["id"],))
+    connection.executemany("DELETE FROM responses WHERE id = ?", gone)
+    connection.executemany("DELETE FROM response_events WHERE response = ?", gone)

@@ -249,7 +249,7 @@ class GenerationResponse(Answer):
         """About the bytes of their events."""
         job = self._job
         opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.choices) else ()
-        return sum(map(job.opening_size, opening)) + sum(self._shape.size(delta) for _, delta in deltas)
+        return sum(map(self._shape.opening_size, opening)) + sum(self._shape.size(delta) for _, delta in deltas)
 
     def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> bytes:
         events: list[bytes] = []
@@ -270,7 +270,7 @@ class GenerationResponse(Answer):
         deltas = list(map(Delta.total, pieces))
         del pieces
         job = self._job
-        size = sum(job.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
+        size = sum(self._shape.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
         data = await self._last(size, lambda: self._whole_json(deltas))
         outbox.resize(len(data))
         await self._send_json(send, 200, data, outbox=outbox)

@@ -50,7 +50,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     _check(body, request, api)
     owner = "" if api.responses is None else _owner(request, api)
     past = [] if body.previous_response_id is None else await _past(body.previous_response_id, owner, api)
-    size = len(await request.body()) + sum(len(each.items) + len(each.response) for each in past)
+    body_size = len(await request.body())
+    size = body_size + sum(len(each.items) + len(each.response) for each in past)
     chat = await _read(size, api, lambda: chat_of(body, _items(past)))
     terms = terms_of(request, chat, api.slo.classes, api.tenants)
     timeline = RequestTimeline(endpoint="/v1/responses", terms=terms, trace_headers=trace_headers(request))
@@ -60,7 +61,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
         salt = salt_of(request, body.cache_salt, api.tenants)
         job = await prepare_chat(chat, api, answered_tier(request, chat), salt, job_id=new_id("resp"))
     keeps = api.responses is not None and body.store is not False
-    shape = ResponsesShape(job if not body.background else replace(job, stream=True), body.echo(), api.tokenizer, keeps)
+    job = replace(job, stream=job.stream or bool(body.background))
+    shape = ResponsesShape(job, body.echo(), api.tokenizer, stored=keeps, echo_size=body_size)
     if not keeps:
         return GenerationResponse(api, timeline, shape)
     kept = StoredResponse(
@@ -69,7 +71,7 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
         previous=body.previous_response_id,
         status="queued",
         is_background=bool(body.background),
-        items=await _read(size, api, lambda: json.dumps(body.input)),
+        items=await _read(body_size, api, lambda: json.dumps(body.input)),
         response="",
     )
     if not body.background:
@@ -283,7 +285,7 @@ class StoredAnswer(GenerationResponse):
                 response=response_of(text) if self._job.stream else text,
             )
             await _responses(self._api).kept.add(kept)
-        except (sqlite3.Error, OSError):
+        except (sqlite3.Error, OSError, RuntimeError):  # the last: it is closed
             logger.exception("the response %s could not be stored", self._kept.id)
             self._of_response.stored = False
             last = await super()._last(size, make)
@@ -294,11 +296,11 @@ class ResponsesShape(Shape):
     """OpenAI's `response`: whole, or streamed as items that are opened, added to and closed one after the other. What
     is whole is what the stream's last event has."""
 
-    def __init__(self, job: Job, echo: dict[str, Any], tokenizer: Tokenizer, stored: bool) -> None:
+    def __init__(self, job: Job, echo: dict[str, Any], tokenizer: Tokenizer, *, stored: bool, echo_size: int) -> None:
         super().__init__(job, chunk_name="response", whole_name="response")
         self.stored = stored
         self.status = "in_progress"
-        self._echo = echo
+        self._echo, self._echo_size = echo, echo_size
         self._tokenizer = tokenizer
         self._choice = ChoiceEvents(job.reading or PLAIN)
         self._output: list[Item] = []
@@ -324,8 +326,11 @@ class ResponsesShape(Shape):
         closes = delta.finish_reason is not None or may_close
         return 3 * self._num_bytes if closes else self.job.size(delta)
 
+    def opening_size(self, index: int) -> int:
+        return 2 * self._echo_size
+
     def closing_size(self) -> int:
-        return self._num_bytes
+        return self._echo_size + self._num_bytes
 
     def closing(self) -> bytes:
         return self._sse({"type": f"response.{self.status}", "response": self.response(self.status)}, self._number)

@@ -88,6 +88,10 @@ class Shape(ABC):
         """As the answer names it."""
         return delta.finish_reason
 
+    def opening_size(self, index: int) -> int:
+        """About the bytes of `opening`."""
+        return self.job.opening_size(index)
+
     def size(self, delta: Delta) -> int:
         """About the bytes that `chunk` makes of it."""
         return self.job.size(delta)
