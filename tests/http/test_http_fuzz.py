@@ -27,6 +27,7 @@ from cluster.gateway.generator import ServingLimits
 from cluster.http.app import create_app
 from cluster.http.body import checked_body, parse_json
 from cluster.http.endpoints.batches import running_batches
+from cluster.http.openai.responses import ResponsesBody
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import JSON, NOTHING, Answer, Headers, Schemas, Sent, broken, call, check_refusal
@@ -188,7 +189,7 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
 )
 def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, said: str) -> None:
     with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = target.http.post(
                 path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
             )
@@ -205,6 +206,10 @@ def test_what_is_wrong_with_a_body_is_said(tokenizer: Tokenizer, body: bytes, sa
         (ChatBody, {"model": MODEL, "messages": [{}] * 120_000}),
         (TokenizeBody, {"messages": [{"role": "x"}] * 120_000}),
         (DetokenizeBody, {"tokens": ["a"] * 250_000}),
+        (ResponsesBody, {"model": MODEL, "input": [{}] * 120_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "tools": [{}] * 120_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "include": ["x"] * 250_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "metadata": {f"k{n}": 1 for n in range(50_000)}}),
     ],
 )
 def test_many_mistakes_are_reported_as_one(model: type[Body], body: dict[str, Any]) -> None:

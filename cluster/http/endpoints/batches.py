@@ -23,6 +23,7 @@ from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.inside import OnBehalf, on_behalf, post_inside
+from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
@@ -47,7 +48,7 @@ class BatchBody(Body):
     input_file_id: str = Field(min_length=1, max_length=100)
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: str = Field(max_length=10)
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Metadata = None
 
 
 @router.post(FILES_PATH, response_model=None)

@@ -21,6 +21,7 @@ from cluster.http.error_responses import from_validation
 from cluster.http.openai.fields import (
     Harmless,
     LogitBias,
+    Metadata,
     Parameters,
     Stop,
     TemplateKwargs,
@@ -42,7 +43,6 @@ from engine.sampling.params import MAX_LOGPROBS
 Item = dict[str, Any]
 """One of a conversation, as answers and lists show it: it has a `type` and an `id`."""
 
-MAX_METADATA: Final = 16
 _MAX_ID: Final = 256
 
 # What a chat calls it, and what it is called here.
@@ -319,14 +319,6 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Harmless = None
 
 
-def _check_metadata(value: dict[str, str]) -> dict[str, str]:
-    for name, text in value.items():
-        if len(name) > 64 or len(text) > 512:
-            raise _error("a name has at most 64 characters, and a text 512")
-    return value
-
-
-Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_check_metadata)]
 # All but the first are of tools that run on the server: there is nothing to include.
 Includable = Literal[
     "message.output_text.logprobs",
@@ -369,7 +361,7 @@ class ResponsesBody(Body):
     include: list[Includable] | None = Field(None, max_length=16, fail_fast=True)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Metadata | None = None
+    metadata: Metadata = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
