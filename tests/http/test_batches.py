@@ -132,6 +132,7 @@ def test_a_line_is_asked_again_until_it_is_answered(
     target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.batch.service._WAIT_S", 0.01)
+    monkeypatch.setattr("cluster.batch.service._LONGEST_WAIT_S", 0.05)  # a header has whole seconds
     generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=0.01))
     batch = begin(target, line("a", max_tokens=2))
     wait_until(lambda: len(generator.requests) > 1)

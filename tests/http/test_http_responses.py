@@ -433,6 +433,25 @@ def test_what_cannot_be_cancelled_or_streamed_again(
         assert target.http.get(f"/v1/responses/{done.id}?{query}", headers=OWNER).status_code == 400
 
 
+def test_who_follows_them_is_bounded(
+    client: openai.OpenAI, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.http.background.MOST_FOLLOWED", 1)
+    goes_on = False
+    generator.script = Script(reply="It rains.", until=lambda: goes_on)
+    first = create(client, background=True, stream=True)
+    response_id = next(iter(first)).response.id
+    for ask in (
+        lambda: create(client, background=True, stream=True),
+        lambda: client.responses.retrieve(response_id, stream=True),
+    ):
+        with pytest.raises(openai.RateLimitError, match="followed"):
+            ask()
+    goes_on = True
+    assert [event.type in LAST for event in first][-1]
+    checked(client.responses.retrieve(response_id, stream=True))
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
