@@ -160,8 +160,14 @@ def _ended(run: _Run, http_status: int) -> tuple[str, str]:
         kind = run.last.removeprefix("event: response.").partition("\n")[0]
         return kind, response_of(run.last)
     error = json.loads(run.rest)["error"]
-    told = {"code": "rate_limit_exceeded" if http_status == 429 else "server_error", "message": error["message"]}
+    told = told_error(http_status, error["message"])
     return "failed", json.dumps({**run.queued.describe(), "status": "failed", "error": told})
+
+
+def told_error(http_status: int, message: str) -> dict[str, str]:
+    """The `error` of a response that failed; the API has few codes for it."""
+    code = "server_error" if http_status >= 500 else "rate_limit_exceeded" if http_status == 429 else "invalid_prompt"
+    return {"code": code, "message": message}
 
 
 def response_of(event: str) -> str:

@@ -18,7 +18,7 @@ from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, Resp
 
 from cluster.batch.database import Database
 from cluster.batch.responses import KEPT_S, Responses, StoredResponse
-from cluster.errors import ApiError, FailedError, OverloadedError
+from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
@@ -457,6 +457,7 @@ def test_who_follows_them_is_bounded(
     [
         (OverloadedError("Too many. Wait.", retry_after_s=3.0), 429, "rate_limit_exceeded"),
         (FailedError("It failed. Try again."), 500, "server_error"),
+        (RequestTooLargeError("It is too large. Send less."), 400, "invalid_prompt"),
     ],
 )
 def test_errors_of_the_cluster(

@@ -19,7 +19,7 @@ from cluster.batch.responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
-from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of
+from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of, told_error
 from cluster.http.body import JsonRoute
 from cluster.http.endpoints.batches import owner_of
 from cluster.http.inside import on_behalf
@@ -346,8 +346,7 @@ class ResponsesShape(Shape):
 
     def last_word(self, error: ApiError) -> bytes:
         events = self._closed("incomplete")
-        told = {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
-        failed = {**self.response("failed"), "error": told}
+        failed = {**self.response("failed"), "error": told_error(error.status, error.message)}
         said = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return self._sent([*events, said, {"type": "response.failed", "response": failed}])
 

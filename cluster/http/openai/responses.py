@@ -338,7 +338,7 @@ class ResponsesBody(Body):
     model: str
     input: Annotated[list[Item], BeforeValidator(parse_input, json_schema_input_type=Any)]
     instructions: str | None = None
-    previous_response_id: str | None = Field(None, max_length=_MAX_ID)
+    previous_response_id: str | None = Field(None, min_length=1, max_length=_MAX_ID)
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
