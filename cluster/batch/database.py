@@ -30,6 +30,13 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS answers (
     batch TEXT NOT NULL, line INTEGER NOT NULL, succeeded INTEGER NOT NULL, answer TEXT NOT NULL,
     PRIMARY KEY (batch, line)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, is_background INTEGER NOT NULL,
+    runs_until REAL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, items TEXT NOT NULL, response TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, id, bytes);
+CREATE TABLE IF NOT EXISTS response_events (
+    response TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
+    PRIMARY KEY (response, number)) WITHOUT ROWID;
 """
 
 

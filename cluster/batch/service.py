@@ -54,7 +54,7 @@ class BatchService:
         self.secret = database.secret
         self.files = Files(database, budget)
         self.batches = Batches(database)
-        self._database = database
+        self.database = database
         self._runs: dict[str, _Run] = {}
         self._woken = asyncio.Event()
 
@@ -73,11 +73,11 @@ class BatchService:
         finally:
             await _cancel(looking, *(run.task for run in self._runs.values()))
             await self.batches.renew(self._runs, until=0.0)
-            self._database.close()
+            self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
         """A batch of the lines in `file`, which may be deleted from then on."""
-        await self._database.in_thread(os.link, self.files.content(file), self._input(batch))
+        await self.database.in_thread(os.link, self.files.content(file), self._input(batch))
         await self.batches.create(batch)
         self.wake()
 
@@ -86,7 +86,7 @@ class BatchService:
         self._woken.set()
 
     def _input(self, batch: Batch) -> Path:
-        return self._database.files / batch.id
+        return self.database.files / batch.id
 
     async def _look(self, send: SendFor) -> None:
         sweep_at = 0.0

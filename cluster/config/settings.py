@@ -316,10 +316,14 @@ class GatewaySettings(Settings):
     storage: str | None = Field(
         "~/.cache/legato/storage",
         min_length=1,
-        description="Folder for what clients leave here: files and batches, below the model's name; gateways on several"
-        " nodes need one that all of them see. Empty: none, and such requests are refused.",
+        description="Folder for what clients leave here: files, batches and responses, below the model's name; gateways"
+        " on several nodes need one that all of them see. Empty: none, and such requests are refused.",
     )
-    storage_budget: SizeBytes = Field(10 * 2**30, description="What all files there may take; more are refused.")
+    storage_budget: SizeBytes = Field(
+        10 * 2**30,
+        description="What all files there may take; more are refused. Responses take a tenth of it, and the least used"
+        " go.",
+    )
 
     @model_validator(mode="after")
     def _check_origins(self) -> Self:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request
 
@@ -21,6 +21,7 @@ from cluster.gateway.generator import ClusterView, Generator, ServingLimits
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.recent_requests import RecentRequests
 from cluster.gateway.timeline import RequestTimeline
+from cluster.http.background import StoredResponses
 from cluster.http.openai.structured import Grammars
 from cluster.http.terms import Tenants
 from cluster.http.turns import Turns
@@ -30,6 +31,8 @@ from cluster.slo.account import SloAccount
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.formats import OutputFormats, ReasoningFormatName, ToolFormatName, output_formats
 from engine.text.tokenizer import Tokenizer
+
+RESPONSES_SHARE: Final = 10  # what files may take is so many times what stored responses may
 
 
 class InFlight:
@@ -101,7 +104,7 @@ class HttpLimits:
 class Api:
     """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
     for the request log; `layouts` replays that. `recent` has those that run and those that ended last. `secret` is the
-    cluster's. `batches`: files and batches, where the gateway has a folder for them."""
+    cluster's. `batches`: files and batches, where the gateway has a folder for them; it has `responses`, too."""
 
     generator: Generator
     cluster: ClusterView
@@ -126,6 +129,7 @@ class Api:
     unread: Unread = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
     grammars: Grammars = field(init=False)
+    responses: StoredResponses | None = field(init=False)
 
     def __post_init__(self, secret: bytes, tool_format: ToolFormatName, reasoning_format: ReasoningFormatName) -> None:
         settings, tokenizer = self.settings, self.tokenizer
@@ -138,6 +142,9 @@ class Api:
         self.in_flight = InFlight(settings.max_concurrent)
         self.unread = Unread(self.limits.max_unread_bytes)
         self.grammars = Grammars(self.tokenizer)
+        self.responses = None
+        if self.batches is not None:
+            self.responses = StoredResponses(self.batches.database, settings.storage_budget // RESPONSES_SHARE)
 
     @contextmanager
     def following(self, timeline: RequestTimeline) -> Iterator[None]:

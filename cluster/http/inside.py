@@ -1,27 +1,31 @@
-"""Requests that the gateway sends to itself, for its clients' batches: through the application, without a socket.
+"""What the gateway answers without a socket: lines of its clients' batches, and responses in the background.
 
-So a line of a batch passes the same doors as any request. What its client's headers said is in its `OnBehalf`, since
-keys are not kept.
+A line of a batch passes the same doors as any request. What its client's headers said is in its `OnBehalf`, since keys
+are not kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.http.connection import note_connection
 
 _ON_BEHALF: Final = "legato.on_behalf"
 
 
 @dataclass(frozen=True, slots=True)
 class OnBehalf:
-    """`tenant` and `salt` as `terms.Tenants` named them when the client sent the batch."""
+    """`tenant` and `salt` as `terms.Tenants` named them when the client sent the batch; `owner` as the folder's."""
 
     tenant: str
     salt: str
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +44,7 @@ def on_behalf(scope: Scope) -> OnBehalf | None:
 async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: OnBehalf) -> Answered:
     """The answer to one request with a JSON body. Who cancels this cancels the request, on every worker."""
     content = json.dumps(body).encode()
-    sent: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
-    status, answer = 500, bytearray()
-    answered_headers: dict[str, str] = {}
-
-    async def receive() -> Message:
-        if sent:
-            return sent.pop()
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("this client never leaves")
-
-    async def send(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            for name, value in message["headers"]:
-                answered_headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-        else:
-            answer.extend(message.get("body", b""))
-
+    answer = bytearray()
     named = {"content-type": "application/json", "content-length": str(len(content)), **headers}
     scope: Scope = {
         "type": "http",
@@ -75,5 +61,40 @@ async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str
         "server": None,
         _ON_BEHALF: whose,
     }
-    await app(scope, receive, send)
+    status, answered_headers = await _run(app, scope, content, answer.extend)
     return Answered(status, answered_headers, bytes(answer))
+
+
+async def run_inside(answer: ASGIApp, take: Callable[[bytes], None]) -> int:
+    """Have an answer sent to nobody but `take`, piece by piece; its status. Who cancels this cancels the request."""
+    scope: Scope = {"type": "http", "headers": []}
+
+    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+        note_connection(scope, receive)
+        await answer(scope, receive, send)
+
+    status, _ = await _run(noted, scope, b"", take)
+    return status
+
+
+async def _run(app: ASGIApp, scope: Scope, content: bytes, take: Callable[[bytes], None]) -> tuple[int, dict[str, str]]:
+    sent: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+    status, headers = 500, dict[str, str]()
+
+    async def receive() -> Message:
+        if sent:
+            return sent.pop()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("this client never leaves")
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            for name, value in message["headers"]:
+                headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        else:
+            take(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, headers

@@ -119,7 +119,9 @@ class Job:
         return len(delta.text) + sum(_LOGPROB_BYTES * (len(entry.top) + 1) for entry in delta.entries)
 
 
-async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, kind: str = "chatcmpl") -> Job:
+async def prepare_chat(
+    body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, job_id: str | None = None
+) -> Job:
     """Raises ApiError."""
     _check_common(body, 1, api)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
@@ -134,7 +136,7 @@ async def prepare_chat(body: ChatBody, api: Api, service_tier: str, prefix_salt:
     asked = (body.response_format, body.structured_outputs)
     grammar = await api.grammars.grammar_for(*(asked if beside is None or all(asked) else (beside, None)))
     return _job(
-        kind,
+        job_id or new_job_id("chatcmpl"),
         body,
         api,
         [(token_ids, "")],
@@ -169,7 +171,7 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
     prompts = await _off_loop_if_long(size, api, _completion_prompts, body, max_tokens, api)
     prediction = await _prediction_token_ids(body, api)
     return _job(
-        "cmpl",
+        new_job_id("cmpl"),
         body,
         api,
         prompts,
@@ -460,8 +462,12 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def new_job_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
 def _job(
-    kind: str,
+    job_id: str,
     body: GenerationBody,
     api: Api,
     prompts: Sequence[TokenPrompt],
@@ -482,7 +488,6 @@ def _job(
     num_choices = body.n or 1
     _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
     api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
-    job_id = f"{kind}-{secrets.token_hex(12)}"
     max_model_len = api.require_limits().max_model_len
     sampling = {**_sampling(body, api), **thinking, "grammar": grammar}
     sampling |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}

@@ -13,14 +13,14 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import ApiError, DeadlineError, FailedError
+from cluster.errors import ApiError, DeadlineError, FailedError, UnreadError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.connection import Connection, connection_of
@@ -242,13 +242,17 @@ class GenerationResponse(Answer):
                 await self._write(send, events)
                 self._timeline.sent([index for index, _ in waiting])
             outbox.shrink(sum(delta.num_bytes for _, delta in waiting))
-        await self._write(send, self._shape.closing(), last=True)
+        await self._write(send, await self._last(self._shape.closing_size(), self._shape.closing), last=True)
+
+    async def _last(self, size: int, make: Callable[[], bytes]) -> bytes:
+        """What ends the answer, or all of one that is not streamed: everything has been generated."""
+        return await self._made(size, make)
 
     def _size(self, deltas: Sequence[tuple[int, Delta]], opened: Collection[int]) -> int:
         """About the bytes of their events."""
         job = self._job
         opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.choices) else ()
-        return sum(map(job.opening_size, opening)) + sum(job.size(delta) for _, delta in deltas)
+        return sum(map(self._shape.opening_size, opening)) + sum(self._shape.size(delta) for _, delta in deltas)
 
     def _events(self, deltas: Sequence[tuple[int, Delta]], opened: set[int]) -> bytes:
         events: list[bytes] = []
@@ -269,8 +273,8 @@ class GenerationResponse(Answer):
         deltas = list(map(Delta.total, pieces))
         del pieces
         job = self._job
-        size = sum(job.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
-        data = await self._made(size, self._whole_json, deltas)
+        size = sum(self._shape.opening_size(index) + job.size(delta) for index, delta in enumerate(deltas))
+        data = await self._last(size, lambda: self._whole_json(deltas))
         outbox.resize(len(data))
         await self._send_json(send, 200, data, outbox=outbox)
 
@@ -282,6 +286,54 @@ class GenerationResponse(Answer):
 
     def _whole_json(self, deltas: list[Delta]) -> bytes:
         return dumps_large(self._shape.whole(deltas))
+
+
+class EventStream(Response):
+    """Server-sent events that are not generated for their client, until there are no more, it leaves or does not read,
+    or the server stops. Each of `events`, which it closes, is one or several. What they raise before the first one is
+    the answer."""
+
+    def __init__(self, api: Api, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__()
+        self._api = api
+        self._events = events
+        self._started = self._complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        too_much = asyncio.Event()
+        outbox = self._api.unread.open(1, too_much.set)
+        try:
+            await first_of(self._send(send, connection, outbox), disconnected(receive), too_much.wait())
+        except (TimeoutError, UnreadError):
+            logger.info("somebody who asked for events did not read them")
+        except ApiError as error:
+            if not self._started:
+                raise
+            logger.info("a stream of events ends early: %s", error.message)
+        finally:
+            outbox.close()
+            await self._events.aclose()
+            if self._started and not self._complete:
+                connection.abort()
+
+    async def _send(self, send: Send, connection: Connection, outbox: Outbox) -> None:
+        """Raises TimeoutError or UnreadError for a client that does not read, and what `events` raise."""
+        events: bytes | None = await anext(self._events, None)
+        headers = {"content-type": "text/event-stream", **UNBUFFERED}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        while events is not None and not connection.is_ending():
+            outbox.grow(len(events))
+            for start in range(0, len(events), PIECE_BYTES):
+                async with asyncio.timeout(self._api.limits.unread_timeout_s):
+                    piece = events[start : start + PIECE_BYTES]
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            outbox.shrink(len(events))
+            events = await anext(self._events, None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._complete = True
 
 
 async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, object]) -> None:

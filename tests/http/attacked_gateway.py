@@ -47,6 +47,10 @@ def _chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": _M, "max_tokens": 2, **fields}
 
 
+def _response(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"model": _M, "input": "hello", "max_output_tokens": 2, **fields}
+
+
 _HELLO: Final = [{"role": "user", "content": "hello"}]
 _NOTHING: Final = {"role": "user", "content": ""}
 # What each is answered with, and what makes its path and body, which is below 4 MiB.
@@ -89,10 +93,17 @@ ATTACKS: Final[dict[str, tuple[int, Callable[[], tuple[str, dict[str, Any]]]]]] 
     "/tokenize, 1 MB": (200, lambda: ("/tokenize", {"prompt": "1 23 a word " * 80_000})),
     "/detokenize, 600,000 ids": (413, lambda: ("/detokenize", {"tokens": [1_000] * 600_000})),
     "/detokenize, 260,000 ids": (200, lambda: ("/detokenize", {"tokens": [1_000] * 260_000})),
+    "16,000 items of a response": (200, lambda: _response(input=[{"role": "user", "content": ""}] * 16_000)),
     "small requests, n: 128": (200, lambda: _chat(messages=_HELLO * 300, n=128)),
 }
 
-TAKE_SECONDS: Final = {"4 MB of words", "2 MB of digits", "/tokenize, 4 MB", "16,000 messages"}
+TAKE_SECONDS: Final = {
+    "4 MB of words",
+    "2 MB of digits",
+    "/tokenize, 4 MB",
+    "16,000 messages",
+    "16,000 items of a response",
+}
 
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:

@@ -31,6 +31,19 @@ ANYTHING: Final = st.recursive(
     max_leaves=6,
 )
 TOKEN_IDS: Final = st.lists(st.integers(0, 40_000), min_size=1, max_size=8)
+# Of a conversation in the Responses API.
+SAID: Final[st.SearchStrategy[Any]] = TEXTS | st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text", "refusal", "input_image"]),
+                           "text": TEXTS}, optional={"annotations": st.just([])}), max_size=2,
+)  # fmt: skip
+ITEMS: Final = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXTS | SAID})
+    | st.fixed_dictionaries({"type": st.just("reasoning"), "summary": SAID, "content": SAID | st.none()})
+    | st.fixed_dictionaries({"type": st.just("function_call"), "call_id": st.just("c"), "name": st.just("f"),
+                             "arguments": TEXTS | st.just("{}")})
+    | st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": st.just("c"), "output": TEXTS | SAID}),
+    min_size=1, max_size=4,
+)  # fmt: skip
 
 # Where a schema allows more than makes sense, so that many of the bodies are good ones before they are broken.
 SENSIBLE: Final[dict[str, st.SearchStrategy[Any]]] = {
@@ -44,8 +57,9 @@ SENSIBLE: Final[dict[str, st.SearchStrategy[Any]]] = {
     "n": st.integers(1, 3),
     "max_tokens": st.integers(1, 30),
     "max_completion_tokens": st.integers(1, 30),
+    "max_output_tokens": st.integers(1, 30),
     "min_tokens": st.integers(0, 3),
-    "input": st.text(min_size=1, max_size=12) | TOKEN_IDS | st.lists(TOKEN_IDS, min_size=1, max_size=2),
+    "input": st.text(min_size=1, max_size=12) | TOKEN_IDS | st.lists(TOKEN_IDS, min_size=1, max_size=2) | ITEMS,
     "text_1": st.just("hello"),
     "text_2": st.just("sea") | st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=3),
     "query": st.just("hello") | st.text(min_size=1, max_size=12),

@@ -102,6 +102,20 @@ def test_a_batch_is_answered(target: Target, generator: ScriptedGenerator) -> No
     assert len({terms.tenant for terms in generator.terms}) == 1  # and count as their client's own
 
 
+def test_responses_in_a_batch(target: Target) -> None:
+    """They are stored as any, for the batch's owner."""
+    given = {**line("a", url="/v1/responses"), "body": {"model": MODEL, "input": "Say a.", "max_output_tokens": 3}}
+    again = {**given, "custom_id": "b", "body": {**given["body"], "background": True}}
+    ended = end(target, begin(target, given, again, endpoint="/v1/responses"))
+    response = answers(target, ended.output_file_id)["a"]["response"]
+    assert response["status_code"] == 200
+    assert target.client.responses.retrieve(response["body"]["id"]).to_dict()["output"] == response["body"]["output"]
+    with pytest.raises(openai.NotFoundError):
+        target.client.with_options(api_key="another").responses.retrieve(response["body"]["id"])
+    refused = answers(target, ended.error_file_id)["b"]["response"]["body"]["error"]
+    assert refused["param"] == "background"
+
+
 def test_what_fails_is_told_beside_what_does_not(target: Target) -> None:
     lines = [line("good", max_tokens=2), line("bad", temperature=9), line("other", model="none")]
     ended = end(target, begin(target, *lines))
@@ -119,6 +133,7 @@ def test_a_line_is_asked_again_until_it_is_answered(
     target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.batch.service._WAIT_S", 0.01)
+    monkeypatch.setattr("cluster.batch.service._LONGEST_WAIT_S", 0.05)  # a header has whole seconds
     generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=0.01))
     batch = begin(target, line("a", max_tokens=2))
     wait_until(lambda: len(generator.requests) > 1)

@@ -21,14 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, read_lines
-from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import ApiError
 from cluster.gateway.generator import ServingLimits
 from cluster.http.app import create_app
 from cluster.http.body import checked_body, parse_json
+from cluster.http.endpoints.batches import running_batches
+from cluster.http.openai.responses import ResponsesBody
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import (
@@ -63,13 +63,13 @@ class Gateway:
     def __init__(self, tokenizer: Tokenizer, storage: Path) -> None:
         self.generator = ScriptedGenerator(tokenizer)
         self.generator.script = Script(reply="one two three", limits=ServingLimits(max_model_len=64, ready=True))
-        self._database = Database(storage)
-        api = scripted_api(self.generator, tokenizer, GatewaySettings(max_concurrent=8))
-        api.batches = BatchService(self._database, 10 * 2**20)
-        self.app: FastAPI = create_app(api)
+        settings = GatewaySettings(max_concurrent=8)
+        self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, settings, storage=storage))
         self.description: dict[str, Any] = self.app.openapi()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self._runner = asyncio.Runner()
+        self._running = running_batches(self.app)
+        self._runner.run(self._running.__aenter__())
 
     def call(self, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
         answer = self._runner.run(call(self.app, method, path, sent, query))
@@ -92,9 +92,9 @@ class Gateway:
 
     def close(self) -> None:
         assert self.call("GET", "/health").status == 200
+        self._runner.run(self._running.__aexit__(None, None, None))
         assert self.generator.num_open == 0
         self._runner.close()
-        self._database.close()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def target(tokenizer: Tokenizer) -> Iterator[Target]:
 @pytest.fixture
 def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Iterator[Gateway]:
     with caplog.at_level(logging.WARNING):
-        gateway = Gateway(tokenizer, tmp_path / "storage")
+        gateway = Gateway(tokenizer, tmp_path)
         yield gateway
         gateway.close()
     assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
@@ -202,10 +202,13 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
     odd_headers = st.lists(st.tuples(st.sampled_from(HEADERS), ODD | st.binary(max_size=8)), max_size=3)
     odd_query = st.lists(st.tuples(st.sampled_from(names), ODD.map(lambda odd: quote_from_bytes(odd).encode()) | ODD))
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+    stored = [{"model": MODEL, "input": "x", "background": n % 2 == 0} for n in range(6)]
+    answers = [gateway.call("POST", "/v1/responses", Sent(json.dumps(asked).encode())) for asked in stored]
+    ids = [json.loads(answer.body)["id"].encode() for answer in answers]
 
     def send(path: str, method: str, num_times: int) -> None:
         @settings(max_examples=num_times)
-        @given(ODD, odd_headers, odd_query)
+        @given(ODD | st.sampled_from(ids) if "{response_id}" in path else ODD, odd_headers, odd_query)
         def send(part: bytes, headers: Headers, query: list[tuple[bytes, bytes]]) -> None:
             place = re.sub(r"{.*}", lambda found: part.decode(errors="replace"), path)
             asked = b"&".join(name + b"=" + value for name, value in query)
@@ -248,7 +251,7 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
     ],
 )
 def test_what_is_wrong_with_a_body_is_said(target: Target, body: bytes, said: str) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         answer = target.http.post(
             path, content=body.replace(b"M", MODEL.encode()), headers={"content-type": "application/json"}
         )
@@ -265,6 +268,10 @@ def test_what_is_wrong_with_a_body_is_said(target: Target, body: bytes, said: st
         (ChatBody, {"model": MODEL, "messages": [{}] * 120_000}),
         (TokenizeBody, {"messages": [{"role": "x"}] * 120_000}),
         (DetokenizeBody, {"tokens": ["a"] * 250_000}),
+        (ResponsesBody, {"model": MODEL, "input": [{}] * 120_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "tools": [{}] * 120_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "include": ["x"] * 250_000}),
+        (ResponsesBody, {"model": MODEL, "input": "x", "metadata": {f"k{n}": 1 for n in range(50_000)}}),
     ],
 )
 def test_many_mistakes_are_reported_as_one(model: type[Body], body: dict[str, Any]) -> None:

@@ -393,6 +393,28 @@ def structured_outputs_of_every_kind(target: Target) -> None:
         assert re.fullmatch(pattern, chat.message.content) and re.fullmatch(pattern, text.text)
 
 
+def responses_answer(target: Target) -> None:
+    """Whole, as the client's accumulator sees a stream, parsed, and followed where the server keeps them."""
+    fields: dict[str, Any] = {"model": target.model, "input": MESSAGES, "temperature": 0}
+    whole = target.client.responses.create(**fields, max_output_tokens=12)
+    assert whole.status in ("completed", "incomplete") and whole.output_text and whole.usage is not None
+    chat = target.chat(temperature=0, max_tokens=12)
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    with target.client.responses.stream(**fields, max_output_tokens=12) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == whole.output_text
+    parsed = target.client.responses.parse(**fields, text_format=Weather, max_output_tokens=100)
+    assert isinstance(parsed.output_parsed, Weather)
+    if whole.to_dict()["store"]:
+        followed = target.client.responses.create(
+            **{**fields, "input": "Go on.", "previous_response_id": whole.id}, max_output_tokens=4
+        )
+        assert followed.usage is not None and followed.usage.input_tokens > whole.usage.total_tokens
+
+
 def leaving_early_harms_nobody(target: Target) -> None:
     for _ in range(5):
         stream = target.complete(max_tokens=200, stream=True, extra_body={"ignore_eos": True})
@@ -561,6 +583,7 @@ CHECKS: Final[tuple[Callable[[Target], None], ...]] = (
     a_stream_is_server_sent_events,
     structured_answers_parse,
     structured_outputs_of_every_kind,
+    responses_answer,
     leaving_early_harms_nobody,
     bad_requests_are_explained,
     broken_bodies_are_explained,

@@ -18,23 +18,20 @@ import base64
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from cluster.errors import OverloadedError, UnreadError
+from cluster.errors import OverloadedError
 from cluster.http.api import Api
 from cluster.http.board.picture import Observer, Picture
 from cluster.http.body import JsonRoute
-from cluster.http.connection import Connection, connection_of
 from cluster.http.openai.sse import dumps
-from cluster.http.response import UNBUFFERED, disconnected, first_of
-from cluster.http.unread import Outbox
+from cluster.http.response import EventStream
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute)
@@ -79,6 +76,14 @@ class Board:
                 self._task.cancel()
                 self._task = None
 
+    async def pictures(self) -> AsyncGenerator[bytes, None]:
+        """As server-sent events, while one more looks. Raises as `viewing` does."""
+        with self.viewing():
+            version, news = await self.news(0)
+            while news:
+                yield news
+                version, news = await self.news(version)
+
     async def news(self, version: int) -> tuple[int, bytes]:
         """What brings a viewer that has `version` (0: nothing) up to date, and the version that it has then. Waits for
         news, and where none comes for `BEAT_S`, says that. No bytes: there will be none."""
@@ -115,44 +120,6 @@ class Board:
         self._next = asyncio.Event()
 
 
-class BoardResponse(Response):
-    """The pictures as server-sent events, until the viewer leaves or does not read, or the server stops."""
-
-    def __init__(self, board: Board) -> None:
-        super().__init__()
-        self._board = board
-        self._complete = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = connection_of(scope)
-        too_much = asyncio.Event()
-        with self._board.viewing():
-            outbox = self._board.api.unread.open(1, too_much.set)
-            try:
-                await first_of(self._send(send, connection, outbox), disconnected(receive), too_much.wait())
-            except (TimeoutError, UnreadError):
-                logger.info("somebody who looked at the board did not read")
-            finally:
-                outbox.close()
-                if not self._complete:
-                    connection.abort()
-
-    async def _send(self, send: Send, connection: Connection, outbox: Outbox) -> None:
-        """Raises TimeoutError or UnreadError for a viewer that does not read."""
-        headers = {"content-type": "text/event-stream", **UNBUFFERED}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        version, news = await self._board.news(0)
-        while news and not connection.is_ending():
-            outbox.grow(len(news))
-            async with asyncio.timeout(self._board.api.limits.unread_timeout_s):
-                await send({"type": "http.response.body", "body": news, "more_body": True})
-            outbox.shrink(len(news))
-            version, news = await self._board.news(version)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._complete = True
-
-
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON merge patch (RFC 7396) that makes `new` of `old`; neither holds None."""
     patch: dict[str, Any] = {name: None for name in old if name not in new}
@@ -183,9 +150,9 @@ async def page() -> Response:
 
 
 @router.get("/cluster/events", response_model=None)
-async def events(board: Annotated[Board, Depends(_board)]) -> BoardResponse:
+async def events(board: Annotated[Board, Depends(_board)]) -> EventStream:
     """Server-sent events: a `picture` of the cluster, then each `change` to it as a JSON merge patch."""
-    return BoardResponse(board)
+    return EventStream(board.api, board.pictures())
 
 
 def _hashes(tag: bytes) -> str:

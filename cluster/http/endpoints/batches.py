@@ -22,7 +22,8 @@ from cluster.batch.service import BatchService
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
-from cluster.http.inside import OnBehalf, post_inside
+from cluster.http.inside import OnBehalf, on_behalf, post_inside
+from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
 from cluster.http.request_id import OneRequestId
 from cluster.http.terms import Tenants
@@ -48,7 +49,7 @@ class BatchBody(Body):
     input_file_id: str = Field(min_length=1, max_length=100)
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: str = Field(max_length=10)
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Metadata = None
 
 
 @router.post(FILES_PATH, response_model=None)
@@ -197,8 +198,14 @@ def _service(api: Api) -> BatchService:
 
 
 def _owner(request: Request, api: Api) -> str:
-    """Whose files these are: under the folder's secret, so that they are found again after a restart."""
-    tenants = Tenants(_service(api).secret, trust_header=api.settings.trust_tenant_header)
+    return owner_of(request, api, _service(api).secret)
+
+
+def owner_of(request: Request, api: Api, secret: bytes) -> str:
+    """Whose files and responses these are: under the folder's secret, so that they are found again after a restart."""
+    if (whose := on_behalf(request.scope)) is not None:
+        return whose.owner
+    tenants = Tenants(secret, trust_header=api.settings.trust_tenant_header)
     return tenants.name(request.headers, None, None)
 
 
@@ -222,7 +229,7 @@ def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def running_batches(app: FastAPI) -> AsyncIterator[None]:
-    """Answer the lines of batches while the application runs."""
+    """Answer the lines of batches, and keep responses, while the application runs."""
     api: Api = app.state.api
     if api.batches is None:
         yield
@@ -231,7 +238,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
     named = OneRequestId(app)  # as by a server
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
-        answered = await post_inside(named, line.url, line.body, headers, OnBehalf(batch.tenant, batch.salt))
+        whose = OnBehalf(batch.tenant, batch.salt, batch.owner)
+        answered = await post_inside(named, line.url, line.body, headers, whose)
         retry_after_s = None
         with suppress(KeyError, ValueError):
             retry_after_s = float(answered.headers["retry-after"])
@@ -242,7 +250,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
             retry_after_s=retry_after_s,
         )
 
-    async with api.batches.running(send):
+    assert api.responses is not None
+    async with api.batches.running(send), api.responses.running():
         yield
 
 

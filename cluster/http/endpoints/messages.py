@@ -23,13 +23,13 @@ from cluster.http.api import Api, ApiOf
 from cluster.http.body import JsonRoute
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
-from cluster.http.openai.events import ChoiceEvents, Reading
+from cluster.http.openai.events import PLAIN, ChoiceEvents
 from cluster.http.openai.fields import Harmless, Stop, Unsupported
 from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import Shape, dumps
 from cluster.http.openai.structured import Wanted
 from cluster.http.openai.tools import told_tools
-from cluster.http.parse import Job, chat_token_ids, prepare_chat
+from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.output import Event
@@ -37,7 +37,6 @@ from engine.text.output import Event
 router = APIRouter(route_class=JsonRoute)
 
 _SMALL_BYTES: Final = 16 * 2**10  # of a body that is translated on the loop
-_PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasoning=None, reasons=False)
 _TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
 _LEFT_OUT: Final = ("redacted_thinking",)  # of another model's; nothing here can read it
 
@@ -278,7 +277,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     timeline = RequestTimeline(endpoint="/v1/messages", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, None, api.tenants)
-        job = await prepare_chat(chat, api, answered_tier(request, chat), salt, kind="msg")
+        job = await prepare_chat(chat, api, answered_tier(request, chat), salt, job_id=new_job_id("msg"))
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 
@@ -302,7 +301,7 @@ class MessagesShape(Shape):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, chunk_name="message", whole_name="message")
-        self._choice = ChoiceEvents(job.reading or _PLAIN)
+        self._choice = ChoiceEvents(job.reading or PLAIN)
         self._num_blocks = 0
         self._open: str | None = None  # the kind of events that the last block takes
         self._ending: dict[str, Any] = {}

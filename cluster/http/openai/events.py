@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from cluster.http.openai.choice import Delta
 from engine.text.formats import ReasoningFormat, ToolFormat
@@ -33,6 +33,10 @@ class Reading:
         """Of which special tokens have to reach the parser."""
         formats = (self.tools, self.reasoning)
         return frozenset[str]().union(*(known.marks for known in formats if known is not None))
+
+
+PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasoning=None, reasons=False)
+"""Of answers that are text: for shapes that are made of events alone."""
 
 
 class ChoiceEvents:

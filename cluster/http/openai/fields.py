@@ -27,6 +27,7 @@ MAX_TEMPLATE_VALUES: Final = 256
 MAX_TEMPLATE_DEPTH: Final = 8
 MAX_TEMPLATE_NUMBER: Final = 2**20  # a template may write something so many times
 MAX_DOCUMENTS: Final = 128
+MAX_METADATA: Final = 16
 # Those that a field of their own says, or the server.
 SERVER_VARIABLES: Final = frozenset(
     {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"}
@@ -169,6 +170,20 @@ def parse_documents(value: object) -> list[dict[str, str]]:
     return value
 
 
+def parse_metadata(value: object) -> dict[str, str] | None:
+    """OpenAI's: few names, each with a short text."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise _error("invalid_type", "send an object of texts")
+    if len(value) > MAX_METADATA:
+        raise _error("invalid_value", f"{len(value)} texts were sent; at most {MAX_METADATA} are possible")
+    for name, text in value.items():
+        if len(name) > 64 or len(text) > 512:
+            raise _error("invalid_value", "a name has at most 64 characters, and a text 512")
+    return value
+
+
 def parse_logit_bias(value: object) -> dict[int, float]:
     """Token ids (as JSON's keys: texts of digits) to numbers in [-100, 100]."""
     if value is None:
@@ -268,6 +283,9 @@ LogitBias = Annotated[
 ]
 BadWords = Annotated[list[str], BeforeValidator(parse_bad_words)]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(parse_template_kwargs)]
+Metadata = Annotated[
+    dict[str, str] | None, BeforeValidator(parse_metadata, json_schema_input_type=dict[str, str] | None)
+]
 Documents = Annotated[list[dict[str, str]], BeforeValidator(parse_documents)]
 # The first bad item is enough: a million of them must not cost a million error reports.
 TokenIds = Annotated[list[int], Field(fail_fast=True), AfterValidator(_non_negative)]

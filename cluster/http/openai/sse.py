@@ -42,7 +42,7 @@ def _pieces(value: object, depth: int) -> Iterator[bytes]:
             for at in range(0, len(value), _TEXT_PIECE):
                 yield dumps(value[at : at + _TEXT_PIECE])[1:-1]
             yield b'"'
-        case [dict(), *_] if depth == 1:  # choices, each of which may be large
+        case [dict(), *_] if depth == 1 or len(value) <= _LIST_PIECE:  # each of which may be large
             for index, item in enumerate(value):
                 yield b"," if index else b"["
                 yield from _pieces(item, depth + 1)
@@ -87,6 +87,18 @@ class Shape(ABC):
     def finish_reason(self, index: int, delta: Delta) -> str | None:
         """As the answer names it."""
         return delta.finish_reason
+
+    def opening_size(self, index: int) -> int:
+        """About the bytes of `opening`."""
+        return self.job.opening_size(index)
+
+    def size(self, delta: Delta) -> int:
+        """About the bytes that `chunk` makes of it."""
+        return self.job.size(delta)
+
+    def closing_size(self) -> int:
+        """About the bytes of `closing`."""
+        return 0
 
     def closing(self) -> bytes:
         """After every choice has ended, with OpenAI's `usage` where the client asked for it."""

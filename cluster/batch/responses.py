@@ -1,0 +1,254 @@
+"""Responses that clients can ask for again: `Responses`, which the endpoints use, and who generates in the background.
+
+A response is seen by its owner alone. It holds its own input and output and names the one that it follows, so a
+conversation is a chain. It is kept for some time after it was last used, and the least used go first where there are
+too many.
+
+One that is generated in the background has events, numbered as they are streamed, and belongs to a gateway for some
+seconds, which that gateway prolongs. Once they are over nobody generates it any more, and who reads it finds it failed.
+
+    queued ──> in_progress ──> completed, incomplete, failed
+        └─────────┴──> cancelled
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from cluster.batch.database import Database
+from cluster.errors import InvalidRequestError, NotFoundError
+
+KEPT_S: Final = 30 * 86_400.0  # after it was used last: OpenAI's time
+MAX_CONVERSATION_BYTES: Final = 32 * 2**20  # of all responses of a chain together
+_LOST: Final = {
+    "code": "server_error",
+    "message": "The gateway that generated this response has ended. Send the request again.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """`items`: its own input, and `response`: OpenAI's object, both in JSON. `is_background`: it has events.
+    `runs_until`: in seconds since 1970; None: it has ended."""
+
+    id: str
+    owner: str
+    previous: str | None
+    status: str
+    is_background: bool
+    items: str
+    response: str
+    runs_until: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's `response` object."""
+        return {**json.loads(self.response), "status": self.status}
+
+
+class Written(NamedTuple):
+    """Events of a response, the first of which has this number."""
+
+    first: int
+    events: Sequence[str]
+
+
+class Responses:
+    """`budget`: bytes that all together may take, about."""
+
+    def __init__(self, database: Database, budget: int) -> None:
+        self._database = database
+        self._budget = budget
+
+    async def add(self, response: StoredResponse) -> None:
+        await self._database.transact(_add, response)
+
+    async def get(self, response_id: str, owner: str) -> StoredResponse:
+        """Raises NotFoundError, also for one of another owner."""
+        return await self._database.transact(_get, response_id, owner)
+
+    async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
+        """It and those that it follows, the first one first. Raises InvalidRequestError where one of them is gone or is
+        no answer, or they are too long."""
+        return await self._database.transact(_conversation, response_id, owner)
+
+    async def events(
+        self, response_id: str, owner: str, after: int, limit: int
+    ) -> tuple[list[tuple[int, str]], int, StoredResponse]:
+        """At most `limit` events behind the number `after`, how many there are in all, and how the response stood then.
+        Raises NotFoundError."""
+        return await self._database.transact(_events, response_id, owner, after, limit)
+
+    async def cancel(self, response_id: str, owner: str) -> StoredResponse:
+        """Whoever generates it will see that it is to end; one that was cancelled stays so. Raises NotFoundError, and
+        InvalidRequestError for one that has ended or has a client that waits for it."""
+        return await self._database.transact(_cancel, response_id, owner)
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Raises NotFoundError, also for one of another owner."""
+        await self._database.transact(_delete, response_id, owner)
+
+    async def advance(self, written: Mapping[str, Written], until: float) -> set[str]:
+        """Add events of responses, and say that they are generated until then; which of them are still wanted."""
+        return await self._database.transact(_advance, written, until)
+
+    async def finish(self, response_id: str, written: Written, status: str, response: str) -> None:
+        """Unless it is not wanted any more."""
+        await self._database.transact(_finish, response_id, written, status, response)
+
+    async def leave(self, response_ids: Collection[str]) -> None:
+        """Nobody generates these any more."""
+        await self._database.transact(_advance, {each: Written(0, ()) for each in response_ids}, 0.0)
+
+    async def sweep(self, now: float) -> None:
+        """Take away what was not used for long, and the least used where all take too much."""
+        await self._database.transact(_sweep, now, self._budget)
+
+
+_COLUMNS: Final = "id, owner, previous, status, is_background, items, response, runs_until"
+
+
+def _add(connection: sqlite3.Connection, response: StoredResponse) -> None:
+    connection.execute(
+        f"INSERT INTO responses ({_COLUMNS}, used_at, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            response.id,
+            response.owner,
+            response.previous,
+            response.status,
+            response.is_background,
+            response.items,
+            response.response,
+            response.runs_until,
+            time.time(),
+            len(response.items) + len(response.response),
+        ),
+    )
+
+
+def _find(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse | None:
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+    ).fetchone()
+    if row is None:
+        return None
+    if row["runs_until"] is None or row["runs_until"] >= time.time():
+        return StoredResponse(**{**dict(row), "is_background": bool(row["is_background"])})
+    told = {**json.loads(row["response"]), "status": "failed", "error": _LOST}
+    _end(connection, response_id, "failed", json.dumps(told))
+    return _find(connection, response_id, owner)
+
+
+def _end(connection: sqlite3.Connection, response_id: str, status: str, response: str) -> None:
+    connection.execute(
+        "UPDATE responses SET status = ?, response = ?, runs_until = NULL WHERE id = ? AND runs_until IS NOT NULL",
+        (status, response, response_id),
+    )
+
+
+def _get(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
+    found = _find(connection, response_id, owner)
+    if found is None:
+        raise NotFoundError(
+            f"There is no response {response_id[:100]!r}.", param="response_id", code="response_not_found"
+        )
+    return found
+
+
+def _conversation(connection: sqlite3.Connection, response_id: str, owner: str) -> list[StoredResponse]:
+    found: list[StoredResponse] = []
+    next_id: str | None = response_id
+    num_bytes = 0
+    while next_id is not None:
+        response = _find(connection, next_id, owner)
+        if response is None:
+            raise _no_conversation(f"There is no response {next_id[:100]!r}", code="previous_response_not_found")
+        if response.status not in ("completed", "incomplete"):
+            raise _no_conversation(f"The response {next_id!r} is no answer: it is {response.status}")
+        found.append(response)
+        num_bytes += len(response.items) + len(response.response)
+        if num_bytes > MAX_CONVERSATION_BYTES:
+            raise _no_conversation(f"The conversation is larger than {MAX_CONVERSATION_BYTES} bytes")
+        next_id = response.previous
+    now = time.time()
+    connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", ((now, each.id) for each in found))
+    return found[::-1]
+
+
+def _no_conversation(what: str, code: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{what}. Send what was said before as input.", param="previous_response_id", code=code)
+
+
+def _events(
+    connection: sqlite3.Connection, response_id: str, owner: str, after: int, limit: int
+) -> tuple[list[tuple[int, str]], int, StoredResponse]:
+    response = _get(connection, response_id, owner)
+    rows = connection.execute(
+        "SELECT number, event FROM response_events WHERE response = ? AND number > ? ORDER BY number LIMIT ?",
+        (response_id, after, limit),
+    ).fetchall()
+    (num_events,) = connection.execute(
+        "SELECT coalesce(max(number) + 1, 0) FROM response_events WHERE response = ?", (response_id,)
+    ).fetchone()
+    return [(row["number"], row["event"]) for row in rows], num_events, response
+
+
+def _cancel(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
+    response = _get(connection, response_id, owner)
+    if not response.is_background:
+        raise InvalidRequestError(
+            "Only a response that was made with background: true can be cancelled. To end another one, close its"
+            " connection.",
+            param="response_id",
+        )
+    if response.status == "cancelled":
+        return response
+    if response.runs_until is None:
+        raise InvalidRequestError(f"The response has ended: it is {response.status}.", param="response_id")
+    _end(connection, response_id, "cancelled", json.dumps({**response.describe(), "status": "cancelled"}))
+    return _get(connection, response_id, owner)
+
+
+def _delete(connection: sqlite3.Connection, response_id: str, owner: str) -> None:
+    response = _get(connection, response_id, owner)
+    connection.execute("DELETE FROM responses WHERE id = ?", (response.id,))
+    connection.execute("DELETE FROM response_events WHERE response = ?", (response.id,))
+
+
+def _advance(connection: sqlite3.Connection, written: Mapping[str, Written], until: float) -> set[str]:
+    wanted: set[str] = set()
+    for response_id, (first, events) in written.items():
+        row = connection.execute(
+            "UPDATE responses SET runs_until = ?, bytes = bytes + ?, status = iif(?, 'in_progress', status)"
+            " WHERE id = ? AND runs_until IS NOT NULL RETURNING id",
+            (until, sum(map(len, events)), bool(events), response_id),
+        ).fetchone()
+        if row is not None:
+            wanted.add(response_id)
+            connection.executemany(
+                "INSERT INTO response_events VALUES (?, ?, ?)",
+                ((response_id, first + at, event) for at, event in enumerate(events)),
+            )
+    return wanted
+
+
+def _finish(connection: sqlite3.Connection, response_id: str, written: Written, status: str, response: str) -> None:
+    if _advance(connection, {response_id: written}, time.time()):
+        connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
+        _end(connection, response_id, status, response)
+
+
+def _sweep(connection: sqlite3.Connection, now: float, budget: int) -> None:
+    (num_bytes,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
+    gone: list[tuple[str]] = []
+    for row in connection.execute("SELECT id, used_at, bytes FROM responses ORDER BY used_at"):
+        if num_bytes <= budget and row["used_at"] >= now - KEPT_S:
+            break
+        num_bytes -= row["bytes"]
+        gone.append((row["id"],))
+    connection.executemany("DELETE FROM responses WHERE id = ?", gone)
+    connection.executemany("DELETE FROM response_events WHERE response = ?", gone)

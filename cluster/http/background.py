@@ -1,0 +1,181 @@
+"""Responses that are generated while no client waits for them, and the folder that all stored ones are in.
+
+What a client would be streamed is written into the folder in its place, some times a second, for whoever asks, at
+whichever gateway. So a response needs no client, and ends with the gateway that generates it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import ASGIApp
+
+from cluster.batch.database import Database
+from cluster.batch.responses import Responses, StoredResponse, Written
+from cluster.http.inside import run_inside
+
+logger = logging.getLogger(__name__)
+
+CLAIM_S: Final = 10.0  # after which a response is lost whose gateway is gone
+WRITE_S: Final = 0.2  # between two looks at what was generated, here and by who follows it
+BEAT_S: Final = 15.0  # of a stream that has nothing to say
+MOST_FOLLOWED: Final = 64  # streams at a time
+_SWEEP_S: Final = 60.0
+_READ_AT_ONCE: Final = 500  # events
+_BEAT: Final = b": waiting\n\n"
+_LAST: Final = {"completed": "response.completed", "failed": "response.failed"}  # the others: response.incomplete
+
+
+@dataclass(slots=True)
+class _Run:
+    """`events`: those that are not written yet; `first`: the number of the first of them. `last` is the newest, which
+    waits: the last of all holds the response, and is not written."""
+
+    queued: StoredResponse
+    task: asyncio.Task[None] | None = None
+    rest: bytes = b""  # the beginning of an event
+    events: list[str] = field(default_factory=list)
+    first: int = 0
+    last: str = ""
+
+    def take(self, piece: bytes) -> None:
+        *whole, self.rest = (self.rest + piece).split(b"\n\n")
+        for event in whole:
+            if self.last:
+                self.events.append(self.last)
+            self.last = event.decode()
+
+    def taken(self) -> Written:
+        written = Written(self.first, self.events)
+        self.first, self.events = self.first + len(self.events), []
+        return written
+
+
+class StoredResponses:
+    """Of one gateway, on the folder of `database`. `budget`: bytes that all responses there may take."""
+
+    def __init__(self, database: Database, budget: int) -> None:
+        self.kept = Responses(database, budget)
+        self._runs: dict[str, _Run] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._num_followed = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Until the end of the block; what is generated then is lost."""
+        sweeping = asyncio.create_task(self._sweep(), name="responses")
+        try:
+            yield
+        finally:
+            lost = list(self._runs)
+            tasks = [task for task in (sweeping, self._writing, *(run.task for run in self._runs.values())) if task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self.kept.leave(lost)
+
+    async def begin(self, queued: StoredResponse, answer: ASGIApp) -> None:
+        """Generate what `answer` streams."""
+        await self.kept.add(queued)
+        run = self._runs[queued.id] = _Run(queued)
+        run.task = asyncio.create_task(self._run(run, answer), name=queued.id)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write(), name="responses in the background")
+
+    def end(self, response_id: str) -> None:
+        """If this gateway generates it. Others see that it is not wanted when they next write."""
+        run = self._runs.get(response_id)
+        if run is not None and run.task is not None:
+            run.task.cancel()
+
+    async def _run(self, run: _Run, answer: ASGIApp) -> None:
+        try:
+            http_status = await run_inside(answer, run.take)
+            status, response = _ended(run, http_status)
+            await self.kept.finish(run.queued.id, run.taken(), status, response)
+        except Exception:
+            logger.exception("the response %s is lost", run.queued.id)
+        finally:
+            del self._runs[run.queued.id]
+
+    async def _write(self) -> None:
+        """While there is something to write."""
+        while self._runs:
+            await asyncio.sleep(WRITE_S)
+            written = {response_id: run.taken() for response_id, run in self._runs.items()}
+            try:
+                wanted = await self.kept.advance(written, time.time() + CLAIM_S)
+            except Exception:
+                logger.exception("what was generated in the background could not be written")
+                wanted = set()
+            for response_id in written.keys() - wanted:
+                self.end(response_id)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self.kept.sweep(time.time())
+            except Exception:
+                logger.exception("stored responses could not be looked through, which is tried again")
+            await asyncio.sleep(_SWEEP_S)
+
+    @property
+    def may_be_followed(self) -> bool:
+        return self._num_followed < MOST_FOLLOWED
+
+    async def follow(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
+        """The events of one behind the number `after`, until it ends. Ends early where it is deleted meanwhile."""
+        self._num_followed += 1
+        try:
+            said_at = 0.0  # so that a stream begins at once
+            while True:
+                events, num_events, response = await self.kept.events(response_id, owner, after, _READ_AT_ONCE)
+                if events:
+                    after, said_at = events[-1][0], time.monotonic()
+                    yield "".join(f"{event}\n\n" for _, event in events).encode()
+                elif response.runs_until is None:
+                    if num_events > after:
+                        yield _last_event(response, num_events)
+                    return
+                elif time.monotonic() - said_at >= BEAT_S:
+                    said_at = time.monotonic()
+                    yield _BEAT
+                if len(events) < _READ_AT_ONCE and response.runs_until is not None:
+                    await asyncio.sleep(WRITE_S)
+        finally:
+            self._num_followed -= 1
+
+
+def _ended(run: _Run, http_status: int) -> tuple[str, str]:
+    """How it ended, and the response as its last event has it, which is made anew for each who asks; or as what kept it
+    from beginning leaves it."""
+    if http_status == 200:
+        kind = run.last.removeprefix("event: response.").partition("\n")[0]
+        return kind, response_of(run.last)
+    error = json.loads(run.rest)["error"]
+    told = told_error(http_status, error["message"])
+    return "failed", json.dumps({**run.queued.describe(), "status": "failed", "error": told})
+
+
+def told_error(http_status: int, message: str) -> dict[str, str]:
+    """The `error` of a response that failed; the API has few codes for it."""
+    code = "server_error" if http_status >= 500 else "rate_limit_exceeded" if http_status == 429 else "invalid_prompt"
+    return {"code": code, "message": message}
+
+
+def response_of(event: str) -> str:
+    """The JSON of the response in an event of a whole one: its last member."""
+    return event.partition('"response":')[2].rstrip()[:-1]
+
+
+def _last_event(response: StoredResponse, number: int) -> bytes:
+    kind = _LAST.get(response.status, "response.incomplete")
+    head = f'{{"type":"{kind}","sequence_number":{number},"response":'
+    return f"event: {kind}\ndata: {head}{response.response}}}\n\n".encode()

@@ -1,0 +1,508 @@
+"""The body of OpenAI's Responses API, and what it is as a chat: the rest of the way is the same.
+
+Items of a conversation are kept in one form, whichever of several a client sends, so that what is stored is what is
+read. What the API has and a chat has not is refused with a sentence; what it has for tools that run on the server is
+refused, since none do here.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from cluster.errors import ApiError, InvalidRequestError
+from cluster.http.error_responses import from_validation
+from cluster.http.openai.fields import (
+    Harmless,
+    LogitBias,
+    Metadata,
+    Parameters,
+    Stop,
+    TemplateKwargs,
+    Unsupported,
+    parse_tool_choice,
+)
+from cluster.http.openai.schemas import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    FunctionName,
+)
+from cluster.http.openai.structured import parse_response_format
+from engine.sampling.params import MAX_LOGPROBS
+
+Item = dict[str, Any]
+"""One of a conversation, as answers and lists show it: it has a `type` and an `id`."""
+
+_MAX_ID: Final = 256
+
+# What a chat calls it, and what it is called here.
+_NAMES: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
+_NAMED: Final = re.compile(rf"(^|\bthe |\b[Ll]ower )({'|'.join(_NAMES)})\b")
+# Those that are the same in a chat.
+_SAME: Final = (
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
+    "chat_template_kwargs",
+)  # fmt: skip
+
+
+def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
+    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
+
+
+# --- items ---
+
+
+def parse_parts(value: object) -> list[dict[str, str]]:
+    """What a message or a function's result says: a text, or a list of parts. Each becomes one of a text."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise _error("send a text, or a list of parts such as {'type': 'input_text', 'text': 'hello'}", "invalid_type")
+    return [_part(part, index) for index, part in enumerate(value)]
+
+
+_TEXTS: Final = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+
+
+def _part(part: object, index: int) -> dict[str, str]:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise _error(f"part {index} must be an object with a `type`", "invalid_type")
+    kind = part["type"]
+    if kind not in (*_TEXTS, "refusal"):
+        raise _error(
+            f"part {index} is of type {kind[:40]!r}; this model reads 'input_text' and 'output_text' only",
+            "unsupported_value",
+        )
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise _error(f"part {index} must have a `{name}` that is a text", "invalid_type")
+    known = {"type", name, "annotations", "logprobs", "prompt_cache_breakpoint"}
+    if stranger := next((member for member in part if member not in known), None):
+        raise _error(f"part {index} has a member {str(stranger)[:40]!r}, which is not known here; leave it out")
+    return {"type": "refusal" if kind == "refusal" else "text", name: part[name]}
+
+
+Parts = Annotated[list[dict[str, str]], BeforeValidator(parse_parts)]
+ItemId = Annotated[str | None, Field(min_length=1, max_length=_MAX_ID)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"] | None
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: ItemId = None
+    status: ItemStatus = None
+    phase: Harmless = None
+
+    def item(self) -> Item:
+        if self.role == "assistant":
+            content = [_said(part) for part in self.content]
+        elif any(part["type"] == "refusal" for part in self.content):
+            raise _error("only an assistant's message has a refusal")
+        else:
+            content = [{"type": "input_text", "text": part["text"]} for part in self.content]
+        named = {"id": self.id or new_id("msg"), "type": "message", "role": self.role}
+        return {**named, "status": self.status or "completed", "content": content}
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1, max_length=_MAX_ID)
+    name: FunctionName
+    arguments: str
+    id: ItemId = None
+    status: ItemStatus = None
+    namespace: Unsupported = None
+    caller: Harmless = None
+    created_by: Harmless = None
+
+    def item(self) -> Item:
+        called = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        return {"id": self.id or new_id("fc"), "type": self.type, **called, "status": self.status or "completed"}
+
+
+class ResultItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1, max_length=_MAX_ID)
+    output: Parts
+    id: ItemId = None
+    status: ItemStatus = None
+    name: Harmless = None
+    namespace: Unsupported = None
+    caller: Harmless = None
+    created_by: Harmless = None
+
+    def item(self) -> Item:
+        text = "".join(_text(part) for part in self.output)
+        named = {"id": self.id or new_id("fco"), "type": self.type, "call_id": self.call_id}
+        return {**named, "output": text, "status": self.status or "completed"}
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    summary: Parts = Field([])
+    content: Parts | None = None
+    encrypted_content: Harmless = None  # of another model's; nothing here can read it
+    id: ItemId = None
+    status: ItemStatus = None
+
+    def item(self) -> Item:
+        return {
+            "id": self.id or new_id("rs"),
+            "type": self.type,
+            "summary": [{"type": "summary_text", "text": _text(part)} for part in self.summary],
+            "content": [{"type": "reasoning_text", "text": _text(part)} for part in self.content or ()],
+            "status": self.status or "completed",
+        }
+
+
+_ITEMS: Final[Mapping[str, type[MessageItem | CallItem | ResultItem | ReasoningItem]]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _text(part: Mapping[str, str]) -> str:
+    return part.get("text", part.get("refusal", ""))
+
+
+def _said(part: Mapping[str, str]) -> dict[str, Any]:
+    """A part of an assistant's message."""
+    if part["type"] == "refusal":
+        return dict(part)
+    return {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(24)}"
+
+
+def parse_input(value: object) -> list[Item]:
+    """A text, or the items of a conversation, each in the form in which it is kept. Raises InvalidRequestError, too."""
+    if isinstance(value, str):
+        return [MessageItem(role="user", content=[{"type": "text", "text": value}]).item()]
+    if not isinstance(value, list) or not value:
+        raise _error("send a text, or a list of items such as {'role': 'user', 'content': 'hello'}", "invalid_type")
+    if len(value) > MAX_MESSAGES:
+        raise _error(f"{len(value)} items were sent; at most {MAX_MESSAGES} are possible")
+    return [_item(item, index) for index, item in enumerate(value)]
+
+
+def _item(value: object, index: int) -> Item:
+    if not isinstance(value, Mapping) or not isinstance(kind := value.get("type") or "message", str):
+        raise _error(f"item {index} must be an object with a `type`", "invalid_type")
+    if kind == "item_reference":
+        raise _error(
+            f"item {index} refers to one that was said before; send that one, or previous_response_id",
+            "unsupported_value",
+        )
+    if kind not in _ITEMS:
+        raise _error(
+            f"item {index} is of type {kind[:40]!r}; this server reads {', '.join(_ITEMS)}", "unsupported_value"
+        )
+    try:
+        # Null is "not given", also for the type of a message.
+        return _ITEMS[kind].model_validate({**value, "type": kind}).item()
+    except ValidationError as error:
+        raise _refusal(error, "input", index) from None
+
+
+def _refusal(error: ValidationError, *path: str | int) -> InvalidRequestError:
+    problem = error.errors(include_url=False)[0]
+    return from_validation([{**problem, "loc": ("body", *path, *problem["loc"])}])
+
+
+# --- the other fields ---
+
+
+class ResponsesTool(Body):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+    allowed_callers: Unsupported = None
+    defer_loading: Unsupported = None
+    output_schema: Unsupported = None
+
+
+def _only_functions(value: object) -> object:
+    for index, tool in enumerate(value if isinstance(value, list) else ()):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind != "function":
+            raise _error(
+                f"tool {index} is {kind[:40]!r}, and this server runs no tools of its own; send functions, and run"
+                " them yourself",
+                "unsupported_value",
+            )
+    return value
+
+
+def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
+    if len({tool.name for tool in tools}) < len(tools):
+        raise _error("two functions have the same name")
+    return tools
+
+
+def _chat_tool_choice(value: object) -> object:
+    """As a chat has it."""
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        named = [_chat_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": named}}
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    return value
+
+
+def _check_tool_choice(value: object) -> object:
+    if isinstance(value, Mapping) and value.get("type") not in ("function", "allowed_tools"):
+        raise _error(
+            f"{str(value.get('type'))[:40]!r} is no function, and this server runs no tools of its own; send 'none',"
+            " 'auto', 'required', or {'type': 'function', 'name': 'one'}",
+            "unsupported_value",
+        )
+    parse_tool_choice(_chat_tool_choice(value))
+    return value
+
+
+def _chat_format(value: Mapping[str, Any]) -> object:
+    if value.get("type") != "json_schema":
+        return dict(value)
+    return {"type": "json_schema", "json_schema": {name: member for name, member in value.items() if name != "type"}}
+
+
+def _check_format(value: object) -> object:
+    if not isinstance(value, Mapping | None):
+        raise _error("send an object such as {'type': 'json_object'}", "invalid_type")
+    parse_response_format(None if value is None else _chat_format(value))
+    return value
+
+
+class TextSettings(Body):
+    format: Annotated[Any, BeforeValidator(_check_format)] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningSettings(Body):
+    """`summary`: what a model thinks is shown as it is, and nothing sums it up."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponsesStreamOptions(Body):
+    include_obfuscation: Harmless = None
+
+
+# All but the first are of tools that run on the server: there is nothing to include.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`"""
+
+    model: str
+    input: Annotated[list[Item], BeforeValidator(parse_input, json_schema_input_type=Any)]
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, min_length=1, max_length=_MAX_ID)
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
+    max_tool_calls: int | None = Field(None, ge=1, le=INT64_MAX)  # of tools that run on the server
+    tools: (
+        Annotated[
+            list[ResponsesTool],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+            BeforeValidator(_only_functions),
+            AfterValidator(_distinct),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[Any, BeforeValidator(_check_tool_choice, json_schema_input_type=Any)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[Includable] | None = Field(None, max_length=16, fail_fast=True)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = Field({})
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: Stop = Field([])
+    chat_template_kwargs: TemplateKwargs = Field({})
+    cache_salt: str | None = Field(None, max_length=256)
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+    prompt_cache_options: Harmless = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
+    context_management: Unsupported = None
+    background_options: Unsupported = None
+    moderation: Unsupported = None
+    image: Unsupported = None
+    access_programs: Unsupported = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Per token of the output, besides its own; None: not even that."""
+        asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        return self.top_logprobs or 0 if asked else None
+
+    def echo(self) -> dict[str, Any]:
+        """What an answer repeats of it."""
+        text, reasoning = self.text or TextSettings(), self.reasoning or ReasoningSettings()
+        return {
+            "background": bool(self.background),
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "safety_identifier": self.safety_identifier,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity or "medium"},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [_told_tool(tool) for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": self.truncation or "disabled",
+            "user": self.user,
+        }
+
+
+def _told_tool(tool: ResponsesTool) -> dict[str, Any]:
+    described = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
+    return {"type": "function", "name": tool.name, **described}
+
+
+# --- as a chat ---
+
+
+def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
+    """The same as a chat, behind the items of the responses that it follows. Raises ApiError."""
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    chat["messages"] = list(_messages([*history, *body.input]))
+    if body.instructions is not None:
+        chat["messages"].insert(0, {"role": "system", "content": body.instructions})
+    chat["max_completion_tokens"] = body.max_output_tokens
+    chat["logit_bias"] = {str(token_id): bias for token_id, bias in body.logit_bias.items()}
+    if body.tools:
+        chat["tools"] = [_chat_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        chat["tool_choice"] = _chat_tool_choice(body.tool_choice)
+    chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if (text := body.text) is not None:
+        chat["verbosity"] = text.verbosity
+        wanted = None if text.format is None or _must_call(body) else parse_response_format(_chat_format(text.format))
+        chat["response_format"] = None if wanted is None else replace(wanted, param="text.format")
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if (num_logprobs := body.num_logprobs) is not None:
+        chat |= {"logprobs": True, "top_logprobs": num_logprobs}
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as error:
+        raise in_its_own_words(_refusal(error)) from None
+
+
+def _must_call(body: ResponsesBody) -> bool:
+    """Then no text is written, whose format would matter; clients send both."""
+    return parse_tool_choice(_chat_tool_choice(body.tool_choice)).mode == "required"
+
+
+def in_its_own_words(error: ApiError) -> ApiError:
+    """A refusal of the chat, made to speak of the fields that the client sent."""
+    error.message = _NAMED.sub(lambda found: found[1] + _NAMES[found[2]], error.message)
+    if error.param is not None:
+        name, *rest = re.split(r"(?=[.\[])", error.param, maxsplit=1)
+        error.param = _NAMES.get(name, name) + "".join(rest)
+    return error
+
+
+def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    """What an assistant thought, said and called in one turn is one message."""
+    turn: dict[str, Any] = {}
+    for item in items:
+        kind = item["type"]
+        is_more = kind == "function_call" or (kind == "message" and item["role"] == "assistant")
+        if kind == "reasoning":
+            is_more = not turn.keys() - {"role", "reasoning"}
+        elif kind == "message" and "content" in turn and "tool_calls" not in turn:
+            is_more = False
+        if turn and not is_more:
+            yield {"content": "", **turn}
+            turn = {}
+        if kind == "function_call_output":
+            yield {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+        elif kind == "message" and item["role"] != "assistant":
+            yield {"role": item["role"], "content": "".join(map(_text, item["content"]))}
+        else:
+            _add_to(turn, item)
+    if turn:
+        yield {"content": "", **turn}
+
+
+def _add_to(turn: dict[str, Any], item: Item) -> None:
+    turn["role"] = "assistant"
+    if item["type"] == "reasoning":
+        thought = "".join(map(_text, item.get("content") or item["summary"]))
+        if thought:
+            turn["reasoning"] = turn.get("reasoning", "") + thought
+    elif item["type"] == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    else:
+        turn["content"] = turn.get("content", "") + "".join(map(_text, item["content"]))

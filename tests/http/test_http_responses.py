@@ -1,0 +1,614 @@
+"""OpenAI's Responses API as OpenAI's own client sees it, with scripted tokens.
+
+The client validates strictly: whatever does not fit the API's own types, whole or as an event, fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import openai
+import pydantic
+import pytest
+from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, ResponseStreamEvent
+
+from cluster.batch.database import Database
+from cluster.batch.responses import KEPT_S, Responses, StoredResponse
+from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
+from engine.text.tokenizer import Tokenizer
+from tests.support.http_server import MODEL, running_server
+from tests.support.openai_conformance import Target
+from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
+from tests.support.waiting import HANGS_S, wait_until
+
+pytestmark = pytest.mark.model
+
+ASKED: Final = "Tell me about the weather."
+WEATHER: Final[Any] = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a place.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    "strict": False,
+}
+CALLS: Final = (
+    'I will look.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Paris é🦜"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+)
+LAST: Final = ("response.completed", "response.incomplete", "response.failed")
+OWNER: Final = {"authorization": "Bearer unused"}  # as the client of these tests
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Tokenizer:
+    return Tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
+    return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(
+    shared_generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    storage = tmp_path_factory.mktemp("responses")
+    with running_server(shared_generator, tokenizer, reasoning_format="think", storage=storage) as target:
+        yield target
+
+
+def strict(target: Target) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=target.client.base_url,
+        api_key="unused",
+        max_retries=0,
+        timeout=HANGS_S,
+        _strict_response_validation=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def client(target: Target) -> Iterator[openai.OpenAI]:
+    with strict(target) as client:
+        yield client
+
+
+@pytest.fixture
+def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
+    shared_generator.script = Script(reply="It rains.")
+    shared_generator.requests.clear()
+    shared_generator.terms.clear()
+    yield shared_generator
+    shared_generator.script = Script()
+    wait_until(lambda: shared_generator.num_open == 0)
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.responses.create(**{"model": MODEL, "input": ASKED, **fields})
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> list[ResponseStreamEvent]:
+    return checked(create(client, stream=True, **fields))
+
+
+def checked(stream: Any, first: int = 0) -> list[ResponseStreamEvent]:
+    """The events of a stream: numbered without a gap, and in the order that the API promises."""
+    events: list[Any] = list(stream)
+    assert [event.sequence_number for event in events] == list(range(first, first + len(events)))
+    assert [event.type in LAST for event in events] == [False] * (len(events) - 1) + [True]
+    if first > 0:
+        return events
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+    is_open, texts = -1, dict[int, str]()
+    for event in events:
+        if event.type == "response.output_item.added":
+            assert is_open == -1 and event.output_index not in texts and event.item.status == "in_progress"
+            is_open, texts[event.output_index] = event.output_index, ""
+        elif event.type.endswith(".delta"):
+            assert is_open == event.output_index
+            texts[is_open] += event.delta
+        elif event.type in ("response.output_text.done", "response.reasoning_text.done"):
+            assert event.text == texts[is_open]
+        elif event.type == "response.function_call_arguments.done":
+            assert event.arguments == texts[is_open]
+        elif event.type == "response.output_item.done":
+            assert is_open == event.output_index and events[-1].response.output[is_open] == event.item
+            is_open = -1
+    assert is_open == -1 or events[-1].response.status == "failed"  # together with its gateway
+    return events
+
+
+def both(client: openai.OpenAI, **fields: Any) -> list[Any]:
+    """The answer whole, and as the last event of a stream has it: the same but for what is drawn anew."""
+    last: Any = streamed(client, **fields)[-1]
+    answers = [create(client, **fields), last.response]
+    plain = [answer.to_dict() for answer in answers]
+    for answer in plain:
+        for name in ("id", "created_at", "completed_at"):
+            del answer[name]
+        for item in answer["output"]:
+            item.pop("call_id", None)
+            del item["id"]
+    assert plain[0] == plain[1]
+    return answers
+
+
+def prompts(generator: ScriptedGenerator, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in generator.requests]
+
+
+def ended(client: openai.OpenAI, response_id: str) -> Any:
+    wait_until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(response_id)
+
+
+def test_text_whole_and_streamed(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    for answer in both(client, instructions="Be brief.", metadata={"run": "7"}, user="u", temperature=0.5):
+        assert answer.id.startswith("resp_") and (answer.object, answer.model) == ("response", MODEL)
+        assert (answer.status, answer.output_text) == ("completed", "It rains.") and answer.completed_at
+        assert (answer.error, answer.incomplete_details, answer.previous_response_id) == (None, None, None)
+        assert (answer.instructions, answer.metadata, answer.user) == ("Be brief.", {"run": "7"}, "u")
+        assert (answer.temperature, answer.top_p, answer.truncation, answer.store) == (0.5, 1.0, "disabled", True)
+        num_prompt = len(generator.requests[0].prompt_token_ids)
+        usage = answer.usage
+        assert (usage.input_tokens, usage.input_tokens_details.cached_tokens) == (num_prompt, num_prompt // 2)
+        assert usage.output_tokens > 1 and usage.total_tokens == num_prompt + usage.output_tokens
+
+
+def test_an_answer_without_a_word(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    generator.script.reply = ""
+    for answer in both(client):
+        assert [item.type for item in answer.output] == ["message"] and answer.output_text == ""
+
+
+def test_how_it_ended(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    for answer in both(client, max_output_tokens=1):
+        assert answer.status == answer.output[0].status == "incomplete" and answer.usage.output_tokens == 1
+        assert answer.incomplete_details.reason == "max_output_tokens"
+    for answer in both(client, extra_body={"stop": ["ra"]}):
+        assert (answer.status, answer.output_text) == ("completed", "It ")
+
+
+def test_what_is_generated_is_what_was_asked_for(
+    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "In verse."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Say "},
+                                                       {"type": "input_text", "text": "hi."}]},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Again."},
+    ]  # fmt: skip
+    extra = {"top_k": 7, "seed": 5, "min_p": 0.1, "repetition_penalty": 1.5, "logit_bias": {"5": -2}}
+    create(client, input=items, instructions="Be brief.", max_output_tokens=9, top_p=0.75, extra_body=extra)
+    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    params = request.params
+    assert (params.max_tokens, params.top_p, params.top_k, params.min_p) == (9, 0.75, 7, 0.1)
+    assert (params.seed, params.repetition_penalty, params.logit_bias, params.logprobs) == (5, 1.5, {5: -2.0}, None)
+    said = [turn.removesuffix("<|im_end|>") for turn in prompt.split("<|im_start|>")[1:]]
+    assert [turn.strip() for turn in said] == [
+        "system\nBe brief.<|im_end|>",
+        "system\nIn verse.<|im_end|>",
+        "user\nSay hi.<|im_end|>",
+        "assistant\nHi.<|im_end|>",
+        "user\nAgain.<|im_end|>",
+        "assistant",
+    ]
+
+
+def test_log_probabilities(client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    for fields, num_top in (({"include": ["message.output_text.logprobs"]}, 0), ({"top_logprobs": 2}, 2)):
+        for answer in both(client, **fields):
+            logprobs = answer.output[0].content[0].logprobs
+            assert "".join(entry.token for entry in logprobs) == "It rains."
+            assert [len(entry.top_logprobs) for entry in logprobs] == [num_top] * len(logprobs)
+        events: list[Any] = streamed(client, **fields)
+        deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+        assert [entry.token for entry in deltas] == [entry.token for entry in logprobs]
+
+
+def test_a_conversation_of_calls_and_results(
+    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Once by giving all back, and once by the id of what was answered."""
+    generator.script.reply = f"<think>\nIs it rain?\n</think>\n\n{CALLS}"
+    for answer in both(client, tools=[WEATHER], include=["reasoning.encrypted_content"]):
+        reasoning, text, paris, nowhere = answer.output
+        assert [part.text for part in reasoning.content] == ["Is it rain?"] and reasoning.summary == []
+        assert text.content[0].text == "I will look." and answer.status == "completed"
+        assert (paris.name, json.loads(paris.arguments)) == ("weather", {"place": "Paris é🦜"})
+        assert nowhere.arguments == "{}" and paris.call_id != nowhere.call_id and paris.id != nowhere.id
+    generator.script.reply = "It rains."
+    generator.requests.clear()
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": paris.call_id, "output": "Rain."},
+        {"type": "function_call_output", "call_id": nowhere.call_id,
+         "output": [{"type": "input_text", "text": "Where?"}]},
+    ]  # fmt: skip
+    given_back = create(client, input=[{"role": "user", "content": ASKED}, *answer.output, *results], tools=[WEATHER])
+    followed = create(client, input=results, tools=[WEATHER], previous_response_id=answer.id)
+    assert given_back.output_text == followed.output_text == "It rains."
+    assert followed.previous_response_id == answer.id
+    first, second = prompts(generator, tokenizer)
+    assert first == second
+    assert f"user\n{ASKED}" in first and 'I will look.\n<tool_call>\n{"name": "weather", "arguments": ' in first
+    assert "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nWhere?\n</tool_response>" in first
+
+
+def test_events_of_calls_and_reasoning(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    generator.script.reply = f"<think>\nhm\n</think>\n\n{CALLS}"
+    events = streamed(client, tools=[WEATHER])
+    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith(".delta")]
+    part = ["output_item.added", "content_part.added"]
+    call = ["output_item.added", "function_call_arguments.done", "output_item.done"]
+    assert kinds == [
+        "created",
+        "in_progress",
+        *part,
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        *part,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        *call,
+        *call,
+        "completed",
+    ]
+    with client.responses.stream(model=MODEL, input=ASKED, tools=[WEATHER]) as stream:  # the client's accumulator
+        assert [item.type for item in stream.get_final_response().output] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call",
+        ]
+
+
+class Weather(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    sky: Literal["clear", "clouded"]
+
+
+SCHEMA: Final[ResponseFormatTextJSONSchemaConfigParam] = {
+    "type": "json_schema",
+    "name": "weather",
+    "schema": Weather.model_json_schema(),
+    "strict": True,
+}
+
+
+def test_structured_answers(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    generator.script.reply = '{"sky":"clear"}'
+    parsed = client.responses.parse(model=MODEL, input=ASKED, text_format=Weather)
+    assert isinstance(parsed.output_parsed, Weather)
+    with client.responses.stream(model=MODEL, input=ASKED, text_format=Weather) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Weather)
+    answer = create(client, text={"format": SCHEMA, "verbosity": "low"})
+    assert Weather.model_validate_json(answer.output_text) and answer.text.format.name == "weather"
+    create(client, text={"format": {"type": "json_object"}})
+    assert all(request.params.grammar is not None for request in generator.requests)
+    generator.requests.clear()
+    create(client, tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=1)
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    create(client, tools=[WEATHER], tool_choice=allowed, max_output_tokens=1)
+    create(client, tools=[WEATHER], tool_choice="none", max_output_tokens=1)
+    grammars = [request.params.grammar for request in generator.requests]
+    assert grammars[0] and grammars[1] and grammars[2] is None
+    # No text is written where a call must be: what it would have to be makes no difference.
+    create(client, tools=[WEATHER], tool_choice="required", text={"format": SCHEMA}, max_output_tokens=1)
+    assert generator.requests[-1].params.grammar == grammars[1]
+
+
+def test_what_does_not_fit_is_left_out_where_asked_for(
+    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    items = [{"role": "user", "content": f"({n}) " + "sea " * 200} for n in range(40)]
+    items.append({"role": "user", "content": "Now."})
+    with pytest.raises(openai.BadRequestError, match="context") as refused:
+        create(client, input=items)
+    assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
+    answer = create(client, input=items, truncation="auto", instructions="Be brief.", max_output_tokens=50)
+    assert answer.truncation == "auto"
+    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    assert MAX_MODEL_LEN - 50 >= len(request.prompt_token_ids) > MAX_MODEL_LEN - 300
+    assert prompt.startswith("<|im_start|>system\nBe brief.") and prompt.count("(39)") == 1 and "(3)" not in prompt
+    with pytest.raises(openai.BadRequestError, match="context"):
+        create(client, input="sea " * 3_000, truncation="auto")
+
+
+def test_stored_responses(client: openai.OpenAI, target: Target, generator: ScriptedGenerator) -> None:
+    first = create(client)
+    second: Any = streamed(client, input="And now?", previous_response_id=first.id)[-1]
+    third = create(client, input="Then?", previous_response_id=second.response.id)
+    assert client.responses.retrieve(first.id) == first
+    assert client.responses.retrieve(second.response.id) == second.response
+    items: list[Any] = list(client.responses.input_items.list(third.id, order="asc", limit=2))  # its pages
+    assert [item.content[0].text for item in items] == [ASKED, "It rains.", "And now?", "It rains.", "Then?"]
+    assert [item.id for item in client.responses.input_items.list(third.id)] == [item.id for item in items[::-1]]
+    client.responses.delete(second.response.id)
+    for ask in (
+        lambda: client.responses.retrieve(second.response.id),
+        lambda: client.responses.delete(second.response.id),
+        lambda: client.responses.cancel(second.response.id),
+        lambda: client.responses.input_items.list(second.response.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            ask()
+    with pytest.raises(openai.BadRequestError, match="no response") as gone:
+        create(client, previous_response_id=third.id)
+    assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+    forgotten = create(client, store=False)
+    assert forgotten.store is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(forgotten.id)
+
+
+def test_who_may_see_them(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    answer = create(client)
+    other = client.with_options(api_key="another")
+    for ask in (
+        lambda: other.responses.retrieve(answer.id),
+        lambda: other.responses.cancel(answer.id),
+        lambda: other.responses.delete(answer.id),
+        lambda: other.responses.input_items.list(answer.id),
+        lambda: create(other, previous_response_id=answer.id),
+    ):
+        with pytest.raises(openai.APIStatusError, match="no response"):
+            ask()
+    assert client.responses.retrieve(answer.id) == answer
+
+
+def test_in_the_background(client: openai.OpenAI, target: Target, generator: ScriptedGenerator) -> None:
+    generator.script.reply = f"<think>hm</think>{CALLS}"
+    whole = create(client, tools=[WEATHER])
+    queued = create(client, tools=[WEATHER], background=True)
+    assert (queued.status, queued.background, queued.output, queued.usage) == ("queued", True, [], None)
+    answer = ended(client, queued.id)
+    assert answer.status == "completed" and answer.output_text == whole.output_text and answer.usage == whole.usage
+    events = checked(client.responses.retrieve(answer.id, stream=True))
+    assert events[-1].response == answer  # type: ignore[union-attr]
+    for at in (0, 5, len(events) - 2):
+        again = checked(client.responses.retrieve(answer.id, stream=True, starting_after=at), first=at + 1)
+        assert again == events[at + 1 :]
+    nothing = client.responses.retrieve(answer.id, stream=True, starting_after=len(events) - 1)
+    assert list(nothing) == []
+    followed = create(client, previous_response_id=answer.id)
+    assert followed.status == "completed"
+
+
+def test_a_stream_in_the_background_outlives_its_client(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    goes_on = False
+    generator.script = Script(reply="It rains in the sea.", until=lambda: goes_on)
+    stream = create(client, background=True, stream=True)
+    first = next(iter(stream))
+    assert first.type == "response.created" and first.response.status == "in_progress"
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="it is in_progress"):
+        create(client, previous_response_id=first.response.id)
+    stream.close()
+    goes_on = True
+    assert ended(client, first.response.id).output_text == "It rains in the sea."
+    checked(client.responses.retrieve(first.response.id, stream=True, starting_after=0), first=1)
+
+
+def test_what_is_in_the_background_is_cancelled(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    generator.script = Script(reply="a b c d", hang_after=2)
+    stream = create(client, background=True, stream=True)
+    events = iter(stream)
+    response_id = next(events).response.id
+    wait_until(lambda: generator.num_open == 1)
+    for _ in range(2):  # what is cancelled stays so
+        cancelled = client.responses.cancel(response_id)
+        assert (cancelled.status, cancelled.id) == ("cancelled", response_id)
+    wait_until(lambda: generator.num_open == 0, what="it goes on")
+    last = [event.response for event in events if event.type in LAST]
+    assert [response.status for response in last] == ["cancelled"]
+    assert client.responses.retrieve(response_id).status == "cancelled"
+    deleted = create(client, background=True)
+    wait_until(lambda: generator.num_open == 1)
+    client.responses.delete(deleted.id)
+    wait_until(lambda: generator.num_open == 0, what="what nobody can ask for goes on")
+
+
+def test_what_cannot_be_cancelled_or_streamed_again(
+    client: openai.OpenAI, target: Target, generator: ScriptedGenerator
+) -> None:
+    answer = create(client)
+    with pytest.raises(openai.BadRequestError, match="background: true"):
+        client.responses.cancel(answer.id)
+    with pytest.raises(openai.BadRequestError, match="background: true"):
+        client.responses.retrieve(answer.id, stream=True)
+    done = ended(client, create(client, background=True).id)
+    with pytest.raises(openai.BadRequestError, match="it is completed"):
+        client.responses.cancel(done.id)
+    for query in ("starting_after=1", "stream=true&starting_after=-1", "stream=perhaps"):
+        assert target.http.get(f"/v1/responses/{done.id}?{query}", headers=OWNER).status_code == 400
+
+
+def test_who_follows_them_is_bounded(
+    client: openai.OpenAI, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.http.background.MOST_FOLLOWED", 1)
+    goes_on = False
+    generator.script = Script(reply="It rains.", until=lambda: goes_on)
+    first = create(client, background=True, stream=True)
+    response_id = next(iter(first)).response.id
+    for ask in (
+        lambda: create(client, background=True, stream=True),
+        lambda: client.responses.retrieve(response_id, stream=True),
+    ):
+        with pytest.raises(openai.RateLimitError, match="followed"):
+            ask()
+    goes_on = True
+    assert [event.type in LAST for event in first][-1]
+    checked(client.responses.retrieve(response_id, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OverloadedError("Too many. Wait.", retry_after_s=3.0), 429, "rate_limit_exceeded"),
+        (FailedError("It failed. Try again."), 500, "server_error"),
+        (RequestTooLargeError("It is too large. Send less."), 400, "invalid_prompt"),
+    ],
+)
+def test_errors_of_the_cluster(
+    client: openai.OpenAI, generator: ScriptedGenerator, error: ApiError, status: int, code: str
+) -> None:
+    generator.script = Script(reply="It rains.", fail_after=0, error=error)
+    with pytest.raises(openai.APIStatusError, match=str(error)) as failed:
+        create(client)
+    assert failed.value.status_code == status
+    before = ended(client, create(client, background=True).id)
+    generator.script = Script(reply="It rains.", fail_after=2, error=error)
+    events: list[Any] = streamed(client)
+    assert (events[-2].type, events[-2].code, events[-2].message) == ("error", error.code, str(error))
+    after = ended(client, create(client, background=True).id)
+    checked(client.responses.retrieve(after.id, stream=True))
+    for response, text in ((before, ""), (events[-1].response, "It rains"), (after, "It rains")):
+        assert (response.status, response.output_text) == ("failed", text)
+        assert (response.error.code, response.error.message) == (code, str(error))
+    with pytest.raises(openai.BadRequestError, match="it is failed"):
+        create(client, previous_response_id=after.id)
+
+
+def test_another_gateway_has_them_too(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Beside this one and after it: what it generated when it ended has failed."""
+    storage = tmp_path / "storage"
+    with (
+        running_server(generator, tokenizer, storage=storage) as here,
+        running_server(generator, tokenizer, storage=storage) as there,
+        strict(there) as other,
+    ):
+        answer, done = create(here.client), create(here.client, background=True)
+        assert other.responses.retrieve(answer.id).to_dict() == answer.to_dict()
+        checked(other.responses.retrieve(done.id, stream=True))
+        generator.script = Script(reply="a b c d", hang_after=2)
+        hanging = create(here.client, background=True)
+        assert other.responses.cancel(hanging.id).status == "cancelled"
+        wait_until(lambda: generator.num_open == 0, what="the other gateway's word does not count")
+        lost = create(here.client, background=True)
+        wait_until(lambda: here.client.responses.retrieve(lost.id).status == "in_progress")
+    generator.script = Script(reply="It rains.")
+    with running_server(generator, tokenizer, storage=storage) as after, strict(after) as other:
+        assert other.responses.retrieve(answer.id).to_dict() == answer.to_dict()
+        followed = create(other, previous_response_id=answer.id)
+        assert followed.output_text == "It rains."
+        failed = other.responses.retrieve(lost.id)
+        assert failed.status == "failed" and failed.error is not None and "has ended" in failed.error.message
+        last: Any = checked(other.responses.retrieve(lost.id, stream=True))[-1]
+        assert last.response == failed
+
+
+async def test_what_is_kept(tmp_path: Path) -> None:
+    """A claim that runs out is a failure; what is not used goes, the least used first."""
+    database = Database(tmp_path)
+    kept = Responses(database, budget=3_000)
+
+    def response(name: str, **fields: Any) -> StoredResponse:
+        known = {"owner": "o", "previous": None, "status": "completed", "is_background": False, "items": "[]"}
+        return StoredResponse(id=name, response=json.dumps({"output": ["x" * 900]}), **{**known, **fields})
+
+    await kept.add(response("gone", status="in_progress", is_background=True, runs_until=5.0))
+    found = await kept.get("gone", "o")
+    assert found.status == "failed" and found.describe()["error"]["code"] == "server_error"
+    for name in "abc":
+        await kept.add(response(name))
+    await kept.add(response("d", previous="a"))
+    await kept.conversation("d", "o")  # uses what it follows
+    await kept.sweep(0.0)
+
+    def rows(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        return connection.execute("SELECT id FROM responses").fetchall()
+
+    assert {row["id"] for row in await database.transact(rows)} == {"a", "c", "d"}
+    await kept.sweep(4e9 + KEPT_S)
+    assert await database.transact(rows) == []
+    database.close()
+
+
+def test_without_a_folder(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    with running_server(generator, tokenizer) as target, strict(target) as client:
+        for answer in both(client):
+            assert answer.output_text == "It rains." and answer.store is False
+        assert create(client, store=True).store is False
+        for fields in ({"background": True}, {"previous_response_id": answer.id}):
+            with pytest.raises(openai.BadRequestError, match=r"gateway\.storage") as refused:
+                create(client, **fields)
+            assert refused.value.code == "no_storage" and refused.value.param in fields
+        for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match=r"gateway\.storage"):
+                ask(answer.id)
+
+
+def test_a_disk_that_is_full_costs_nobody_an_answer(
+    client: openai.OpenAI, target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*args: Any) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Responses, "add", full)
+    for answer in both(client):
+        assert (answer.output_text, answer.store) == ("It rains.", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "mention"),
+    [
+        ({"input": None}, "input", "input"),
+        ({"input": []}, "input", "items"),
+        ({"input": [5]}, "input", "item 0"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "role"),
+        ({"input": [{"role": "user", "content": "x", "stranger": 1}]}, "input[0].stranger", "stranger"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content",
+         "input_image"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "previous_response_id"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input", "web_search_call"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "a b", "arguments": ""}]}, "input[0].name",
+         "a b"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "missing"),
+        ({"model": "nothing"}, "model", MODEL),
+        ({"stranger": 1}, "stranger", "stranger"),
+        ({"messages": []}, "messages", "messages"),
+        ({"tools": [{"type": "web_search_preview"}]}, "tools", "web_search_preview"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools", "custom"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "same name"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "a b"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "not among"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "file_search"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", "followed"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "summary"),
+        ({"reasoning": {"effort": "immense"}}, "reasoning.effort", "effort"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"prompt": {"id": "p"}}, "prompt", "not supported"),
+        ({"include": ["everything"]}, "include[0]", "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+        ({"max_output_tokens": 10**9}, "input", "lower max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs", "20"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
+        ({"stream_options": {}}, "stream_options", "stream"),
+        ({"background": True, "store": False}, "background", "store"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id", "resp_none"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    target: Target, generator: ScriptedGenerator, fields: dict[str, Any], param: str, mention: str
+) -> None:
+    sent = {name: value for name, value in {"model": MODEL, "input": ASKED, **fields}.items() if value is not None}
+    answer = target.http.post("/v1/responses", json=sent)
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and mention in error["message"] and error["message"].endswith("."), answer.text
+    assert not generator.requests
