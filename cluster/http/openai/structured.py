@@ -2,8 +2,9 @@
 
 A client says what an answer must look like by a JSON schema, a regular expression, a choice of texts, or a grammar.
 All become one text that llguidance reads; the engine makes masks of tokens of it (`engine.sampling.grammar`). It is
-compiled here once, with the model's own tokenizer and up to its first masks, so that what cannot be followed is refused
-before anything is computed; and only the finished text goes on, so that no worker reads a schema differently.
+compiled once for the gateway, with the model's own tokenizer and up to its first masks, so that what cannot be followed
+is refused before anything is computed; and only the finished text goes on, so that no worker reads a schema
+differently. That happens in a process of its own (`grammar_process`), which bounds what one may take.
 
 Every keyword of a schema is enforced or refused, never ignored. What the standard calls annotations (titles, examples,
 formats without a rule, words that it does not know) changes nothing. JSON is written without white space.
@@ -30,13 +31,13 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from cluster.errors import InvalidRequestError
-from engine.sampling.grammar import LIMITS, allowed_by, grammar_tokenizer
+from cluster.http.openai.grammar_process import CPU_S, compiler_process
+from engine.sampling.grammar import LIMITS, allowed_by
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
 MAX_DEPTH: Final = 64  # of schemas within schemas
 MAX_CHOICES: Final = 1024
-COMPILE_TIMEOUT_S: Final = 1.0
 _NUM_TRIED: Final = 6  # masks: some grammars compile, and are too complex only behind their first tokens
 _MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
 _MAX_REASON_CHARS: Final = 300
@@ -149,13 +150,14 @@ StructuredOutputs = Annotated[Any, BeforeValidator(parse_structured_outputs, jso
 
 
 class Grammars:
-    """The grammars that requests of one gateway ask for. Compiles in a thread of its own, one after another, and
-    remembers the last ones; belongs to one event loop."""
+    """The grammars that requests of one gateway ask for. Has them compiled one after another, and remembers the last
+    ones; belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        known = tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids))
+        self.compiler = compiler_process(*known)
         self._free = asyncio.Lock()
-        self._thread = _new_thread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._known: OrderedDict[Wanted, str | UnsupportedGrammarError] = OrderedDict()
 
     async def grammar_for(self, response_format: Wanted | None, structured_outputs: Wanted | None) -> str | None:
@@ -173,45 +175,29 @@ class Grammars:
         found = self._known.get(wanted)
         if found is None:
             async with self._free:
-                found = self._known.get(wanted) or await self._compiled(wanted)
+                found = self._known.get(wanted)
+                if found is None:
+                    loop = asyncio.get_running_loop()
+                    found = await loop.run_in_executor(self._thread, self._compiled, wanted)
         self._remember(wanted, found)
         if isinstance(found, UnsupportedGrammarError):
             raise _refused(wanted, str(found))
         return found
 
-    async def _compiled(self, wanted: Wanted) -> str | UnsupportedGrammarError:
-        tokenizer = await self._in_thread(self._llg_tokenizer)  # the first time takes a second; it does not count below
-        if isinstance(tokenizer, UnsupportedGrammarError):
-            return tokenizer
-        try:
-            return await asyncio.wait_for(self._in_thread(lambda: compiled(wanted, tokenizer)), COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            self._thread.shutdown(wait=False)  # it ends by itself: the library bounds what it computes
-            self._thread = _new_thread()
-            return UnsupportedGrammarError(f"It is too complex: compiling took longer than {COMPILE_TIMEOUT_S:.0f} s.")
-
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except UnsupportedGrammarError as error:
-            return error
-
-    def _llg_tokenizer(self) -> LLTokenizer:
-        known = self._tokenizer
-        try:
-            return grammar_tokenizer(known.json, known.vocab_size, tuple(sorted(known.eos_token_ids)))
-        except ValueError as error:
-            raise UnsupportedGrammarError(f"This model's tokenizer cannot follow a grammar: {error}.") from error
+    def _compiled(self, wanted: Wanted) -> str | UnsupportedGrammarError:
+        answer = self.compiler.ask(wanted.kind, wanted.text)
+        if "grammar" in answer:
+            return answer["grammar"]
+        too_complex = (
+            f"It is too complex: to compile it takes more than {CPU_S:.0f} s of a processor, or too much memory."
+        )
+        return UnsupportedGrammarError(answer.get("refused", too_complex))
 
     def _remember(self, wanted: Wanted, found: str | UnsupportedGrammarError) -> None:
         self._known[wanted] = found
         self._known.move_to_end(wanted)
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
-
-
-def _new_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
 
 def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
