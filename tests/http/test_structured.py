@@ -15,7 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from cluster.errors import InvalidRequestError
 from cluster.http.openai import structured
-from cluster.http.openai.structured import Grammars, UnsupportedGrammarError, Wanted, compiled
+from cluster.http.openai.json_schemas import UnsupportedGrammarError
+from cluster.http.openai.structured import Grammars, Wanted, compiled
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer

@@ -96,7 +96,8 @@ def _write(pipe: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def main(questions: IO[bytes], answers: IO[bytes]) -> None:
-    from cluster.http.openai.structured import UnsupportedGrammarError, Wanted, compiled
+    from cluster.http.openai.json_schemas import UnsupportedGrammarError
+    from cluster.http.openai.structured import Wanted, compiled
     from engine.sampling.grammar import grammar_tokenizer
 
     hello = json.loads(questions.readline())

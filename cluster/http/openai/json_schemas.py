@@ -1,0 +1,318 @@
+"""JSON schemas: each keyword enforced or refused, never ignored; and what is made of them for llguidance.
+
+`cluster.http.openai.structured` calls `enforceable` for every schema, and `with_an_end` for the arguments of calls that
+must be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from urllib.parse import unquote
+
+MAX_DEPTH: Final = 64  # of schemas within schemas
+
+Schema = dict[str, Any] | bool
+
+
+class UnsupportedGrammarError(ValueError):
+    """It cannot be enforced, or makes no sense. The text is a whole sentence."""
+
+
+def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without what changes nothing, if llguidance enforces the rest or refuses it by itself.
+
+    Raises UnsupportedGrammarError, which names the place.
+    """
+    return _Schemas().kept(schema)
+
+
+# llguidance refuses by itself what it knows and lacks, except where it is said to be lenient. These it would not see.
+_REFUSED: Final = frozenset({"extends", "disallow", "divisibleBy", "$dynamicRef", "$recursiveRef"})
+_LACKING: Final = frozenset(
+    {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains"}
+    | {"maxContains", "propertyNames", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
+)
+# These change nothing by the standard, whatever they say.
+_ANNOTATIONS: Final = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
+    | {"contentEncoding", "contentMediaType", "contentSchema", "$dynamicAnchor", "$recursiveAnchor", "x-guidance"}
+)
+_WITHOUT_EFFECT: Final = (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
+_OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+_OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+
+class _Schemas:
+    """One schema and all within it, without what changes nothing, and refused for what would be ignored."""
+
+    def __init__(self) -> None:
+        self._places = {"#"}
+        self._references: list[str] = []
+
+    def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Raises UnsupportedGrammarError, which names the place."""
+        kept = self._kept(schema, "#", 0)
+        for reference in self._references:
+            if unquote(reference) not in self._places:
+                raise UnsupportedGrammarError(
+                    f"The reference {reference[:100]!r} leads to no part of the schema. References must begin with #"
+                    " and lead to a schema within, such as #/$defs/name; nothing is fetched from elsewhere."
+                )
+        assert isinstance(kept, dict)
+        return kept
+
+    def _kept(self, schema: object, place: str, depth: int) -> Schema:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise UnsupportedGrammarError(f"At {place}: a schema must be an object, true or false.")
+        if depth > MAX_DEPTH:
+            raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
+        _require_enforced(schema, place)
+        if isinstance(anchor := schema.get("$anchor"), str):
+            self._places.add(f"#{anchor}")
+        if isinstance(reference := schema.get("$ref"), str):
+            self._references.append(reference)
+        kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
+        return _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
+
+    def _at(self, schema: object, place: str, depth: int) -> Schema:
+        self._places.add(place)
+        return self._kept(schema, place, depth)
+
+
+def _is_annotation(name: str, value: object) -> bool:
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return name in _ANNOTATIONS or any(name == other and value is idle for other, idle in _WITHOUT_EFFECT)
+
+
+def _require_enforced(schema: dict[str, Any], place: str) -> None:
+    for name, value in schema.items():
+        if name in _REFUSED or (name in _LACKING and not _is_annotation(name, value)):
+            raise UnsupportedGrammarError(f"At {place}: the keyword {name!r} cannot be enforced.")
+    multiple = schema.get("multipleOf", 1)
+    if not isinstance(multiple, int | float) or isinstance(multiple, bool) or multiple <= 0:
+        raise UnsupportedGrammarError(f"At {place}: multipleOf must be a number above 0.")
+    # The name of a property may come twice, and then counts once.
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > max(1, len(set(_texts(required)))):
+        raise UnsupportedGrammarError(
+            f"At {place}: minProperties cannot be enforced beyond the number of required properties."
+        )
+
+
+def _texts(values: list[object]) -> Iterator[str]:
+    return (value for value in values if isinstance(value, str))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, str], Any]) -> dict[str, Any]:
+    """With each schema within it changed: `change(keyword, schema, place)`."""
+    changed = dict(schema)
+    for name, value in schema.items():
+        at = f"{place}/{_escaped(name)}"
+        if name in _OF_NAMED and isinstance(value, dict):
+            changed[name] = {key: change(name, inner, f"{at}/{_escaped(key)}") for key, inner in value.items()}
+        elif name in _OF_SEVERAL and isinstance(value, list):
+            changed[name] = [change(name, inner, f"{at}/{number}") for number, inner in enumerate(value)]
+        elif name in _OF_ONE:
+            changed[name] = change(name, value, at)
+    return changed
+
+
+# --- schemas whose instances end ---
+
+_KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
+_NEUTRAL: Final = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor"})
+_LEAST_CHARS: Final = 16  # of a text
+_MAX_NAME_CHARS: Final = 32
+_MAX_ITEMS: Final = 16
+_CHARS_OF_ITEM: Final = 32  # below that there are fewer
+_MAX_FREE: Final = 8  # properties, where a schema names none
+_MAX_NUMBER: Final = 10**15
+_LEAST_NUMBER: Final = 1e-8  # llguidance can count no further
+
+
+def with_an_end(schema: dict[str, Any], chars: int) -> dict[str, Any]:
+    """A schema, which `enforceable` gave, with bounds where it has none: small models write on for ever where they may.
+
+    Whatever follows the result follows the schema. Objects have the properties that are named, texts, lists and numbers
+    a largest size, so that all together are about `chars` characters. What it leaves open: recursion, texts with a
+    pattern or a format, objects that several schemas describe together (`allOf`, or `$ref` or `anyOf` with more beside
+    it), and what stands below a `oneOf` that remains.
+    """
+    return _Ending(schema).ended(schema, chars)
+
+
+class _Ending:
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._joined: set[str] = set()  # places that some reference joins with other schemas
+        while True:
+            known = len(self._joined)
+            self._look(schema, "#", True)
+            if len(self._joined) == known:
+                break
+
+    def ended(self, schema: dict[str, Any], chars: int) -> dict[str, Any]:
+        if not schema.get("properties") and not schema.keys() & {
+            "$ref",
+            "allOf",
+            "anyOf",
+            "oneOf",
+            "patternProperties",
+        }:
+            schema = {"additionalProperties": False, **schema}  # a function that says nothing of arguments has none
+        ended = self._ended(schema, "#", chars, True)
+        assert isinstance(ended, dict)
+        return ended
+
+    def _look(self, schema: Schema, place: str, whole: bool) -> None:
+        if not isinstance(schema, dict):
+            return
+        whole = self._is_whole(schema, place, whole)
+        if "$ref" in schema and not (whole and _stands_alone(schema, "$ref")):
+            self._joined.add(unquote(str(schema["$ref"])))
+        _with_each(schema, place, lambda name, inner, at: self._look(inner, at, _passed_on(schema, name, whole)))
+
+    def _is_whole(self, schema: dict[str, Any], place: str, whole: bool) -> bool:
+        """Whether the schema alone says what its instances are, whoever refers to it."""
+        return whole and place not in self._joined and "$anchor" not in schema
+
+    def _ended(self, schema: Schema, place: str, chars: int, whole: bool) -> Schema:
+        if schema is True or schema == {}:
+            return _anything(chars) if whole else schema
+        if not isinstance(schema, dict) or "oneOf" in schema:
+            return schema
+        whole = self._is_whole(schema, place, whole)
+        share = _shares(schema, chars)
+        ended = _with_each(
+            schema, place, lambda name, inner, at: self._ended(inner, at, share(name), _passed_on(schema, name, whole))
+        )
+        if schema.keys() & {"$ref", "allOf", "anyOf", "enum", "const"}:
+            return ended
+        kinds = _kinds(schema)
+        if "string" in kinds and not schema.keys() & {"maxLength", "pattern", "format"}:
+            ended["maxLength"] = max(chars, _LEAST_CHARS, schema.get("minLength", 0))
+        if "number" in kinds or "integer" in kinds:
+            ended |= _number_bounds(schema, "number" in kinds)
+        if "array" in kinds:
+            ended |= _list_bounds(schema, chars)
+        if "object" in kinds and whole:
+            ended |= _object_bounds(ended, chars)
+        return ended
+
+
+def _stands_alone(schema: dict[str, Any], name: str) -> bool:
+    return not schema.keys() - _NEUTRAL - {name}
+
+
+def _passed_on(schema: dict[str, Any], name: str, whole: bool) -> bool:
+    """Whether what stands under the keyword is whole if the schema is."""
+    if name in ("$defs", "definitions"):
+        return True
+    if name in ("anyOf", "oneOf"):
+        return whole and _stands_alone(schema, name)
+    return whole and (name != "allOf" or (_stands_alone(schema, name) and len(schema["allOf"]) == 1))
+
+
+def _kinds(schema: dict[str, Any]) -> tuple[str, ...]:
+    kinds = schema.get("type", _KINDS)
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:
+    """Of the characters, how many each of the schemas under a keyword has."""
+    named = schema.get("properties")
+    parts = {
+        "properties": len(named) if isinstance(named, dict) else 1,
+        "items": _num_items(schema, chars),
+        "additionalItems": _num_items(schema, chars),
+        "prefixItems": _num_items(schema, chars),
+        "additionalProperties": _MAX_FREE,
+        "patternProperties": _MAX_FREE,
+        "$defs": 4,
+        "definitions": 4,
+    }
+    return lambda name: chars // max(1, parts.get(name, 1))
+
+
+def _num_items(schema: dict[str, Any], chars: int) -> int:
+    """At most, of a list whose schema says nothing of it."""
+    bound = max(1, min(_MAX_ITEMS, chars // _CHARS_OF_ITEM), schema.get("minItems", 0))
+    return int(schema.get("maxItems", bound))
+
+
+def _number_bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
+    bounds: dict[str, Any] = {}
+    low, high = (schema.get(name, schema.get(other)) for name, other in (
+        ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    ))  # fmt: skip
+    if low is None and (high is None or high > -_MAX_NUMBER):
+        bounds["minimum"] = -_MAX_NUMBER
+    if high is None and (low is None or low < _MAX_NUMBER):
+        bounds["maximum"] = _MAX_NUMBER
+    if fractions and "multipleOf" not in schema and (low is None or high is None or high - low > 1e3 * _LEAST_NUMBER):
+        bounds["multipleOf"] = _LEAST_NUMBER
+    return bounds
+
+
+def _list_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
+    bounds: dict[str, Any] = {"maxItems": _num_items(schema, chars)}
+    first = schema.get("prefixItems", schema.get("items"))
+    last = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+    if last not in schema:
+        enough = isinstance(first, list) and schema.get("minItems", 0) <= len(first)
+        bounds[last] = not enough and _scalar(chars // bounds["maxItems"])
+    return bounds
+
+
+def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
+    """Of one whose values have an end already."""
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties")
+    others = schema.get("additionalProperties", True)
+    required = schema.get("required", [])
+    bounds: dict[str, Any] = {}
+    if not named:
+        most = max(_MAX_FREE, schema.get("minProperties", 0), len(required))
+        bounds["maxProperties"] = min(most, schema.get("maxProperties", most))
+        if others is not False and not patterns and not required:
+            value = _scalar(chars // _MAX_FREE) if others is True else others
+            bounds["patternProperties"] = {f"^.{{1,{_MAX_NAME_CHARS}}}$": value}
+    if others is not False:
+        bounds["additionalProperties"] = False
+        missing = {} if patterns else {name: _scalar(chars) for name in required if name not in named}
+        if missing:
+            bounds["properties"] = {**named, **missing}
+    return bounds
+
+
+def _scalar(chars: int) -> dict[str, Any]:
+    return {
+        "type": ["string", "number", "boolean", "null"],
+        "maxLength": max(chars, _LEAST_CHARS),
+        **_number_bounds({}, True),
+    }
+
+
+def _anything(chars: int) -> dict[str, Any]:
+    """Two levels of it."""
+    some = max(1, min(_MAX_FREE, chars // _CHARS_OF_ITEM))
+    value = _scalar(chars // some)
+    names = f"^.{{1,{_MAX_NAME_CHARS}}}$"
+    return {
+        "anyOf": [
+            _scalar(chars),
+            {"type": "array", "items": value, "maxItems": some},
+            {"type": "object", "patternProperties": {names: value}, "additionalProperties": False,
+             "maxProperties": some},
+        ]
+    }  # fmt: skip
