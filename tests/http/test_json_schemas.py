@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from cluster.http.openai.json_schemas import enforceable, with_an_end
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
 from cluster.http.openai.structured import Wanted, compiled
 from engine.sampling.grammar import grammar_tokenizer
 from engine.text.tokenizer import Tokenizer
@@ -89,3 +89,101 @@ def test_bounds_that_are_said_stay(llg: LLTokenizer) -> None:
     assert takes(grammar, llg, {"text": "a" * 5000, "list": [5] * 40, "sum": 2.5})
     assert not takes(grammar, llg, {"text": "a" * 5001, "list": [5], "sum": 2.5})
     assert not takes(grammar, llg, {"text": "a", "list": [6], "sum": 2.5})
+
+
+def _tagged(kind: str, **properties: Any) -> dict[str, Any]:
+    properties = {"kind": {"const": kind}, **properties}
+    return {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
+
+
+CAT, DOG = _tagged("cat", lives={"type": "integer"}), _tagged("dog", tail={"type": "boolean"})
+DEFS: Final[dict[str, Any]] = {
+    "cat": CAT,
+    "dog": DOG,
+    "pet": {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]},
+    "text": {"type": "string"},
+    "short": {"type": "string", "maxLength": 2},
+    "long": {"type": "string", "minLength": 3},
+    "name": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    "number": {"type": "object", "required": ["number"], "additionalProperties": False,
+               "properties": {"number": {"type": "integer"}}},
+    "tree": {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
+}  # fmt: skip
+
+
+def _one_of(*branches: str | dict[str, Any], **beside: Any) -> dict[str, Any]:
+    named = [{"$ref": f"#/$defs/{branch}"} if isinstance(branch, str) else branch for branch in branches]
+    return {"$defs": DEFS, **beside, "oneOf": named}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (_one_of("cat", "dog"), {"kind": "dog", "tail": True}, {"kind": "cat", "tail": True}),
+        (_one_of("pet", {"type": "null"}), None, {"kind": "fox"}),
+        (_one_of("pet", "text", {"type": "array", "items": {"$ref": "#/$defs/pet"}}), [{"kind": "cat"}], [None]),
+        (_one_of("short", "long"), "abc", 1),
+        (_one_of("name", "number", properties={"name": {"type": "string"}}), {"number": 3}, {"number": "x"}),
+        (_one_of({"enum": [1, "a"]}, {"enum": [2, True]}), 1, "b"),
+        (_one_of({"type": "integer", "maximum": 3}, {"type": "number", "minimum": 3.5}), 4.25, 3.25),
+        (_one_of({"allOf": [{"$ref": "#/$defs/text"}, {"minLength": 1}]}, {"type": "boolean"}), "a", ""),
+        ({"$defs": DEFS, "$ref": "#/$defs/tree"}, [None, []], [1]),
+        # Several branches say nothing of what is no object: nothing else follows just one of them.
+        (
+            _one_of({"required": ["a"], "properties": {"a": {"enum": [1]}}},
+                    {"required": ["a"], "properties": {"a": {"enum": [2]}}}),
+            {"a": 2},
+            5,
+        ),
+        # Which property tells the branches apart is said beside them.
+        (
+            _one_of({"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}},
+                    type="object", required=["a"]),
+            {"a": 1},
+            {"a": 3},
+        ),
+        (_one_of("short", "long", anyOf=[{"pattern": "^a"}, {"pattern": "^b"}]), "abc", "cab"),
+    ],
+    ids=lambda case: json.dumps(case)[-60:],
+)  # fmt: skip
+def test_one_of_branches_that_share_nothing_is_any_of_them(
+    llg: LLTokenizer, schema: dict[str, Any], good: object, bad: object
+) -> None:
+    grammar = _compiled(schema, llg)
+    assert takes(grammar, llg, good)
+    assert not takes(grammar, llg, bad)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(good)
+    assert not validator.is_valid(bad)
+    assert '"oneOf"' not in grammar
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _one_of("text", "short"),
+        _one_of("name", {"type": "object"}),
+        _one_of({"type": "integer"}, {"type": "number"}),
+        _one_of({"enum": [1]}, {"enum": [1.0]}),
+        _one_of({"enum": [True]}, {"enum": [1]}, {"enum": [[1]]}, {"enum": [[1.0]]}),
+        _one_of({"type": "string", "format": "date"}, {"type": "string", "format": "ipv4"}),  # an annotation, for many
+        _one_of({"$ref": "#/$defs/text", "maxLength": 2}, {"$ref": "#/$defs/text", "minLength": 3}),  # not by draft 7
+        _one_of(CAT, DOG, **{"$schema": "http://json-schema.org/draft-04/schema#"}),  # which knows no const
+        _one_of({"required": ["a"]}, {"required": ["b"]}),
+        _one_of("tree", "tree"),
+        _one_of({}, {}, {"type": "null"}),
+    ],
+    ids=lambda case: json.dumps(case)[-60:],
+)
+def test_one_of_branches_that_may_share_something_is_not_any_of_them(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedGrammarError):
+        assert "oneOf" in enforceable(schema)
+        raise UnsupportedGrammarError
+
+
+def test_proofs_end() -> None:
+    """Many branches, and recursion on both sides: given up, and left to llguidance."""
+    many = [{"type": "object", "required": ["a"], "properties": {"a": {"minimum": n}}} for n in range(300)]
+    assert "oneOf" in enforceable({"oneOf": many})
+    lists = [{"type": "object", "required": ["n"], "properties": {"n": {"$ref": f"#/$defs/{name}"}}} for name in "ab"]
+    assert "oneOf" in enforceable({"$defs": dict(zip("ab", lists, strict=True)), "oneOf": lists})

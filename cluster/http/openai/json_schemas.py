@@ -51,12 +51,12 @@ class _Schemas:
     """One schema and all within it, without what changes nothing, and refused for what would be ignored."""
 
     def __init__(self) -> None:
-        self._places = {"#"}
+        self._places: dict[str, Schema] = {}  # inner ones first
         self._references: list[str] = []
 
     def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Raises UnsupportedGrammarError, which names the place."""
-        kept = self._kept(schema, "#", 0)
+        kept = self._at(schema, "#", 0)
         for reference in self._references:
             if unquote(reference) not in self._places:
                 raise UnsupportedGrammarError(
@@ -64,6 +64,10 @@ class _Schemas:
                     " and lead to a schema within, such as #/$defs/name; nothing is fetched from elsewhere."
                 )
         assert isinstance(kept, dict)
+        proof = _Proof(self._places, draft_4="draft-04" in str(schema.get("$schema")))
+        for place, inner in self._places.items():
+            if isinstance(inner, dict) and isinstance(inner.get("oneOf"), list):
+                proof.prefer_any_of(inner, place)
         return kept
 
     def _kept(self, schema: object, place: str, depth: int) -> Schema:
@@ -74,16 +78,17 @@ class _Schemas:
         if depth > MAX_DEPTH:
             raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
         _require_enforced(schema, place)
-        if isinstance(anchor := schema.get("$anchor"), str):
-            self._places.add(f"#{anchor}")
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
         kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
-        return _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
+        kept = _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
+        if isinstance(anchor := schema.get("$anchor"), str):
+            self._places[f"#{anchor}"] = kept
+        return kept
 
     def _at(self, schema: object, place: str, depth: int) -> Schema:
-        self._places.add(place)
-        return self._kept(schema, place, depth)
+        self._places[place] = kept = self._kept(schema, place, depth)
+        return kept
 
 
 def _is_annotation(name: str, value: object) -> bool:
@@ -129,9 +134,185 @@ def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, s
     return changed
 
 
+_KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    types = schema.get("type", _KINDS)
+    return [types] if isinstance(types, str) else [*types]
+
+
+# --- oneOf ---
+
+_MAX_STEPS: Final = 4_000  # of the proofs of one schema: microseconds each
+_MAX_PROOF_DEPTH: Final = 12
+_LIMITS: Final = {
+    "number": ("minimum", "maximum"),
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties"),
+}
+_WORDS: Final = {
+    "null": frozenset[str](),
+    "boolean": frozenset[str](),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "array": frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems"}),
+    "object": frozenset({"properties", "patternProperties", "additionalProperties", "required", "minProperties"})
+    | {"maxProperties"},
+}
+
+
+class _Proof:
+    """Whether the branches of a `oneOf` have no instance in common, so that `anyOf` says the same.
+
+    It holds by the standard and by drafts of any age: what stands beside a `$ref`, and formats, prove nothing.
+    """
+
+    def __init__(self, places: dict[str, Schema], *, draft_4: bool) -> None:
+        self._places = places
+        self._draft_4 = draft_4  # does not know `const`
+        self._steps = _MAX_STEPS
+
+    def prefer_any_of(self, schema: dict[str, Any], place: str) -> None:
+        """Puts `anyOf` where its `oneOf` is, if that is proven; else llguidance may prove it, or refuses it."""
+        branches = schema["oneOf"]
+        around = self._parts({name: value for name, value in schema.items() if name != "oneOf"})
+        own = [self._parts(branch) for branch in branches]
+        impossible = set()
+        for kind in _KINDS:
+            takers = [parts for parts in own if kind in self._kinds([*parts, *around])]
+            pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
+            if all(self._apart_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
+                continue
+            if not all(_takes_all(kind, parts) for parts in takers):
+                return
+            impossible.add(kind)  # several branches say nothing of it, so it is never an instance of one alone
+        if impossible:
+            types = [name for name in _types(schema) if _kind_of_type(name) not in impossible]
+            if not types:
+                raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
+        else:
+            types = []
+        members = list(schema.items())
+        schema.clear()
+        for name, value in members:
+            schema["anyOf" if name == "oneOf" and "anyOf" not in dict(members) else name] = value
+        if "oneOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
+        if types:
+            schema["type"] = types
+
+    def _apart(self, one: Schema, other: Schema, depth: int) -> bool:
+        left, right = self._parts(one), self._parts(other)
+        shared = self._kinds(left) & self._kinds(right)
+        return all(self._apart_in(kind, left, right, depth) for kind in shared)
+
+    def _parts(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
+        """Schemas that all hold where it does."""
+        if not isinstance(schema, dict) or depth > _MAX_PROOF_DEPTH:
+            return [{"type": []}] if schema is False else []
+        if isinstance(reference := schema.get("$ref"), str):
+            more = [{"$ref": reference}] if len(schema) > 1 else []
+            return [*self._parts(self._places.get(unquote(reference), True), depth + 1), *more]
+        inner = schema.get("allOf", [])
+        return [schema, *(part for one in inner for part in self._parts(one, depth + 1))]
+
+    def _kinds(self, parts: list[dict[str, Any]]) -> set[str]:
+        kinds = set(_KINDS)
+        for part in parts:
+            kinds &= {_kind_of_type(name) for name in _types(part)}
+            if (values := self._values(part)) is not None:
+                kinds &= {_kind_of(value) for value in values}
+        return kinds
+
+    def _values(self, part: dict[str, Any]) -> list[Any] | None:
+        if "const" in part and not self._draft_4:
+            return [part["const"]]
+        values = part.get("enum")
+        return values if isinstance(values, list) else None
+
+    def _apart_in(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
+        """Whether no instance of the kind follows all of both."""
+        self._steps -= 1
+        if self._steps < 0 or depth > _MAX_PROOF_DEPTH:
+            return False
+        pairs = [(one, other) for one in left for other in right]
+        if any(self._differ(kind, one, other) for one, other in pairs):
+            return True
+        if kind == "object":
+            required = {name for part in (*left, *right) for name in _texts(part.get("required", []))}
+            for name in sorted(required):
+                if any(self._apart(_property(one, name), _property(other, name), depth + 1) for one, other in pairs):
+                    return True
+        return self._split(kind, left, right, depth) or self._split(kind, right, left, depth)
+
+    def _split(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
+        """Whether each way in which one of `left` can hold keeps it apart from `right`."""
+        for part in left:
+            for options in (part.get("anyOf"), part.get("oneOf")):
+                if isinstance(options, list) and all(
+                    kind not in self._kinds(parts) or self._apart_in(kind, parts, right, depth + 1)
+                    for parts in map(self._parts, options)
+                ):
+                    return True
+        return False
+
+    def _differ(self, kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        values = self._values(one), self._values(other)
+        if values[0] is not None and values[1] is not None:
+            known = [_comparable(value) for value in values[1]]
+            return not any(_kind_of(value) == kind and _comparable(value) in known for value in values[0])
+        if kind not in _LIMITS:
+            return False
+        least, most = _LIMITS[kind]
+        return _is_below(one.get(most), other.get(least)) or _is_below(other.get(most), one.get(least))
+
+
+def _takes_all(kind: str, parts: list[dict[str, Any]]) -> bool:
+    """Whether all instances of the kind follow them."""
+    words = _WORDS[kind] | {"enum", "const", "anyOf", "oneOf", "$ref"}
+    return all(kind in _types(part) and not part.keys() & words for part in parts)
+
+
+def _property(part: dict[str, Any], name: str) -> Schema:
+    """What it says of a property, or less."""
+    named = part.get("properties")
+    if isinstance(named, dict) and name in named:
+        return named[name]  # type: ignore[no-any-return]
+    return True if part.get("patternProperties") else part.get("additionalProperties", True)
+
+
+def _kind_of_type(name: str) -> str:
+    return "number" if name == "integer" else name
+
+
+def _kind_of(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _comparable(value: Any) -> Any:
+    """Equal where JSON values are: 1 and 1.0, but not 1 and true."""
+    if isinstance(value, bool):
+        return "boolean", value
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    return {name: _comparable(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _is_below(most: object, least: object) -> bool:
+    numbers = isinstance(most, int | float) and isinstance(least, int | float)
+    return numbers and most < least  # type: ignore[operator]
+
+
 # --- schemas whose instances end ---
 
-_KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
 _NEUTRAL: Final = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor"})
 _LEAST_CHARS: Final = 16  # of a text
 _MAX_NAME_CHARS: Final = 32
@@ -199,7 +380,7 @@ class _Ending:
         )
         if schema.keys() & {"$ref", "allOf", "anyOf", "enum", "const"}:
             return ended
-        kinds = _kinds(schema)
+        kinds = _types(schema)
         if "string" in kinds and not schema.keys() & {"maxLength", "pattern", "format"}:
             ended["maxLength"] = max(chars, _LEAST_CHARS, schema.get("minLength", 0))
         if "number" in kinds or "integer" in kinds:
@@ -222,11 +403,6 @@ def _passed_on(schema: dict[str, Any], name: str, whole: bool) -> bool:
     if name in ("anyOf", "oneOf"):
         return whole and _stands_alone(schema, name)
     return whole and (name != "allOf" or (_stands_alone(schema, name) and len(schema["allOf"]) == 1))
-
-
-def _kinds(schema: dict[str, Any]) -> tuple[str, ...]:
-    kinds = schema.get("type", _KINDS)
-    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
 
 
 def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:

@@ -136,7 +136,11 @@ def _only(value: Mapping[Any, Any], known: set[str]) -> None:
 def _schema_text(schema: object) -> str:
     if not isinstance(schema, Mapping | bool):
         raise _error("invalid_type", "a JSON schema must be an object")
-    return json.dumps(schema)
+    return _compact(schema)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 ResponseFormat = Annotated[Any, BeforeValidator(parse_response_format, json_schema_input_type=Any)]
@@ -250,7 +254,7 @@ def _from_json(text: str) -> str:
     if not isinstance(schema, dict):
         raise UnsupportedGrammarError("The schema must be an object, and allow something.")
     kept = enforceable(schema)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(kept), overrides={"whitespace_flexible": False}))
+    return str(LLMatcher.grammar_from_json_schema(_compact(kept), overrides={"whitespace_flexible": False}))
 
 
 def _from_regex(text: str) -> str:
@@ -279,7 +283,7 @@ def _from_calls(text: str) -> str:
         if chars is not None:
             with contextlib.suppress(TypeError, AttributeError):  # a value of a wrong kind, which llguidance tells
                 kept = with_an_end(kept, chars)
-        rules.append(f"json_{number}: %json {json.dumps({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
+        rules.append(f"json_{number}: %json {_compact({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
     return _from_lark("\n".join(rules))
 
 
