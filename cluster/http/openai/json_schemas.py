@@ -42,6 +42,23 @@ _WITHOUT_EFFECT: Final = (("uniqueItems", False), ("unevaluatedProperties", True
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
+# llguidance's own rules let some through that do not exist, such as the 29th of February of any year; these leave out
+# some that do: years before 1000, leap seconds, names with two hyphens in a row.
+_DATE: Final = (
+    r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME: Final = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL: Final = r"[a-zA-Z0-9](?:-?[a-zA-Z0-9]){0,31}"  # 63 characters at most
+_EXACT_FORMATS: Final = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
+}
 _OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
 _OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -80,7 +97,7 @@ class _Schemas:
         _require_enforced(schema, place)
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
-        kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
+        kept = _with_exact_format({name: value for name, value in schema.items() if not _is_annotation(name, value)})
         kept = _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
         if isinstance(anchor := schema.get("$anchor"), str):
             self._places[f"#{anchor}"] = kept
@@ -95,6 +112,17 @@ def _is_annotation(name: str, value: object) -> bool:
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS
     return name in _ANNOTATIONS or any(name == other and value is idle for other, idle in _WITHOUT_EFFECT)
+
+
+def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
+    pattern = _EXACT_FORMATS.get(str(schema.get("format")))
+    if pattern is None:
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "format"}
+    if "pattern" not in rest:
+        return rest | {"pattern": pattern}
+    also = rest.get("allOf", [])
+    return rest | {"allOf": [*also, {"pattern": pattern}]} if isinstance(also, list) else schema
 
 
 def _require_enforced(schema: dict[str, Any], place: str) -> None:
@@ -317,7 +345,7 @@ _NEUTRAL: Final = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$a
 _LEAST_CHARS: Final = 16  # of a text
 _MAX_NAME_CHARS: Final = 32
 _MAX_ITEMS: Final = 16
-_CHARS_OF_ITEM: Final = 32  # below that there are fewer
+_CHARS_OF_ITEM: Final = 64  # with what stands around it; below that there are fewer
 _MAX_FREE: Final = 8  # properties, where a schema names none
 _MAX_NUMBER: Final = 10**15
 _LEAST_NUMBER: Final = 1e-8  # llguidance can count no further
@@ -331,38 +359,48 @@ def with_an_end(schema: dict[str, Any], chars: int) -> dict[str, Any]:
     pattern or a format, objects that several schemas describe together (`allOf`, or `$ref` or `anyOf` with more beside
     it), and what stands below a `oneOf` that remains.
     """
-    return _Ending(schema).ended(schema, chars)
+    return _Ending(schema, chars).ended(schema, chars)
 
 
 class _Ending:
-    def __init__(self, schema: dict[str, Any]) -> None:
-        self._joined: set[str] = set()  # places that some reference joins with other schemas
-        while True:
-            known = len(self._joined)
-            self._look(schema, "#", True)
-            if len(self._joined) == known:
-                break
+    def __init__(self, schema: dict[str, Any], chars: int) -> None:
+        # Of places that references lead to:
+        self._joined: set[str] = set()  # with other schemas beside them, somewhere
+        self._chars: dict[str, int] = {}  # what the least that refers to it has
+        while self._look(schema, "#", chars, True):
+            pass
+
+    def _look(self, schema: Schema, place: str, chars: int, whole: bool) -> bool:
+        """Whether anything new was found."""
+        if not isinstance(schema, dict):
+            return False
+        whole, chars = self._is_whole(schema, place, whole), self._of_place(place, chars)
+        found = False
+        if "$ref" in schema:
+            target = unquote(str(schema["$ref"]))
+            found = self._of_place(target, chars + 1) > chars
+            self._chars[target] = self._of_place(target, chars)
+            if not (whole and _stands_alone(schema, "$ref")):
+                found |= target not in self._joined
+                self._joined.add(target)
+        share = _shares(schema, chars)
+        looks: list[bool] = []
+        _with_each(
+            schema,
+            place,
+            lambda name, inner, at: looks.append(self._look(inner, at, share(name), _passed_on(schema, name, whole))),
+        )
+        return found or any(looks)
+
+    def _of_place(self, place: str, chars: int) -> int:
+        return min(chars, self._chars.get(place, chars))
 
     def ended(self, schema: dict[str, Any], chars: int) -> dict[str, Any]:
-        if not schema.get("properties") and not schema.keys() & {
-            "$ref",
-            "allOf",
-            "anyOf",
-            "oneOf",
-            "patternProperties",
-        }:
-            schema = {"additionalProperties": False, **schema}  # a function that says nothing of arguments has none
+        if not schema.keys() - _NEUTRAL - {"type", "properties"} and not schema.get("properties"):
+            schema = {**schema, "additionalProperties": False}  # a function that says nothing of arguments has none
         ended = self._ended(schema, "#", chars, True)
         assert isinstance(ended, dict)
         return ended
-
-    def _look(self, schema: Schema, place: str, whole: bool) -> None:
-        if not isinstance(schema, dict):
-            return
-        whole = self._is_whole(schema, place, whole)
-        if "$ref" in schema and not (whole and _stands_alone(schema, "$ref")):
-            self._joined.add(unquote(str(schema["$ref"])))
-        _with_each(schema, place, lambda name, inner, at: self._look(inner, at, _passed_on(schema, name, whole)))
 
     def _is_whole(self, schema: dict[str, Any], place: str, whole: bool) -> bool:
         """Whether the schema alone says what its instances are, whoever refers to it."""
@@ -373,7 +411,7 @@ class _Ending:
             return _anything(chars) if whole else schema
         if not isinstance(schema, dict) or "oneOf" in schema:
             return schema
-        whole = self._is_whole(schema, place, whole)
+        whole, chars = self._is_whole(schema, place, whole), self._of_place(place, chars)
         share = _shares(schema, chars)
         ended = _with_each(
             schema, place, lambda name, inner, at: self._ended(inner, at, share(name), _passed_on(schema, name, whole))
@@ -415,8 +453,6 @@ def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:
         "prefixItems": _num_items(schema, chars),
         "additionalProperties": _MAX_FREE,
         "patternProperties": _MAX_FREE,
-        "$defs": 4,
-        "definitions": 4,
     }
     return lambda name: chars // max(1, parts.get(name, 1))
 
@@ -458,7 +494,7 @@ def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
     required = schema.get("required", [])
     bounds: dict[str, Any] = {}
     if not named:
-        most = max(_MAX_FREE, schema.get("minProperties", 0), len(required))
+        most = max(1, min(_MAX_FREE, chars // _CHARS_OF_ITEM), schema.get("minProperties", 0), len(required))
         bounds["maxProperties"] = min(most, schema.get("maxProperties", most))
         if others is not False and not patterns and not required:
             value = _scalar(chars // _MAX_FREE) if others is True else others
