@@ -16,9 +16,8 @@ from engine.text.tokenizer import Tokenizer
 
 _MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
 _MAX_CALLS: Final = 8  # of an answer that must call
-_TOKENS_OF_CALL: Final = 128  # below that there are fewer
+_TOKENS_OF_CALL: Final = 256  # below that there are fewer
 _DEFAULT_TOKENS: Final = 16_384  # that an answer is taken to have where nothing is said
-_CHARS_OF_TOKEN: Final = 2  # texts have three or four
 
 
 def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Reading | None:
@@ -95,7 +94,7 @@ class _CallGrammar:
         # A power of two, so that requests that differ little share a grammar.
         tokens = 1 << (max_tokens or _DEFAULT_TOKENS).bit_length() - 1
         self._max_calls = 1 if reading.single else min(_MAX_CALLS, max(1, tokens // _TOKENS_OF_CALL))
-        self._chars = _CHARS_OF_TOKEN * tokens // min(self._max_calls, 4)  # of one call; few answers have more of them
+        self._chars = tokens // self._max_calls  # of one call; a token has three or four, or one, and there are marks
         self.schemas: list[tuple[Any, int | None]] = []
 
     def exact(self, tools: Sequence[Tool], answer: Wanted | None) -> str:
