@@ -29,6 +29,7 @@ PARTS = {
     "startup": ("benchmarks.serving.startup", 600),
     "handoff": ("benchmarks.transfer.handoff", 300),
     "sampling": ("benchmarks.engine.sampling", 300),
+    "grammars": ("benchmarks.engine.grammars", 600),
     "engine": ("benchmarks.engine.speed", 600),
     "quantisation": ("benchmarks.engine.quantisation", 900),
     "speculation": ("benchmarks.engine.speculation", 900),

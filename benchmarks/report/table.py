@@ -398,6 +398,19 @@ def _sampling(results: Report) -> str:
     return table([*columns, "log-probability differs by, median / max"], rows)
 
 
+def _grammars(results: Report) -> str:
+    rows: list[list[object]] = [
+        [f"{row['temperature']:g}", spread(row["without"]), spread(row["with"]), f"{row['lost']:.1%}"]
+        for row in results["rows"]
+    ]
+    shown = table(["temperature", "tokens/s without", "under a schema", "lost"], rows)
+    compiling, ms = results["compile"], results["compile"]["ms"]
+    return (
+        f"{shown}\n{results['streams']}. JSONSchemaBench: {compiling['served']} of {compiling['schemas']} served;"
+        f" compiling, ms of a processor: P50 {ms['p50']}, P90 {ms['p90']}, P99 {ms['p99']}, most {ms['max']}.\n"
+    )
+
+
 def _eviction(results: Report) -> str:
     rows: list[list[object]] = [
         [f"{value:.1%}" if isinstance(value, float) else value for value in row.values()] for row in results["rows"]
@@ -484,6 +497,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "gateway": gateway_tables,
     "startup": startup_table,
     "sampling": _sampling,
+    "grammars": _grammars,
     "transports": _transports,
     "eviction": _eviction,
     "layerkv": _layerkv,
@@ -504,6 +518,10 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "gateway": gateway_headline,
     "startup": startup_headline,
     "sampling": lambda results: {"bf16_same_alone_and_batched": results["bfloat16"][0]["identical"]},
+    "grammars": lambda results: {
+        "lost": [row["lost"] for row in results["rows"]],
+        "compile_ms": results["compile"]["ms"],
+    },
     "eviction": lambda results: {"hit_rates at an eighth": results["rows"][3]},
     "layerkv": lambda results: {
         f"{row['rate']} requests/s": {name: row[name] for name in _LAYERKV_RATIOS} for row in results["rows"]

@@ -208,7 +208,9 @@ def test_calls_that_must_be_made(target: Target, generator: ScriptedGenerator, c
     names = {calls_of(answer.message)[0][0] for answer in choices}
     assert names == ({"weather", "time"} if choice == "required" else {"weather"})
     several = [calls_of(answer.message) for answer in target.chat(tools=tools, tool_choice=choice, n=6, seed=3).choices]
-    assert all(several) and max(map(len, several)) > 1
+    assert all(several)
+    named = isinstance(choice, dict) and choice["type"] == "function"  # one call, by OpenAI's API
+    assert max(map(len, several)) == 1 if named else 1 < max(map(len, several)) <= 8
 
 
 def matcher_of(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Callable[[str], bool]:
@@ -266,9 +268,9 @@ def test_forced_calls_are_read_back(name: str, tokenizer: Tokenizer) -> None:
     known = TOOL_FORMATS[name]
     functions = frozenset(("weather", "time"))
     reading = Reading(tools=known, functions=functions, single=False, reasoning=None, reasons=False)
-    body = ChatBody.model_validate(
-        {"model": MODEL, "messages": MESSAGES, "tools": [STRICT, TIME], "tool_choice": "required"}
-    )
+    zone = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tools = [STRICT, {"type": "function", "function": {"name": "time", "parameters": zone}}]
+    body = ChatBody.model_validate({"model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": "required"})
     wanted = constrained(body, reading, tokenizer)
     assert wanted is not None
     llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))

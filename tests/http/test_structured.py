@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.errors import InvalidRequestError
 from cluster.http.openai import structured
-from cluster.http.openai.structured import Grammars, UnsupportedGrammarError, Wanted, compiled
+from cluster.http.openai.json_schemas import UnsupportedGrammarError
+from cluster.http.openai.structured import Grammars, Wanted, compiled
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
@@ -192,26 +194,45 @@ def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: Wanted) -> None:
         compiled(wanted, llg)
 
 
-async def test_what_takes_too_long_to_compile_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next one is compiled, though the thread of the first is still at it."""
-    go_on, compile_ = threading.Event(), structured.compiled
+def _patterns(number: int) -> dict[str, Any]:
+    """So many patterns that must all hold, in a few hundred characters: with each, compiling takes twice as long."""
+    schema: dict[str, Any] = {"type": "string"}
+    for letter in range(number):
+        schema = {"allOf": [schema, {"pattern": f".*{chr(97 + letter)}.*"}]}
+    return schema
 
-    def slow(wanted: Wanted, llg: LLTokenizer) -> str:
-        if "slow" in wanted.text:
-            go_on.wait()
-        return compile_(wanted, llg)
 
+def _cpu_s(process: psutil.Process) -> float:
+    """Of a process, of those that it waited for, and of those that still run."""
+    times = process.cpu_times()
+    return sum(times[:4]) + sum(_cpu_s(child) for child in process.children())
+
+
+async def test_what_takes_too_long_to_compile_is_refused(tokenizer: Tokenizer) -> None:
+    """For a second of a processor and no more, and nothing goes on behind it; the next one is compiled as ever."""
     grammars = Grammars(tokenizer)
     await grammars.grammar_for(of_schema({"type": "integer"}), None)
-    monkeypatch.setattr(structured, "compiled", slow)
-    monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.01)
-    try:
-        with pytest.raises(InvalidRequestError, match="took longer"):
-            await grammars.grammar_for(Wanted("choice", '["slow"]', "structured_outputs"), None)
-        monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 60.0)
-        assert await grammars.grammar_for(Wanted("choice", '["quick"]', "structured_outputs"), None)
-    finally:
-        go_on.set()
+    here = psutil.Process()
+    for schema in (_patterns(20), {"type": "object", "properties": {"x": _patterns(19)}}):
+        before = _cpu_s(here)
+        with pytest.raises(InvalidRequestError, match="more than 1 s of a processor"):
+            await grammars.grammar_for(of_schema(schema), None)
+        refused = _cpu_s(here)
+        assert refused - before < 2.5
+        await asyncio.sleep(0.5)
+        assert _cpu_s(here) - refused < 0.25, "somebody is still at it"
+    assert await grammars.grammar_for(of_schema({"type": "integer", "minimum": 4}), None)
+
+
+async def test_a_compiler_that_is_gone_is_started_again(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer)
+    await grammars.grammar_for(of_schema({"const": "before"}), None)
+    first = grammars.compiler.pid
+    assert first is not None
+    for process in [psutil.Process(first), *psutil.Process(first).children()]:
+        process.kill()
+    assert await grammars.grammar_for(of_schema({"const": "after"}), None)
+    assert grammars.compiler.pid not in (None, first)
 
 
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:

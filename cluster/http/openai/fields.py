@@ -216,10 +216,11 @@ def refuse(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether functions may be called, or must be; `names`: which of them, None: all."""
+    """Whether functions may be called, or must be; `names`: which of them, None: all. `once`: no more than one call."""
 
     mode: Literal["none", "auto", "required"]
     names: frozenset[str] | None = None
+    once: bool = False
 
 
 def parse_tool_choice(value: object) -> ToolChoice:
@@ -229,7 +230,7 @@ def parse_tool_choice(value: object) -> ToolChoice:
     if value == "none" or value == "auto" or value == "required":
         return ToolChoice(value)
     if isinstance(value, Mapping) and value.get("type") == "function":
-        return ToolChoice("required", frozenset([_function_name(value)]))
+        return ToolChoice("required", frozenset([_function_name(value)]), once=True)
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         allowed = value.get("allowed_tools")
         if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list) and allowed["tools"]:

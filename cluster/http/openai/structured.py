@@ -2,8 +2,9 @@
 
 A client says what an answer must look like by a JSON schema, a regular expression, a choice of texts, or a grammar.
 All become one text that llguidance reads; the engine makes masks of tokens of it (`engine.sampling.grammar`). It is
-compiled here once, with the model's own tokenizer and up to its first masks, so that what cannot be followed is refused
-before anything is computed; and only the finished text goes on, so that no worker reads a schema differently.
+compiled once for the gateway, with the model's own tokenizer and up to its first masks, so that what cannot be followed
+is refused before anything is computed; and only the finished text goes on, so that no worker reads a schema
+differently. That happens in a process of its own (`grammar_process`), which bounds what one may take.
 
 Every keyword of a schema is enforced or refused, never ignored. What the standard calls annotations (titles, examples,
 formats without a rule, words that it does not know) changes nothing. JSON is written without white space.
@@ -14,13 +15,13 @@ The endpoints call `Grammars.grammar_for`; pydantic calls the two parsers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +31,13 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from cluster.errors import InvalidRequestError
-from engine.sampling.grammar import LIMITS, allowed_by, grammar_tokenizer
+from cluster.http.openai.grammar_process import CPU_S, compiler_process
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
+from engine.sampling.grammar import LIMITS, allowed_by
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
-MAX_DEPTH: Final = 64  # of schemas within schemas
 MAX_CHOICES: Final = 1024
-COMPILE_TIMEOUT_S: Final = 1.0
 _NUM_TRIED: Final = 6  # masks: some grammars compile, and are too complex only behind their first tokens
 MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
 _MAX_REASON_CHARS: Final = 300
@@ -47,15 +48,12 @@ Kind = Literal["json", "regex", "choice", "grammar", "calls"]
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an answer must be, in the client's words: `text` is a schema's JSON, a list's JSON, or as it was sent.
-    `calls`: JSON of a Lark grammar, and of the schemas of its rules `json_0`, `json_1`, ..."""
+    `calls`: JSON of a Lark grammar, and of the schemas of its rules `json_0`, `json_1`, ..., each with the characters
+    that its instances may about have, None: any number."""
 
     kind: Kind
     text: str
     param: str  # the field that says so
-
-
-class UnsupportedGrammarError(ValueError):
-    """It cannot be enforced, or makes no sense. The text is a whole sentence."""
 
 
 # --- what clients send ---
@@ -138,7 +136,11 @@ def _only(value: Mapping[Any, Any], known: set[str]) -> None:
 def _schema_text(schema: object) -> str:
     if not isinstance(schema, Mapping | bool):
         raise _error("invalid_type", "a JSON schema must be an object")
-    return json.dumps(schema)
+    return _compact(schema)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 ResponseFormat = Annotated[Any, BeforeValidator(parse_response_format, json_schema_input_type=Any)]
@@ -149,13 +151,14 @@ StructuredOutputs = Annotated[Any, BeforeValidator(parse_structured_outputs, jso
 
 
 class Grammars:
-    """The grammars that requests of one gateway ask for. Compiles in a thread of its own, one after another, and
-    remembers the last ones; belongs to one event loop."""
+    """The grammars that requests of one gateway ask for. Has them compiled one after another, and remembers the last
+    ones; belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        known = tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids))
+        self.compiler = compiler_process(*known)
         self._free = asyncio.Lock()
-        self._thread = _new_thread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._known: OrderedDict[Wanted, str | UnsupportedGrammarError] = OrderedDict()
 
     async def grammar_for(self, response_format: Wanted | None, structured_outputs: Wanted | None) -> str | None:
@@ -173,45 +176,29 @@ class Grammars:
         found = self._known.get(wanted)
         if found is None:
             async with self._free:
-                found = self._known.get(wanted) or await self._compiled(wanted)
+                found = self._known.get(wanted)
+                if found is None:
+                    loop = asyncio.get_running_loop()
+                    found = await loop.run_in_executor(self._thread, self._compiled, wanted)
         self._remember(wanted, found)
         if isinstance(found, UnsupportedGrammarError):
             raise _refused(wanted, str(found))
         return found
 
-    async def _compiled(self, wanted: Wanted) -> str | UnsupportedGrammarError:
-        tokenizer = await self._in_thread(self._llg_tokenizer)  # the first time takes a second; it does not count below
-        if isinstance(tokenizer, UnsupportedGrammarError):
-            return tokenizer
-        try:
-            return await asyncio.wait_for(self._in_thread(lambda: compiled(wanted, tokenizer)), COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            self._thread.shutdown(wait=False)  # it ends by itself: the library bounds what it computes
-            self._thread = _new_thread()
-            return UnsupportedGrammarError(f"It is too complex: compiling took longer than {COMPILE_TIMEOUT_S:.0f} s.")
-
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except UnsupportedGrammarError as error:
-            return error
-
-    def _llg_tokenizer(self) -> LLTokenizer:
-        known = self._tokenizer
-        try:
-            return grammar_tokenizer(known.json, known.vocab_size, tuple(sorted(known.eos_token_ids)))
-        except ValueError as error:
-            raise UnsupportedGrammarError(f"This model's tokenizer cannot follow a grammar: {error}.") from error
+    def _compiled(self, wanted: Wanted) -> str | UnsupportedGrammarError:
+        answer = self.compiler.ask(wanted.kind, wanted.text)
+        if "grammar" in answer:
+            return answer["grammar"]
+        too_complex = (
+            f"It is too complex: to compile it takes more than {CPU_S:.0f} s of a processor, or too much memory."
+        )
+        return UnsupportedGrammarError(answer.get("refused", too_complex))
 
     def _remember(self, wanted: Wanted, found: str | UnsupportedGrammarError) -> None:
         self._known[wanted] = found
         self._known.move_to_end(wanted)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-
-
-def _new_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
 
 def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
@@ -223,11 +210,14 @@ def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
 def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
     """The grammar's text, if all of it can be enforced. Raises UnsupportedGrammarError."""
     try:
-        grammar = _WRITERS[wanted.kind](wanted.text)
+        return _tried(_WRITERS[wanted.kind](wanted.text), tokenizer)
     except UnsupportedGrammarError:
         raise
     except (ValueError, RecursionError) as error:
         raise UnsupportedGrammarError(_told(str(error))) from error
+
+
+def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise UnsupportedGrammarError(
             f"As a grammar it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible."
@@ -263,8 +253,8 @@ def _from_json(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise UnsupportedGrammarError("The schema must be an object, and allow something.")
-    kept = _Schemas().kept(schema)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(kept), overrides={"whitespace_flexible": False}))
+    kept = enforceable(schema)
+    return str(LLMatcher.grammar_from_json_schema(_compact(kept), overrides={"whitespace_flexible": False}))
 
 
 def _from_regex(text: str) -> str:
@@ -286,11 +276,14 @@ def _from_grammar(text: str) -> str:
 def _from_calls(text: str) -> str:
     parts = json.loads(text)
     rules = [parts["lark"]]
-    for number, schema in enumerate(parts["schemas"]):
+    for number, (schema, chars) in enumerate(parts["schemas"]):
         if not isinstance(schema, dict) and schema is not True:
             raise UnsupportedGrammarError("A schema must be an object, and allow something.")
-        kept = _Schemas().kept(schema if isinstance(schema, dict) else {})
-        rules.append(f"json_{number}: %json {json.dumps({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
+        kept = enforceable(schema if isinstance(schema, dict) else {})
+        if chars is not None:
+            with contextlib.suppress(TypeError, AttributeError):  # a value of a wrong kind, which llguidance tells
+                kept = with_an_end(kept, chars)
+        rules.append(f"json_{number}: %json {_compact({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
     return _from_lark("\n".join(rules))
 
 
@@ -305,105 +298,3 @@ _WRITERS: Final[Mapping[Kind, Callable[[str], str]]] = {
     "grammar": _from_grammar,
     "calls": _from_calls,
 }
-
-
-# --- JSON schemas ---
-
-# llguidance refuses by itself what it knows and lacks, except where it is said to be lenient. These it would not see.
-_REFUSED: Final = frozenset({"extends", "disallow", "divisibleBy", "$dynamicRef", "$recursiveRef"})
-_LACKING: Final = frozenset(
-    {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains"}
-    | {"maxContains", "propertyNames", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
-)
-# These change nothing by the standard, whatever they say.
-_ANNOTATIONS: Final = frozenset(
-    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
-    | {"contentEncoding", "contentMediaType", "contentSchema", "$dynamicAnchor", "$recursiveAnchor", "x-guidance"}
-)
-_WITHOUT_EFFECT: Final = (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
-_FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-_OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
-_OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
-_OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-
-
-class _Schemas:
-    """One schema and all within it, without what changes nothing, and refused for what would be ignored."""
-
-    def __init__(self) -> None:
-        self._places = {"#"}
-        self._references: list[str] = []
-
-    def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Raises UnsupportedGrammarError, which names the place."""
-        kept = self._kept(schema, "#", 0)
-        for reference in self._references:
-            if unquote(reference) not in self._places:
-                raise UnsupportedGrammarError(
-                    f"The reference {reference[:100]!r} leads to no part of the schema. References must begin with #"
-                    " and lead to a schema within, such as #/$defs/name; nothing is fetched from elsewhere."
-                )
-        assert isinstance(kept, dict)
-        return kept
-
-    def _kept(self, schema: object, place: str, depth: int) -> dict[str, Any] | bool:
-        if isinstance(schema, bool):
-            return schema
-        if not isinstance(schema, dict):
-            raise UnsupportedGrammarError(f"At {place}: a schema must be an object, true or false.")
-        if depth > MAX_DEPTH:
-            raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
-        _require_enforced(schema, place)
-        if isinstance(anchor := schema.get("$anchor"), str):
-            self._places.add(f"#{anchor}")
-        if isinstance(reference := schema.get("$ref"), str):
-            self._references.append(reference)
-        return {
-            name: self._kept_value(name, value, f"{place}/{_escaped(name)}", depth + 1)
-            for name, value in schema.items()
-            if not _is_annotation(name, value)
-        }
-
-    def _kept_value(self, name: str, value: object, place: str, depth: int) -> object:
-        if name in _OF_NAMED and isinstance(value, dict):
-            return {key: self._at(inner, f"{place}/{_escaped(key)}", depth) for key, inner in value.items()}
-        if name in _OF_SEVERAL and isinstance(value, list):
-            return [self._at(inner, f"{place}/{number}", depth) for number, inner in enumerate(value)]
-        if name in _OF_ONE:
-            return self._at(value, place, depth)
-        return value
-
-    def _at(self, schema: object, place: str, depth: int) -> dict[str, Any] | bool:
-        self._places.add(place)
-        return self._kept(schema, place, depth)
-
-
-def _is_annotation(name: str, value: object) -> bool:
-    if name == "format":
-        return isinstance(value, str) and value not in _FORMATS
-    return name in _ANNOTATIONS or any(name == other and value is idle for other, idle in _WITHOUT_EFFECT)
-
-
-def _require_enforced(schema: dict[str, Any], place: str) -> None:
-    for name, value in schema.items():
-        if name in _REFUSED or (name in _LACKING and not _is_annotation(name, value)):
-            raise UnsupportedGrammarError(f"At {place}: the keyword {name!r} cannot be enforced.")
-    multiple = schema.get("multipleOf", 1)
-    if not isinstance(multiple, int | float) or isinstance(multiple, bool) or multiple <= 0:
-        raise UnsupportedGrammarError(f"At {place}: multipleOf must be a number above 0.")
-    # The name of a property may come twice, and then counts once.
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
-    if isinstance(least, int) and isinstance(required, list) and least > max(1, len(set(_texts(required)))):
-        raise UnsupportedGrammarError(
-            f"At {place}: minProperties cannot be enforced beyond the number of required properties."
-        )
-
-
-def _texts(values: list[object]) -> Iterator[str]:
-    return (value for value in values if isinstance(value, str))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

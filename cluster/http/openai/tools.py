@@ -15,6 +15,9 @@ from engine.text.formats import Message, OutputFormats, with_hermes_tools
 from engine.text.tokenizer import Tokenizer
 
 _MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
+_MAX_CALLS: Final = 8  # of an answer that must call
+_TOKENS_OF_CALL: Final = 256  # below that there are fewer
+_DEFAULT_TOKENS: Final = 16_384  # that an answer is taken to have where nothing is said
 
 
 def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Reading | None:
@@ -37,7 +40,7 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
     return Reading(
         tools=formats.tools if offered else None,
         functions=offered if choice.names is None else choice.names,
-        single=body.parallel_tool_calls is False,
+        single=body.parallel_tool_calls is False or choice.once,
         reasoning=reasoning,
         reasons=reasoning is not None and prompt_end.rstrip().endswith(reasoning.opening),
     )
@@ -88,7 +91,7 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
         )
     if answer is not None and answer.kind != "json":
         return None
-    writer = _CallGrammar(reading, tokenizer)
+    writer = _CallGrammar(reading, tokenizer, body.max_completion_tokens or body.max_tokens)
     try:
         lark = writer.free(tools) if strict and not forced and answer is None else writer.exact(tools, answer)
     except (ValueError, RecursionError):
@@ -103,17 +106,21 @@ _SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]*/"
 class _CallGrammar:
     """Writes calls in a model's own format as rules of llguidance's Lark, to be read back by the same parser."""
 
-    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, reading: Reading, tokenizer: Tokenizer, max_tokens: int | None) -> None:
         self._reading = reading
         self._tokenizer = tokenizer
-        self.schemas: list[Any] = []
+        # A power of two, so that requests that differ little share a grammar.
+        tokens = 1 << (max_tokens or _DEFAULT_TOKENS).bit_length() - 1
+        self._max_calls = 1 if reading.single else min(_MAX_CALLS, max(1, tokens // _TOKENS_OF_CALL))
+        self._chars = tokens // self._max_calls  # of one call; a token has three or four, or one, and there are marks
+        self.schemas: list[tuple[Any, int | None]] = []
 
     def exact(self, tools: Sequence[Tool], answer: Wanted | None) -> str:
         """Nothing but calls, or the answer; behind reasoning where the model reasons."""
         ways: list[str] = []
         rules = [_SPACES]
         if tools:
-            rules += self._calls(tools, strict=True)
+            rules += self._calls(tools, forced=True)
             ways.append("calls")
         if answer is not None:
             ways.append(self._json(json.loads(answer.text)))
@@ -134,11 +141,11 @@ class _CallGrammar:
         assert known is not None
         if known.bare or known.body != "json":
             raise _refusal("strict functions need tool_choice 'required' for this model.", "unsupported_value")
-        rules = [_SPACES, *self._calls(tools, strict=False), self._up_to("before", known.opening)]
+        rules = [_SPACES, *self._calls(tools, forced=False), self._up_to("before", known.opening)]
         return "\n".join(["start: (before call)* TEXT", *rules])
 
-    def _calls(self, tools: Sequence[Tool], *, strict: bool) -> list[str]:
-        """The rule `calls`, and `call`, which lacks the opening mark."""
+    def _calls(self, tools: Sequence[Tool], *, forced: bool) -> list[str]:
+        """The rule `calls`, and `call`, which lacks the opening mark. Where calls are `forced`, they have an end."""
         known = self._reading.tools
         assert known is not None
         if known.body == "gemma":
@@ -150,21 +157,22 @@ class _CallGrammar:
         key = "parameters" if known.bare else "arguments"
         for tool in tools:
             function = tool.function
-            schema = function.parameters if strict or function.strict else None
+            schema = function.parameters if forced or function.strict else None
             head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-            objects.append(f'{head} {self._json({**(schema or {}), "type": "object"})} "}}"')
+            arguments = self._json({**(schema or {}), "type": "object"}, self._chars if forced else None)
+            objects.append(f'{head} {arguments} "}}"')
         rules = ["object: " + " | ".join(objects)]
         if known.bare:
             return [*rules, "calls: object"]
-        opening, single = self._mark(known.opening), self._reading.single
+        opening, several = self._mark(known.opening), f"{{0,{self._max_calls - 1}}}"
         if known.body == "mistral":
-            further = "" if single else '(", " object)*'
+            further = f'(", " object){several}' if self._max_calls > 1 else ""
             return [*rules, f'calls: {opening} "[" object {further} "]"']
-        further = "" if single else rf'("\n" {opening} call)*'
+        further = rf'("\n" {opening} call){several}' if self._max_calls > 1 else ""
         return [*rules, r'call: "\n" object "\n" ' + self._mark(known.closing), f"calls: {opening} call {further}"]
 
-    def _json(self, schema: Any) -> str:
-        self.schemas.append(schema)
+    def _json(self, schema: Any, chars: int | None = None) -> str:
+        self.schemas.append((schema, chars))
         return f"json_{len(self.schemas) - 1}"
 
     def _mark(self, mark: str) -> str:

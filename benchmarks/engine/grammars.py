@@ -1,0 +1,126 @@
+"""What a JSON schema costs: tokens/s of 32 streams that all follow one, beside the same streams without, in turns; and
+the processor time of compiling 200 schemas of JSONSchemaBench.
+
+Both kinds of streams have the same prompts and write the same number of tokens, greedy and drawn. The schema is a list
+of records that does not end before they do.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.common.local import load_default_model, local_engine
+from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.provenance import ROOT
+from benchmarks.common.summary import Json, spread
+from benchmarks.common.workload import MODEL, draw_prompts
+from cluster.http.openai.json_schemas import UnsupportedGrammarError
+from cluster.http.openai.structured import Wanted, compiled
+from decode_workers.local_engine import LocalEngine
+from engine.checkpoint.store import resolve_model
+from engine.sampling.grammar import grammar_tokenizer
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
+
+NUM_THREADS: Final = 2
+NUM_STREAMS: Final = 32
+PROMPT_TOKENS: Final = 128
+OUTPUT_TOKENS: Final = 64
+ROUNDS: Final = 5
+SCHEMAS: Final = ROOT / "tests/http/schemas/jsonschemabench.jsonl.gz"
+RECORD: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "kind", "tags"],
+}
+LIST: Final = {"type": "array", "items": RECORD, "minItems": 64}
+
+
+def measure() -> Json:
+    model = load_default_model("bfloat16", num_threads=NUM_THREADS)
+    tokenizer = Tokenizer(resolve_model(MODEL))
+    llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+    grammar = compiled(Wanted("json", json.dumps(LIST), ""), llg)
+    engine = local_engine(model)
+    prompts = draw_prompts(NUM_STREAMS, PROMPT_TOKENS)
+    rows = []
+    for temperature in (0.0, 1.0):
+        rates: dict[str | None, list[float]] = {None: [], grammar: []}
+        _tokens_per_s(engine, prompts, grammar, temperature)  # whatever is made at first
+        for _ in range(ROUNDS):
+            for kind, found in rates.items():
+                found.append(_tokens_per_s(engine, prompts, kind, temperature))
+        lost = [1 - under / free for free, under in zip(*rates.values(), strict=True)]
+        rows.append(
+            {
+                "temperature": temperature,
+                "without": spread(rates[None]),
+                "with": spread(rates[grammar]),
+                "lost": round(statistics.median(lost), 4),
+                "lost_by_round": [round(one, 4) for one in lost],
+            }
+        )
+        note(f"temperature {temperature}: {rows[-1]['lost']:.1%} of tokens/s lost under a schema")
+    return {
+        "streams": f"{NUM_STREAMS} of {PROMPT_TOKENS} -> {OUTPUT_TOKENS} tokens, all under a schema and none",
+        "rows": rows,
+        "compile": _compile_times(llg),
+    }
+
+
+def _tokens_per_s(engine: LocalEngine, prompts: list[list[int]], grammar: str | None, temperature: float) -> float:
+    seqs = [
+        Sequence(
+            request_id=f"stream-{number}",
+            attempt=0,
+            params=SamplingParams(
+                max_tokens=OUTPUT_TOKENS, seed=number, temperature=temperature, ignore_eos=True, grammar=grammar
+            ),
+            prompt_token_ids=prompt,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    first_s, num_before = 0.0, 0
+    for _ in engine.run(seqs):
+        if first_s == 0.0 and all(seq.output_token_ids for seq in seqs):
+            first_s, num_before = time.perf_counter(), sum(len(seq.output_token_ids) for seq in seqs)
+    if any(len(seq.output_token_ids) != OUTPUT_TOKENS for seq in seqs):
+        raise GateError("a stream ended before its time")
+    return (NUM_STREAMS * OUTPUT_TOKENS - num_before) / (time.perf_counter() - first_s)
+
+
+def _compile_times(llg: Any) -> Json:
+    """Of the processor, each schema compiled three times; the median."""
+    times, served = [], 0
+    with gzip.open(SCHEMAS, "rt") as lines:
+        schemas = [json.dumps(json.loads(line)["schema"]) for line in lines]
+    for schema in schemas:
+        taken = []
+        for attempt in range(3):
+            before = time.process_time()
+            try:
+                compiled(Wanted("json", schema, ""), llg)
+                served += attempt == 0
+            except UnsupportedGrammarError:
+                pass
+            taken.append((time.process_time() - before) * 1e3)
+        times.append(statistics.median(taken))
+    found = dict(zip(("p50", "p90", "p99", "max"), np.percentile(times, [50, 90, 99, 100]).round(2), strict=True))
+    note(f"{served} of {len(schemas)} schemas are served; compiling: P99 {found['p99']} ms of a processor")
+    return {"schemas": len(schemas), "served": served, "ms": found}
+
+
+if __name__ == "__main__":
+    run_part("grammars", measure)

@@ -1,0 +1,145 @@
+"""A process that compiles grammars, which the system ends where one takes too much.
+
+Some grammars of a few hundred characters take hours and gigabytes to compile, and the library does not look up until
+it is through; a thread could not be ended. So there is a process that has read the tokenizer, and forks one that
+compiles, with bounds on each grammar's processor time and on all memory. Where that one is ended, the next fork is
+there in milliseconds.
+
+`cluster.http.openai.structured` starts it, once for each tokenizer of a process, and asks over pipes, a line of JSON
+for each question and answer. It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+CPU_S: Final = 1.0  # of a processor, for a grammar
+MEMORY: Final = 2 << 30  # bytes of addresses; Python and a tokenizer take a tenth of it
+
+
+class CompilerProcess:
+    """Its other end. Any thread may ask it."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._hello = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
+        self._free = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, for whoever looks at it from outside."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, kind: str, text: str) -> dict[str, str]:
+        """`{"grammar": ...}` or `{"refused": a sentence}`; nothing where it took too much. The first question waits for
+        the process to start, a second or two. Raises RuntimeError if the process cannot be had."""
+        with self._free:
+            for _ in range(2):  # somebody may have ended it since the last question
+                try:
+                    return self._asked({"kind": kind, "text": text})
+                except (OSError, ValueError):
+                    self._end()
+        raise RuntimeError("the process that compiles grammars ended; its reason is in the gateway's log")
+
+    def _asked(self, question: dict[str, Any]) -> dict[str, str]:
+        """Raises OSError or ValueError if the process is gone."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,  # an interrupt from the terminal is not its to answer
+            )
+            self._told(self._hello)
+        return self._told(question)
+
+    def _told(self, message: dict[str, Any]) -> dict[str, str]:
+        """What it answers. One thing after the other: a message that waits in its buffers would go to every fork."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        _write(self._process.stdin, message)
+        answer: dict[str, str] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+@lru_cache(maxsize=4)
+def compiler_process(tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> CompilerProcess:
+    """Once for all of a process."""
+    return CompilerProcess(tokenizer, vocab_size, eos_token_ids)
+
+
+def _write(pipe: IO[bytes], message: dict[str, Any]) -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+# --- in the process ---
+
+
+def main(questions: IO[bytes], answers: IO[bytes]) -> None:
+    from cluster.http.openai.json_schemas import UnsupportedGrammarError
+    from cluster.http.openai.structured import Wanted, compiled
+    from engine.sampling.grammar import grammar_tokenizer
+
+    hello = json.loads(questions.readline())
+    tokenizer: LLTokenizer | UnsupportedGrammarError
+    try:
+        tokenizer = grammar_tokenizer(hello["tokenizer"], hello["vocab_size"], tuple(hello["eos_token_ids"]))
+    except ValueError as error:
+        tokenizer = UnsupportedGrammarError(f"This model's tokenizer cannot follow a grammar: {error}.")
+    _write(answers, {})
+
+    def answer_to(question: dict[str, Any]) -> dict[str, str]:
+        try:
+            if isinstance(tokenizer, UnsupportedGrammarError):
+                raise tokenizer
+            return {"grammar": compiled(Wanted(question["kind"], question["text"], ""), tokenizer)}
+        except UnsupportedGrammarError as error:
+            return {"refused": str(error)}
+
+    while not _questions_end(questions, answers, answer_to):
+        _write(answers, {})
+
+
+def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable[[Any], dict[str, str]]) -> bool:
+    """Answers in a fork as long as that lasts. False: it was ended over the last question."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+        for line in questions:
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            answer = answer_to(json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            _write(answers, answer)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # nothing of what the first process would do is the fork's
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,189 @@
+"""What is made of schemas before they are compiled: arguments of calls that must be made have an end."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+from llguidance import LLTokenizer
+
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
+from cluster.http.openai.structured import Wanted, compiled
+from engine.sampling.grammar import grammar_tokenizer
+from engine.text.tokenizer import Tokenizer
+from tests.support.schema_answers import drawn_answer, takes
+
+pytestmark = pytest.mark.model
+
+PERSON: Final = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+# Properties, all of them required; and other schemas of objects.
+ENDLESS: Final[dict[str, dict[str, Any]]] = {
+    "anything": {"a": {}, "b": True},
+    "free": {"a": {"type": "object"}},
+    "lists": {"a": {"type": "array"}, "b": {"type": "array", "items": {"type": "array"}}},
+    "least": {"a": {"type": "array", "minItems": 3, "items": {"minLength": 20}}},
+    "tuples": {"a": {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 2}},
+    "numbers": {"a": {"type": "number"}, "b": {"type": "number", "exclusiveMinimum": 0}},
+    "references": {"a": {"type": "array", "items": {"$ref": "#/$defs/p"}}},
+    "or nothing": {"a": {"anyOf": [{"$ref": "#/$defs/p"}, {"type": "null"}]}},
+}
+OTHERS: Final[dict[str, dict[str, Any]]] = {
+    "nothing is said": {},
+    "open": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]},
+    "map": {"additionalProperties": {"type": "array", "items": {"type": "string"}}},
+    "not named": {"properties": {"a": {"type": "null"}}, "required": ["b"]},
+    "patterns": {"patternProperties": {"^[a-c]$": {"type": "string"}}},
+}
+SCHEMAS: Final = {name: {"type": "object"} | schema for name, schema in OTHERS.items()} | {
+    name: {"type": "object", "$defs": {"p": PERSON}, "properties": properties, "required": list(properties)}
+    for name, properties in ENDLESS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def llg(smollm2_folder: Path) -> LLTokenizer:
+    tokenizer = Tokenizer(smollm2_folder)
+    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+
+
+def _compiled(schema: object, llg: LLTokenizer) -> str:
+    return compiled(Wanted("json", json.dumps(schema), "tools"), llg)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_arguments_of_forced_calls_have_an_end(llg: LLTokenizer, name: str) -> None:
+    """Whatever a model likes to write, and it follows the schema as it was sent."""
+    schema = SCHEMAS[name]
+    grammar = _compiled(with_an_end(enforceable(schema), 256), llg)
+    for seed in range(3):
+        answer = drawn_answer(grammar, llg, random.Random(seed), max_tokens=2000)
+        assert answer is not None, "it did not end"
+        jsonschema.Draft202012Validator(schema).validate(json.loads(answer))
+
+
+def test_schemas_that_describe_an_object_together_stay_open(llg: LLTokenizer) -> None:
+    """Closed one by one, they would allow nothing."""
+    other = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    for schema in (
+        {"$defs": {"p": PERSON, "o": other}, "allOf": [{"$ref": "#/$defs/p"}, {"$ref": "#/$defs/o"}]},
+        {"$defs": {"p": PERSON}, **other, "$ref": "#/$defs/p"},
+        {"$defs": {"p": PERSON}, **other, "anyOf": [{"$ref": "#/$defs/p"}]},
+        {**PERSON, "allOf": [other]},
+    ):
+        grammar = _compiled(with_an_end(enforceable(schema), 256), llg)
+        assert takes(grammar, llg, {"name": "x", "age": 3}) or takes(grammar, llg, {"age": 3, "name": "x"})
+
+
+def test_bounds_that_are_said_stay(llg: LLTokenizer) -> None:
+    properties = {
+        "text": {"type": "string", "maxLength": 5000},
+        "list": {"type": "array", "items": {"type": "integer", "maximum": 5}, "maxItems": 40},
+        "sum": {"type": "number", "multipleOf": 0.5},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    grammar = _compiled(with_an_end(enforceable(schema), 64), llg)
+    assert takes(grammar, llg, {"text": "a" * 5000, "list": [5] * 40, "sum": 2.5})
+    assert not takes(grammar, llg, {"text": "a" * 5001, "list": [5], "sum": 2.5})
+    assert not takes(grammar, llg, {"text": "a", "list": [6], "sum": 2.5})
+
+
+def _tagged(kind: str, **properties: Any) -> dict[str, Any]:
+    properties = {"kind": {"const": kind}, **properties}
+    return {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
+
+
+CAT, DOG = _tagged("cat", lives={"type": "integer"}), _tagged("dog", tail={"type": "boolean"})
+DEFS: Final[dict[str, Any]] = {
+    "cat": CAT,
+    "dog": DOG,
+    "pet": {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]},
+    "text": {"type": "string"},
+    "short": {"type": "string", "maxLength": 2},
+    "long": {"type": "string", "minLength": 3},
+    "name": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    "number": {"type": "object", "required": ["number"], "additionalProperties": False,
+               "properties": {"number": {"type": "integer"}}},
+    "tree": {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
+}  # fmt: skip
+
+
+def _one_of(*branches: str | dict[str, Any], **beside: Any) -> dict[str, Any]:
+    named = [{"$ref": f"#/$defs/{branch}"} if isinstance(branch, str) else branch for branch in branches]
+    return {"$defs": DEFS, **beside, "oneOf": named}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (_one_of("cat", "dog"), {"kind": "dog", "tail": True}, {"kind": "cat", "tail": True}),
+        (_one_of("pet", {"type": "null"}), None, {"kind": "fox"}),
+        (_one_of("pet", "text", {"type": "array", "items": {"$ref": "#/$defs/pet"}}), [{"kind": "cat"}], [None]),
+        (_one_of("short", "long"), "abc", 1),
+        (_one_of("name", "number", properties={"name": {"type": "string"}}), {"number": 3}, {"number": "x"}),
+        (_one_of({"enum": [1, "a"]}, {"enum": [2, True]}), 1, "b"),
+        (_one_of({"type": "integer", "maximum": 3}, {"type": "number", "minimum": 3.5}), 4.25, 3.25),
+        (_one_of({"allOf": [{"$ref": "#/$defs/text"}, {"minLength": 1}]}, {"type": "boolean"}), "a", ""),
+        ({"$defs": DEFS, "$ref": "#/$defs/tree"}, [None, []], [1]),
+        # Several branches say nothing of what is no object: nothing else follows just one of them.
+        (
+            _one_of({"required": ["a"], "properties": {"a": {"enum": [1]}}},
+                    {"required": ["a"], "properties": {"a": {"enum": [2]}}}),
+            {"a": 2},
+            5,
+        ),
+        # Which property tells the branches apart is said beside them.
+        (
+            _one_of({"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}},
+                    type="object", required=["a"]),
+            {"a": 1},
+            {"a": 3},
+        ),
+        (_one_of("short", "long", anyOf=[{"pattern": "^a"}, {"pattern": "^b"}]), "abc", "cab"),
+    ],
+    ids=lambda case: json.dumps(case)[-60:],
+)  # fmt: skip
+def test_one_of_branches_that_share_nothing_is_any_of_them(
+    llg: LLTokenizer, schema: dict[str, Any], good: object, bad: object
+) -> None:
+    grammar = _compiled(schema, llg)
+    assert takes(grammar, llg, good)
+    assert not takes(grammar, llg, bad)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(good)
+    assert not validator.is_valid(bad)
+    assert '"oneOf"' not in grammar
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _one_of("text", "short"),
+        _one_of("name", {"type": "object"}),
+        _one_of({"type": "integer"}, {"type": "number"}),
+        _one_of({"enum": [1]}, {"enum": [1.0]}),
+        _one_of({"enum": [True]}, {"enum": [1]}, {"enum": [[1]]}, {"enum": [[1.0]]}),
+        _one_of({"type": "string", "format": "date"}, {"type": "string", "format": "ipv4"}),  # an annotation, for many
+        _one_of({"$ref": "#/$defs/text", "maxLength": 2}, {"$ref": "#/$defs/text", "minLength": 3}),  # not by draft 7
+        _one_of(CAT, DOG, **{"$schema": "http://json-schema.org/draft-04/schema#"}),  # which knows no const
+        _one_of({"required": ["a"]}, {"required": ["b"]}),
+        _one_of("tree", "tree"),
+        _one_of({}, {}, {"type": "null"}),
+    ],
+    ids=lambda case: json.dumps(case)[-60:],
+)
+def test_one_of_branches_that_may_share_something_is_not_any_of_them(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedGrammarError):
+        assert "oneOf" in enforceable(schema)
+        raise UnsupportedGrammarError
+
+
+def test_proofs_end() -> None:
+    """Many branches, and recursion on both sides: given up, and left to llguidance."""
+    many = [{"type": "object", "required": ["a"], "properties": {"a": {"minimum": n}}} for n in range(300)]
+    assert "oneOf" in enforceable({"oneOf": many})
+    lists = [{"type": "object", "required": ["n"], "properties": {"n": {"$ref": f"#/$defs/{name}"}}} for name in "ab"]
+    assert "oneOf" in enforceable({"$defs": dict(zip("ab", lists, strict=True)), "oneOf": lists})

@@ -1,0 +1,51 @@
+"""Answers that a grammar allows, drawn without a model, and whether it allows one."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.sampling.grammar import LIMITS, allowed_by
+
+_PRIME: Final = 2_147_483_647
+
+
+def drawn_answer(
+    grammar: str,
+    llg: LLTokenizer,
+    draw: random.Random,
+    max_tokens: int,
+    favourites: npt.NDArray[np.bool_] | None = None,
+    *,
+    greedy: bool = False,
+) -> str | None:
+    """Tokens of random logits; None if the grammar does not end in time. `favourites` are taken half the time where
+    they are allowed. Greedy: the first of an order of all tokens that is drawn once."""
+    matcher = LLMatcher(llg, grammar, log_level=0, limits=LIMITS)
+    tokens: list[int] = []
+    order = draw.randrange(1, _PRIME)
+    bits = np.zeros(-(-llg.vocab_size // 32), dtype=np.int32)
+    while len(tokens) < max_tokens:
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = np.flatnonzero(allowed_by(bits, llg.vocab_size))
+        if favourites is not None and draw.random() < 0.5 and len(liked := ids[favourites[ids]]):
+            ids = liked
+        token = int(ids[np.argmin(ids * order % _PRIME)] if greedy else ids[draw.randrange(len(ids))])
+        if token in llg.eos_tokens:
+            return llg.decode_str(tokens)
+        matcher.consume_token(token)
+        tokens.append(token)
+    return None
+
+
+def takes(grammar: str, llg: LLTokenizer, instance: object) -> bool:
+    """Whether the instance, as compact JSON, may be an answer."""
+    matcher = LLMatcher(llg, grammar, log_level=0, limits=LIMITS)
+    tokens = llg.tokenize_str(json.dumps(instance, separators=(",", ":"), ensure_ascii=False))
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
