@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -18,9 +19,10 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logits import survivors, tempered
 from engine.sampling.params import SamplingParams
+from engine.sampling.pending_output import PendingOutput
 from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
-from engine.sequence import SampledToken, Sequence, TokenLogprobs
+from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
 from engine.steps.loading import sampler_for
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.rows import NUM_FIELDS, RowOptions, no_edits, pack_rows
@@ -238,6 +240,60 @@ def test_grammars_are_the_cpus(tmp_path: Path) -> None:
     logits[0, masks.tokenizer.tokenize_str("0123456789")] = -math.inf
     with pytest.raises(InvalidLogitsError, match="logits of request r0 hold"):
         sampler.begin(logits.to(device()), rows).finish()
+
+
+def test_what_follows_drafts_is_the_cpus(tmp_path: Path) -> None:
+    """The device samples after wrong ones, too: what it found there counts for nothing."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    size = 307
+    masks = GrammarMasks(tmp_path, size, [EOS])
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 5, "presence_penalty": 0.7, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "seed": 6, "min_tokens": 3},
+        {"temperature": 1.0, "seed": 7, "grammar": "start: /[a-z]{3,9}/", "logprobs": 2},
+    ]
+    seqs = [sequence(params_of(**wish), name=f"r{number}") for number, wish in enumerate(wishes)]
+    logits = random_logits(21, 5 * len(seqs), size)
+    rights = [_plainly(seq, logits[5 * n : 5 * n + 5], masks) for n, seq in enumerate(seqs)]
+    for num_right in range(5):
+        rows: list[TokensSoFar] = []
+        drafts: dict[int, int] = {}
+        for seq, right in zip(seqs, rights, strict=True):
+            guess = [*right[:num_right], *((token + 1) % size for token in right[num_right:4])]
+            for count in range(5):
+                rows.append(DraftedSequence(seq, tuple(guess[:count])) if count else seq)
+                drafts |= {len(rows) - 1: guess[count]} if count < 4 else {}
+        ours, theirs = (
+            PendingOutput(
+                prompt_logprobs=[None] * len(seqs),
+                sampling_items=tuple(range(len(seqs))),
+                tokens=tokens,
+                drafts=drafts,
+            ).output()
+            for tokens in (
+                DeviceSampler(size, [EOS], masks).begin(logits.to(device()), rows, drafts),
+                Sampler(size, [EOS], masks).begin(logits, rows, drafts),
+            )
+        )
+        for n, right in enumerate(rights):
+            first = theirs.sampled[n]
+            assert first is not None
+            assert [first.token_id, *(token.token_id for token in theirs.following[n])] == right[: num_right + 1]
+            assert [token.token_id for token in ours.following[n]] == right[1 : num_right + 1]
+            for one, other in zip(ours.following[n], theirs.following[n], strict=True):
+                _assert_same(one.logprobs, other.logprobs)
+
+
+def _plainly(seq: Sequence, logits: Tensor, masks: GrammarMasks) -> list[int]:
+    """One token after the other, each known before the next is sampled."""
+    found: list[int] = []
+    sampler = Sampler(logits.shape[1], [EOS], masks)
+    for row in logits:
+        then = dataclasses.replace(seq, output_token_ids=[*seq.output_token_ids, *found])
+        found.append(sampler.sample(row[None], [then])[0].token_id)
+    return found
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
