@@ -73,7 +73,7 @@ class Case:
     one_pool: bool = False  # of decode workers alone, each of which computes prompts for the other
     parts: tuple[float, ...] = ()  # of prompts, that one worker computes and another one goes on from
     lengths: tuple[int, ...] = LENGTHS
-    num_tokens: int = 24
+    num_tokens: int = 16
     grammars: tuple[str, ...] = ()  # of one more request each, of the longest prompt
 
 
