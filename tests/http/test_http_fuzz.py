@@ -83,7 +83,7 @@ def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 
 def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
-    """Of 2,000 for each endpoint that takes one."""
+    """Of 2,000 for each endpoint that takes one, in `make test-long`."""
     schemas = Schemas(gateway.description)
     operations = [
         (path, operation)
