@@ -30,6 +30,8 @@ from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
 
+_STDIN = 0
+
 
 def load(leader: Connection, spec: RankSpec) -> tuple[Model, RankGroup]:
     """This rank's part of the model, and its end of the group."""
@@ -114,7 +116,9 @@ def main() -> None:
 
 
 def _end_with_leader() -> None:
-    sys.stdin.buffer.read()
+    """Reads the descriptor itself: a buffered reader that a thread waits in aborts the process that ends meanwhile."""
+    while os.read(_STDIN, 1024):
+        pass
     os._exit(0)
 
 

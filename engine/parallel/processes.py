@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -75,16 +76,12 @@ class RankProcess:
             raise self._gone() from error
         assert heard == message, f"rank {self.rank} said {heard!r} where {message!r} was due"
 
-    def end(self, deadline: float) -> str | None:
-        """How it ended, if it has by `deadline` (`time.monotonic()`) and another rank was not the reason."""
+    def exit_code(self, deadline: float) -> int | None:
+        """Of its process, a negative one for a signal; None if it has not ended by `deadline` (`time.monotonic()`)."""
         try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+            return self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return f"rank {self.rank} has left the group"
-        if code == APART:
             return None
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}; its reason is in the worker's log"
-        return f"rank {self.rank} has ended {how}"
 
     def dismiss(self) -> None:
         """Have it end."""
@@ -189,19 +186,30 @@ class GroupWatch:
 def end_of(processes: Sequence[RankProcess], within_s: float) -> str | None:
     """Which rank is gone, or does not answer, now that the ranks are apart; None if that does not show.
 
-    Ranks that find themselves without another one end as well, and are not the reason.
+    Ranks that find themselves without another one end as well, and are not the reason: with a code of their own, or by
+    an abort, where a library knows no other way. So who aborted is named if nobody else can be.
     """
     deadline = time.monotonic() + within_s
     left = list(processes)
+    aborted, leaving = [], []
     while left:
         ended = wait([process.connection for process in left], max(0.0, deadline - time.monotonic()))
         if not ended:
             break
         for process in [process for process in left if process.connection in ended]:
             left.remove(process)
-            end = process.end(deadline)
-            if end is not None:
-                return end
+            code = process.exit_code(deadline)
+            if code is None:
+                leaving.append(process.rank)
+            elif code == -signal.SIGABRT:
+                aborted.append(process.rank)
+            elif code != APART:
+                how = f"by signal {-code}" if code < 0 else f"with exit code {code}; its reason is in the worker's log"
+                return f"rank {process.rank} has ended {how}"
+    if aborted:
+        return f"rank {aborted[0]} has ended by signal {signal.SIGABRT:d}"
+    if leaving:
+        return f"rank {leaving[0]} has left the group"
     if left and len(left) < len(processes):
         ranks = ", ".join(str(process.rank) for process in left)
         return f"rank {ranks} does not answer"

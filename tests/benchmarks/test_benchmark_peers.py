@@ -18,6 +18,7 @@ import pytest
 from benchmarks.common.quiet import PATIENCE_VARIABLE
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
 from benchmarks.peers.confirm import confirm, read_output, summed_up
+from benchmarks.peers.engines import started as starting
 from benchmarks.peers.engines.http_asker import HttpAsker, read_answer
 from benchmarks.peers.engines.installation import Workshop
 from benchmarks.peers.engines.started import await_listening, started
@@ -152,7 +153,9 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path) -> None:
     assert made == [1]
 
 
-def test_a_silent_process_is_given_up_and_ended(tmp_path: Path) -> None:
+def test_a_silent_process_is_given_up_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed where it does not heed an interrupt, as what a shell has started in the background does not."""
+    monkeypatch.setattr(starting, "STOP_TIMEOUT_S", 0.5)
     with (
         pytest.raises(PeerUnavailableError, match="not ready within"),
         started("mute", [sys.executable, "-c", WAITS], ready="serving", folder=tmp_path, timeout_s=0.2),

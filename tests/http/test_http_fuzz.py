@@ -52,7 +52,7 @@ from tests.support.thoroughness import examples
 
 pytestmark = pytest.mark.model
 
-NUM_BODIES = examples(200)  # of each endpoint, in one run of each test
+NUM_BODIES = examples(400)  # of each endpoint, in one run of each test
 NUM_BROKEN = 9  # ways that each of them is sent in, besides as it is
 GROWTH_BYTES = 100 * 2**20
 
@@ -118,7 +118,7 @@ def gateway(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Pa
 
 
 def test_no_body_breaks_an_endpoint(gateway: Gateway) -> None:
-    """Of 2,000 for each endpoint that takes one."""
+    """Of 4,000 for each endpoint that takes one, in `make test-long`."""
     windows = st.sampled_from(["24h", "30m", "14d"])
     schemas = Schemas(gateway.description, input_file_id=st.just(gateway.upload()), completion_window=windows)
     operations = [

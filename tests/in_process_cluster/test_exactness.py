@@ -74,7 +74,7 @@ class Case:
     one_pool: bool = False  # of decode workers alone, each of which computes prompts for the other
     parts: tuple[float, ...] = ()  # of prompts, that one worker computes and another one goes on from
     lengths: tuple[int, ...] = LENGTHS
-    num_tokens: int = 24
+    num_tokens: int = 16
     grammars: tuple[str, ...] = ()  # of one more request each, of the longest prompt
     drafts: int = 3  # looked up for each step; 0: nothing is guessed
 
@@ -279,7 +279,8 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert len(in_parts) == (sum(length > 16 for length in case.lengths) + 1 if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
         drafted = sum(counts.drafted for w in cluster.decodes for counts in w.scheduler.draft_counts.values())
-        assert case.overlap or bool(drafted) == bool(case.drafts), "steps ahead of another one know no tokens"
+        # Not beside prompts, of which a decode worker of one pool may always have some, nor ahead of another step.
+        assert case.overlap or case.one_pool or bool(drafted) == bool(case.drafts)
         stats = cluster.models[0].runner.transfer_stats
         assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)
     expected = [model.hugging_face(prompt, case.num_tokens) for prompt in [*prompts, longest]]

@@ -244,11 +244,16 @@ async def test_a_ticket_for_another_length_is_refused_and_holds_nothing(llama: S
         assert isinstance(frame, StepFrame)
         assert "were reserved" in frame.failures[0].reason
         assert not source.gateway_of and not source.sender.num_handing_over
-        await computes.send(Start(request=spec, ticket=reserved.ticket))
-        await computes.send(Start(request=spec, ticket=reserved.ticket))
-        while not isinstance(await asks.receive(), StepFrame):
+        again = replace(spec, attempt=1)
+        await asks.send(Reserve(request=again))
+        reserved = await asks.receive()
+        assert isinstance(reserved, Reserved)
+        await computes.send(Start(request=again, ticket=reserved.ticket))
+        await computes.send(Start(request=again, ticket=reserved.ticket))
+        while not isinstance(frame := await asks.receive(), StepFrame):
             pass
-        await asks.send(Cancel(request_id="by hand", attempt=0))
+        assert frame.tokens and not frame.failures
+        await asks.send(Cancel(request_id="by hand", attempt=1))
         for connection in (asks, computes):
             connection.close("the test is over")
         assert await tokens(cluster, "r", PROMPT, greedy()) == expected(llama)

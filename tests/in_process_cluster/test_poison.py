@@ -58,6 +58,7 @@ class Trap:
         self._strikes = strikes
         self._holds: dict[str, threading.Event] = {}  # of workers that hang, or are about to die
         self._is_dying: set[str] = set()
+        self._replacing: dict[str, asyncio.Task[None]] = {}
         self.num_strikes = 0
         self.lost: list[str] = []
         for worker in cluster.workers:
@@ -108,16 +109,18 @@ class Trap:
             hold.wait()
 
     async def _supervise(self) -> None:
+        """Whoever dies is dead at once, however long it takes to put others in the place of those who died before."""
         while True:
             for worker in self._cluster.workers:
-                if worker.info.worker_id in self._is_dying or not worker.healthy:
-                    await self._replace(worker)
+                worker_id = worker.info.worker_id
+                if (worker_id in self._is_dying or not worker.healthy) and worker_id not in self._replacing:
+                    for connection in worker.connections:
+                        connection.abort()  # before its step ends: nobody hears of that
+                    self._holds[worker_id].set()
+                    self._replacing[worker_id] = asyncio.create_task(self._replace(worker))
             await asyncio.sleep(0.005)
 
     async def _replace(self, worker: PrefillWorker | DecodeWorker) -> None:
-        for connection in worker.connections:
-            connection.abort()  # before its step ends: nobody hears of that
-        self._holds[worker.info.worker_id].set()
         await self._cluster.remove(worker)
         add = self._cluster.add_prefill if isinstance(worker, PrefillWorker) else self._cluster.add_decode
         self._set_for(await add())
@@ -125,6 +128,7 @@ class Trap:
     async def end(self) -> None:
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
+        await asyncio.gather(*self._replacing.values())
         for hold in self._holds.values():
             hold.set()
 

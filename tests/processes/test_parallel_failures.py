@@ -40,7 +40,17 @@ def test_a_rank_that_dies_ends_the_group(checkpoint: Path) -> None:
     runner.close()
 
 
-def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(checkpoint: Path) -> None:
+def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(
+    checkpoint: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The others end by themselves, in order: not by an abort, which would look like the reason."""
+    dismiss = RankProcess.dismiss
+
+    def dismissed_late(process: RankProcess) -> None:
+        wait_until(lambda: not process.is_alive)
+        dismiss(process)
+
+    monkeypatch.setattr(RankProcess, "dismiss", dismissed_late)
     runner = start(checkpoint, degree=4)
     ranks = other_ranks(runner)
     _, _, plan = whole_prompt(runner, [5, 6, 7], 3)
@@ -52,6 +62,8 @@ def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(checkpoint: Path) ->
     with pytest.raises(GroupError, match="has failed: rank 2 has ended by signal 9"):
         runner.execute(plan, kill_one)
     wait_until(lambda: not any(rank.is_running() for rank in ranks))
+    said = capfd.readouterr().err
+    assert "is without the others" in said and "Fatal Python error" not in said
 
 
 def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: Path, monkeypatch: Any) -> None:

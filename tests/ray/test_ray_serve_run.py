@@ -1,6 +1,7 @@
 """`serve run FILE` as a newcomer types it: no Ray is running, no variable is set, the file is as it comes.
 
-Each CPU file answers and says where; what a cluster can't hold is said in a sentence; Ctrl-C ends it in order.
+It answers and says where; so does each other CPU file that is deployed in its place, in the same Ray and Serve; what a
+cluster can't hold is said in a sentence; Ctrl-C ends it in order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,14 +23,19 @@ import psutil
 import pytest
 import yaml
 
+from cluster.config.load import load_config
+from cluster.deployment.capacity import needs
 from tests.cluster.deployment.test_capacity import CPU_FILES
 from tests.ray.served_cluster import MODEL, end_with_its_children, heed_interrupts, listening_sockets, post_job
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 HANGS_S = 300.0  # it takes 15 to 25 s on two cores
+FILES = ROOT / "ray_configs"
 URL = "http://127.0.0.1:8000"
+SAYS_WHERE = r"Legato: serves \S+ on (\S+)"
 
 
 class ServeRun:
@@ -43,14 +49,15 @@ class ServeRun:
     def printed(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        return self._wait(lambda: re.search(pattern, self.printed), pattern)
+    def wait_for(self, pattern: str) -> None:
+        self.wait_for_number(pattern, 1)
 
-    def _wait(self, look: Callable[[], re.Match[str] | None], what: str) -> re.Match[str]:
+    def wait_for_number(self, pattern: str, number: int) -> list[str]:
+        """Until it was printed so often; what the pattern's group, if it has one, was each time."""
         deadline = time.monotonic() + HANGS_S
-        while (found := look()) is None:
+        while len(found := re.findall(pattern, self.printed)) < number:
             assert self.process.poll() is None, f"it ended:\n{self.printed}"
-            assert time.monotonic() < deadline, f"never printed {what!r}:\n{self.printed}"
+            assert time.monotonic() < deadline, f"did not print {pattern!r} {number} times:\n{self.printed}"
             time.sleep(0.2)
         return found
 
@@ -61,7 +68,7 @@ def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 8000))  # the files' port: if something else of this machine has it, that must end first
     log = folder / "serve.log"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "LEGATO_SECRET", "LOG_NAME"))}
+    environment = _environment()
     environment["RAY_SERVE_SLOW_STARTUP_WARNING_S"] = "600"  # which is about the machine, and no warning of ours
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -83,21 +90,16 @@ def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
         end_with_its_children(process, children)
 
 
-# One more is for nodes that fetch Legato from where that file says.
-@pytest.mark.parametrize(
-    "path", [path for path in CPU_FILES if path.stem != "runtime_env"], ids=lambda path: str(path.stem)
-)
-def test_a_file_answers_and_says_where(path: Path, tmp_path: Path, smollm2_folder: Path) -> None:
-    with serve_run(path, tmp_path) as running:
-        url = running.wait_for(r"Legato: serves \S+ on (\S+)").group(1)
-        assert url == f"{URL}/v1"
-        client = openai.OpenAI(base_url=url, api_key="unused", timeout=HANGS_S, max_retries=0)
-        answer = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
-        )
-        assert "Paris" in (answer.choices[0].message.content or "")
-        if path.stem == "quickstart":
-            _nobody_runs_jobs_here(running)
+def _environment() -> dict[str, str]:
+    """Of somebody who has set nothing."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "LEGATO_SECRET", "LOG_NAME"))}
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServeRun]:
+    """Ends in order, whatever was deployed meanwhile."""
+    with serve_run(FILES / "quickstart.yaml", tmp_path_factory.mktemp("quickstart")) as running:
+        yield running
         running.process.send_signal(signal.SIGINT)
         running.process.wait(HANGS_S)
     assert "Traceback" not in running.printed
@@ -105,9 +107,68 @@ def test_a_file_answers_and_says_where(path: Path, tmp_path: Path, smollm2_folde
     assert "WARNING" not in running.printed.partition("Started a local Ray")[2]
 
 
+def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
+    _answers_where_it_says(quickstart, FILES / "quickstart.yaml")
+    quickstart.wait_for(r"Ray listens on \S+ whoever has its token")
+    _nobody_runs_jobs_here(quickstart)
+
+
+# Others than that one, than the one for nodes that fetch Legato from where it says, and than cpu_2p2d.yaml, which is
+# slo.yaml without its classes (tests/cluster/deployment/test_cluster_files.py).
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CPU_FILES if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d")],
+    ids=lambda path: str(path.stem),
+)
+def test_a_file_in_its_place_answers_and_says_where(quickstart: ServeRun, path: Path) -> None:
+    said = quickstart.wait_for_number(SAYS_WHERE, 1)
+    _deploy(path)
+    quickstart.wait_for_number(SAYS_WHERE, len(said) + 1)
+    _answers_where_it_says(quickstart, path)
+
+
+def test_what_the_cluster_cannot_hold_is_said_at_once(quickstart: ServeRun, tmp_path: Path) -> None:
+    document = yaml.safe_load((FILES / "quickstart.yaml").read_text())
+    document["applications"][0]["args"]["decode"]["num_cpus"] = 4096
+    path = tmp_path / "large.yaml"
+    path.write_text(yaml.safe_dump(document))
+    quickstart.wait_for_number(SAYS_WHERE, 1)
+    _deploy(path)
+    (said,) = quickstart.wait_for_number(r"Legato: the application cannot start: (.*)", 1)
+    assert "1 decode worker x 4096" in said
+    assert "Lower prefill.num_cpus or decode.num_cpus" in said
+
+
+def _deploy(path: Path) -> None:
+    """In the place of what is served."""
+    deployed = subprocess.run(
+        [Path(sys.executable).with_name("serve"), "deploy", path],
+        env=_environment() | {"RAY_AUTH_MODE": "token"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        check=False,
+    )
+    assert deployed.returncode == 0, deployed.stderr
+
+
+def _answers_where_it_says(running: ServeRun, path: Path) -> None:
+    """With all of the workers that the file asks for, and no other."""
+    url = running.wait_for_number(SAYS_WHERE, 1)[-1]
+    assert url == f"{URL}/v1"
+    client = openai.OpenAI(base_url=url, api_key="unused", timeout=HANGS_S, max_retries=0)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+    args = yaml.safe_load(path.read_text())["applications"][0]["args"]
+    wanted = sum(need.replicas for need in needs(load_config(args)) if need.settings in ("prefill", "decode"))
+    wait_until(lambda: len(httpx.get(f"{URL}/cluster", timeout=60).json()["workers"]) == wanted, HANGS_S)
+
+
 def _nobody_runs_jobs_here(running: ServeRun) -> None:
-    """This Ray is open to other machines, so it asks for its token; and that is said."""
-    running.wait_for(r"Ray listens on \S+ whoever has its token")
+    """This Ray is open to other machines, so it asks for its token."""
     refused = 0
     for _, address, port in listening_sockets(running.process):
         with contextlib.suppress(httpx.HTTPError):
@@ -115,14 +176,3 @@ def _nobody_runs_jobs_here(running: ServeRun) -> None:
             assert answer.status_code >= 400, f"{address}:{port} took the job: {answer.text}"
             refused += answer.status_code == 401
     assert refused >= 1
-
-
-def test_what_the_cluster_cannot_hold_is_said_at_once(tmp_path: Path) -> None:
-    document = yaml.safe_load((ROOT / "ray_configs" / "quickstart.yaml").read_text())
-    document["applications"][0]["args"]["decode"]["num_cpus"] = 4096
-    path = tmp_path / "large.yaml"
-    path.write_text(yaml.safe_dump(document))
-    with serve_run(path, tmp_path) as running:
-        said = running.wait_for(r"Legato: the application cannot start: (.*)").group(1)
-        assert "1 decode worker x 4096" in said
-        assert "Lower prefill.num_cpus or decode.num_cpus" in said

@@ -15,13 +15,13 @@ from hypothesis import settings
 
 THOROUGH = settings.get_current_profile_name() == "random"  # conftest.py has the profiles
 ON_GPU = Path("/dev/nvidiactl").exists()
-_PART = 4  # one of so many examples runs in each `make test`
+_PART = 8  # one of so many examples runs in each `make test`
 
 T = TypeVar("T")
 
 
 def examples(number: int) -> int:
-    """`max_examples` of a property that takes seconds: `number` in `make test-long`, a quarter otherwise."""
+    """`max_examples` of a property that takes seconds: `number` in `make test-long`, an eighth otherwise."""
     return number if THOROUGH else -(-number // _PART)
 
 

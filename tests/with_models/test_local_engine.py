@@ -70,7 +70,7 @@ def _check_against_hugging_face(engine: LocalEngine, folder: Path, prompts: list
 def test_smollm2_says_what_it_says_under_hugging_face(smollm2_folder: Path) -> None:
     """Small chunks, so that prompts are computed beside others' decodes."""
     everything = exactness_prompts(AutoTokenizer.from_pretrained(smollm2_folder), long_tokens=150)
-    prompts = [everything[n] for n in (0, 5, 7, 10, 16, 28, 43, 45)]
+    prompts = [everything[n] for n in (0, 7, 10, 43, 45)]
     assert max(map(len, prompts)) > 150
     _check_against_hugging_face(_engine(smollm2_folder, token_budget=64), smollm2_folder, prompts)
 
@@ -93,7 +93,7 @@ def test_smollm2_follows_a_grammar_as_under_hugging_face(smollm2_folder: Path) -
 
 def test_gemma3_says_what_it_says_under_hugging_face_beyond_its_window(gemma3_folder: Path) -> None:
     everything = exactness_prompts(AutoTokenizer.from_pretrained(gemma3_folder), long_tokens=560)
-    prompts = [everything[n] for n in (4, 6, 20, 44)]
+    prompts = [everything[n] for n in (6, 44)]
     assert max(map(len, prompts)) > 512 + NUM_TOKENS, "longer than its sliding window"
     engine = _engine(gemma3_folder, token_budget=128, layers_per_group=6)
     _check_against_hugging_face(engine, gemma3_folder, prompts)

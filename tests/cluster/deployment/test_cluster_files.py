@@ -137,6 +137,13 @@ def test_pods_take_traffic_and_leave_in_order() -> None:
         assert DRAIN_S < float(drain_s) < pod["terminationGracePeriodSeconds"]
 
 
+def test_the_classes_are_all_that_slo_adds_to_two_of_each_worker() -> None:
+    """Who has seen the one answer (tests/ray/test_ray_serve_run.py) need not see the other."""
+    classes, plain = document(CONFIGS / "slo.yaml"), document(CONFIGS / "cpu_2p2d.yaml")
+    assert classes["applications"][0]["args"].pop("slo")
+    assert classes == plain
+
+
 def test_nodes_fetch_the_wheel_that_is_built() -> None:
     """It is quickstart.yaml, and the wheel has the name that pip gives it."""
     fetched, quickstart = document(CONFIGS / "runtime_env.yaml"), document(CONFIGS / "quickstart.yaml")

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import threading
 from multiprocessing import Pipe
 from queue import Queue
 from typing import cast
 
-from engine.parallel.processes import GroupWatch, RankProcess
+import pytest
+
+from engine.parallel.processes import APART, GroupWatch, RankProcess, end_of
 from tests.support.waiting import HANGS_S, wait_until
 
 
 class Process:
     """As much of a rank's process as its watch looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
         self.connection, self.theirs = Pipe()
+        self._code: int | None = None
+
+    def left(self, code: int | None) -> Process:
+        """Its connection has ended, and itself with this exit code, unless it is still about to."""
+        self.theirs.close()
+        self._code = code
+        return self
+
+    def exit_code(self, deadline: float) -> int | None:
+        return self._code
 
 
 class Place:
@@ -81,3 +96,32 @@ def test_nothing_is_told_of_after_the_end() -> None:
     watching.close()
     process.theirs.close()
     assert lost.empty() and set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ([-signal.SIGABRT, -signal.SIGKILL, APART], "has ended by signal 9"),
+        ([None, -signal.SIGABRT, -signal.SIGKILL], "has ended by signal 9"),
+        ([APART, 1, -signal.SIGABRT], "has ended with exit code 1; its reason is in the worker's log"),
+        ([APART, -signal.SIGABRT, None], "has ended by signal 6"),
+        ([None, APART, APART], "has left the group"),
+        ([APART, APART, APART], None),
+    ],
+)
+def test_of_ranks_that_have_ended_the_one_is_named_that_others_cannot_have_ended(
+    codes: list[int | None], told: str | None
+) -> None:
+    """In whichever order their ends show."""
+    reason = next((code for code in codes if told and str(abs(code or 0)) in told), None)
+    for order in itertools.permutations(range(3)):
+        ranks = [Process(number + 1) for number in range(3)]
+        for number in order:
+            ranks[number].left(codes[number])
+        seen = end_of([cast(RankProcess, ranks[number]) for number in order], within_s=HANGS_S)
+        assert seen == (None if told is None else f"rank {codes.index(reason) + 1} {told}")
+
+
+def test_a_rank_that_stays_where_others_were_left_alone_does_not_answer() -> None:
+    ranks = [Process(1).left(APART), Process(2)]
+    assert end_of([cast(RankProcess, rank) for rank in ranks], within_s=0.05) == "rank 2 does not answer"
