@@ -1,9 +1,10 @@
 """What it costs a cluster's throughput to show what it does: metrics in Ray's, and a board that somebody looks at.
 
-Two clusters as users start them, on the same cores: one whose Ray collects no metrics, so that gateways tell it none,
-and one that has them. Each round loads the first, the second, and the second with a viewer at its board; the cluster
-that has no turn is idle. Timelines are kept by both: they cannot be switched off. Traces are off in both, and Ray's
-dashboard, whose processes are its own.
+Clusters as users start them, on the same cores: one whose Ray collects no metrics, so that gateways tell it none, and
+one that has them. Each round loads the first, the second, and the second with a viewer at its board; clusters that have
+no turn are idle. A third one is as the first: by how much two that are alike differ. Timelines are kept by all: they
+cannot be switched off. Traces are off, and so is Ray's dashboard, whose processes are its own. What Ray's other
+processes do for metrics is part of the cost.
 """
 
 from __future__ import annotations
@@ -28,19 +29,25 @@ ROUNDS: Final = 8
 AIM: Final = 0.02  # of the throughput, at most
 SHOWN: Final = ("metrics", "metrics, one at the board")
 _NONE: Final = "nothing"
+_ALIKE: Final = "nothing, another cluster"
 
 
 def measure() -> Json:
-    rates: dict[str, list[float]] = {name: [] for name in (_NONE, *SHOWN)}
+    rates: dict[str, list[float]] = {name: [] for name in (_NONE, _ALIKE, *SHOWN)}
     pools: Json = {"prefill": {"threads": 1}, "decode": {"threads": 1, "max_num_seqs": LOAD.num_requests}}
-    with running_cluster(pools, NO_METRICS) as silent, running_cluster(pools) as telling:
-        for port in (silent, telling):
+    with (
+        running_cluster(pools, NO_METRICS) as silent,
+        running_cluster(pools) as telling,
+        running_cluster(pools, NO_METRICS) as alike,
+    ):
+        for port in (silent, telling, alike):
             http_wave(port, MODEL, WARM)
         for number in range(ROUNDS):
-            turns = [(_NONE, silent), *((name, telling) for name in SHOWN)]
+            turns = [(_NONE, silent), *((name, telling) for name in SHOWN), (_ALIKE, alike)]
             for name, port in turns if number % 2 == 0 else reversed(turns):  # so that drift is nobody's
                 with _viewer(port) if name == SHOWN[-1] else contextlib.nullcontext():
                     rates[name].append(http_wave(port, MODEL, LOAD).tokens_per_s)
+            note(", ".join(f"{name}: {found[-1]:.0f}" for name, found in rates.items()))
     return told(rates)
 
 
