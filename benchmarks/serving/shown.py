@@ -25,7 +25,7 @@ from benchmarks.common.workload import MODEL, Load
 NO_METRICS: Final = {"RAY_enable_metrics_collection": "0"}
 LOAD: Final = Load(num_requests=32, prompt_tokens=64, output_tokens=64)
 WARM: Final = Load(num_requests=32, prompt_tokens=64, output_tokens=8)
-ROUNDS: Final = 8
+ROUNDS: Final = 6
 AIM: Final = 0.02  # of the throughput, at most
 SHOWN: Final = ("metrics", "metrics, one at the board")
 _NONE: Final = "nothing"
