@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.command.arguments import ArgumentsError, make_parser
+from cluster.simulation.arguments import SYNTHETIC
 
 # Each command imports what it needs when it runs: Ray and torch take seconds.
 
@@ -90,6 +91,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """3 where no cluster within the limits is enough."""
+    if arguments.trace is None and arguments.format != SYNTHETIC:
+        raise ArgumentsError("name a file with --trace, or draw requests with --format synthetic")
+    if arguments.trace is not None and not arguments.trace.exists():
+        raise ArgumentsError(f"there is no file {arguments.trace}")
+    if arguments.max_gpus < 1 or arguments.limit < 2:
+        raise ArgumentsError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")
     from cluster.simulation.plan.command import run
 
     try:

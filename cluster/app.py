@@ -41,7 +41,7 @@ from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
 from cluster.http.connection import prepare_server
 from cluster.http.endpoints.batches import running_batches
-from cluster.metrics.ray_export import RayExport
+from cluster.metrics.ray_export import RayExport, ray_collects
 from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.slo import SloMetrics
 from cluster.metrics.traces import trace_exporter
@@ -183,8 +183,10 @@ class Gateway:
         self._slo.start(self._orchestrator.scheduler.publish_slo)
         self._metrics = self._all_metrics(config)
         self._traces = trace_exporter(config.model.name, self._metrics.registry, self._identity.worker_id)
-        exporting = RayExport(self._metrics.registry, RayGauge).run()
-        self._exporting = asyncio.create_task(exporting, name="metrics-to-ray")
+        self._exporting: asyncio.Task[None] | None = None
+        if ray_collects():
+            exporting = RayExport(self._metrics.registry, RayGauge).run()
+            self._exporting = asyncio.create_task(exporting, name="metrics-to-ray")
         if is_first_replica():
             self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.model.name))
 
@@ -249,7 +251,8 @@ class Gateway:
         return app
 
     async def __del__(self) -> None:
-        self._exporting.cancel()
+        if self._exporting is not None:
+            self._exporting.cancel()
         self._batching.cancel()
         await asyncio.wait({self._batching})
         if self._traces is not None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,21 @@ STOP_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def running_cluster(changes: Json) -> Iterator[int]:
-    """The quickstart cluster with some of its settings changed (`{"decode": {"threads": 2}}`); gives its HTTP port."""
+def running_cluster(changes: Json, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """The quickstart cluster with some of its settings changed (`{"decode": {"threads": 2}}`), and variables of its
+    environment; gives its HTTP port."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         path = Path(folder) / "cluster.yaml"
         path.write_text(yaml.safe_dump(cluster_document(changes)), encoding="utf-8")
         port = free_port()
         command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port), "--no-dashboard"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         try:
             _await_serving(process)

@@ -92,6 +92,25 @@ def gateway_headline(results: Report) -> Json:
     return {"cpu_us_per_token": results["whole_gateway"][1]["cpu_us_per_token"]["median"]}
 
 
+def shown_table(results: Report) -> str:
+    rows: list[list[object]] = [
+        [
+            row["shown"],
+            spread(row["output_tokens_per_s"]),
+            spread(row["cost_percent"]),
+            row["cost_of_medians_percent"],
+            "yes" if row["reaches_aim"] else "no",
+        ]
+        for row in results["rows"]
+    ]
+    columns = [f"shown; {results['streams']} streams, {results['load']}", "output tokens/s", "% fewer, by round"]
+    return table([*columns, "% fewer, of medians", results["aim"]], rows)
+
+
+def shown_headline(results: Report) -> Json:
+    return {row["shown"]: row["cost_of_medians_percent"] for row in results["rows"]}
+
+
 def startup_table(results: Report) -> str:
     rows: list[list[object]] = [[name, spread(seconds)] for name, seconds in results["seconds"].items()]
     return f"{results['config']}, {results['cpus']} CPUs, all caches warm.\n\n" + table(["phase", "seconds"], rows)
@@ -504,6 +523,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "gaps": _gaps,
     "prefix": _prefix,
     "offload": offload_tables,
+    "shown": shown_table,
     **dict.fromkeys(HONESTY, honesty_tables),
     **dict.fromkeys(GOODPUT, goodput_tables),
     "decisions": decisions_table,
@@ -532,6 +552,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
+    "shown": shown_headline,
     **dict.fromkeys(HONESTY, honesty_headline),
     **dict.fromkeys(GOODPUT, goodput_headline),
     "decisions": decisions_headline,

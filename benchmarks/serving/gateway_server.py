@@ -137,6 +137,8 @@ async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
     gc.collect()
     gc.freeze()  # as a gateway does
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        # The kernel's default may be one that spreads packets over time, which would be taken for the gateway's.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         server = uvicorn.Server(uvicorn.Config(create_app(api), log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)

@@ -91,7 +91,7 @@ async def _stream(port: int, model: str, prompt: list[int], num_tokens: int) -> 
     fields |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
     body = json.dumps(fields).encode()
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     loop = asyncio.get_running_loop()

@@ -2,8 +2,9 @@
 preempt.
 
 A client's clock runs from just before its request is given to the socket until it has read the answer's last byte. What
-it reads late is its own: it shares a core with the scheduler and the workers. So each request has a second clock, which
-stops when the kernel had that byte for the client, by the socket's own stamp (`SO_TIMESTAMPNS`).
+it does late is its own: it shares a core with the scheduler and the workers. So each request has a second clock, by the
+kernel's stamps at its socket, of the packet that left (`SO_TIMESTAMPING`) and of the last one that came. The client
+closes: the end of a connection, if it lies behind the answer, would be what the stamp tells of.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import json
 import random
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ import httpx
 from benchmarks.common.part import GateError, note
 from benchmarks.common.summary import Json
 from benchmarks.common.workload import draw_prompts
-from benchmarks.serving.late_tokens import SO_TIMESTAMPNS, stamp_of
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat
+from cluster.http.connection import SO_TIMESTAMPNS, by_monotonic
 from cluster.load.timing import MS, percentile, rounded
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
@@ -37,6 +39,8 @@ BEAT_S = 0.025
 KV_TOKENS = 160  # of a worker: six requests or so
 MORTAL_S = 1.5
 TIMEOUT_S = 60.0
+_SO_TIMESTAMPING: Final = 37  # of Linux; Python has no name for it
+_OF_WHAT_LEAVES: Final = 0x2 | 0x10 | 0x800  # software's stamps, to be told, without the packets
 _END: Final = b"\r\n0\r\n\r\n"  # of a chunked body
 
 
@@ -46,7 +50,8 @@ class _Seen:
 
     answer_id: str
     sent_s: float
-    came_s: float  # the last byte, to the client's socket
+    left_s: float  # the request, the client's socket
+    came_s: float  # the last byte, to that
     read_s: float  # and to the client
 
 
@@ -98,7 +103,7 @@ async def _ask(port: int, model: str, prompt: list[int], after_s: float) -> _See
     fields = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     await asyncio.sleep(after_s)
@@ -107,11 +112,14 @@ async def _ask(port: int, model: str, prompt: list[int], after_s: float) -> _See
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         await loop.sock_connect(sock, ("127.0.0.1", port))
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _OF_WHAT_LEAVES)
+        sent_s = time.monotonic()
+        sock.send(head + body)
+        _, stamps, _, _ = sock.recvmsg(0, 512, socket.MSG_ERRQUEUE)  # on loopback it has left when `send` is back
+        left_s = by_monotonic(_stamp_ns([one for one in stamps if one[:2] == (socket.SOL_SOCKET, _SO_TIMESTAMPING)]))
         readable = asyncio.Event()
         loop.add_reader(sock, readable.set)
         try:
-            sent_s = time.monotonic()
-            sock.send(head + body)
             data = b""
             async with asyncio.timeout(TIMEOUT_S):
                 while not data.endswith(_END):
@@ -125,9 +133,14 @@ async def _ask(port: int, model: str, prompt: list[int], after_s: float) -> _See
             raise GateError(f"a request was not answered within {TIMEOUT_S:g} s; it has {data[-300:]!r}") from None
         finally:
             loop.remove_reader(sock)
-    came_s = stamp_of(stamps) - (time.time() - time.monotonic())
+    came_s = by_monotonic(_stamp_ns([one for one in stamps if one[:2] == (socket.SOL_SOCKET, SO_TIMESTAMPNS)]))
     answer_id = json.loads(data.partition(b"data: ")[2].partition(b"\n")[0])["id"]
-    return _Seen(answer_id, sent_s, came_s, read_s)
+    return _Seen(answer_id, sent_s, left_s, came_s, read_s)
+
+
+def _stamp_ns(ancillary: list[tuple[int, int, bytes]]) -> int:
+    seconds, nanoseconds = struct.unpack_from("@ll", ancillary[-1][2])
+    return int(seconds) * 10**9 + int(nanoseconds)
 
 
 def _compared(seen: list[_Seen], rows: dict[str, dict[str, Any]]) -> Json:
@@ -145,7 +158,7 @@ def _compared(seen: list[_Seen], rows: dict[str, dict[str, Any]]) -> Json:
         "retried": retried,
         "preempted": preempted,
         "client": _spread([one.read_s - one.sent_s - total for one, total in zip(seen, whole_s, strict=True)]),
-        "socket": _spread([one.came_s - one.sent_s - total for one, total in zip(seen, whole_s, strict=True)]),
+        "socket": _spread([one.came_s - one.left_s - total for one, total in zip(seen, whole_s, strict=True)]),
         "reads_late": _spread([one.read_s - one.came_s for one in seen]),
     }
     note(f"timelines of {len(rows)} requests: {told}")

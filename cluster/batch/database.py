@@ -1,7 +1,8 @@
 """The folder in which a gateway keeps what must outlive it: a database of records, and the contents of files beside it.
 
 SQLite in its oldest journal mode, which works wherever POSIX locks do, so several gateways may share the folder: those
-of one machine, or of several on a file system that keeps such locks. A record is on the disk when a call returns.
+of one machine, or of several on a file system that keeps such locks. A record is on the disk when a call returns. What
+is there is for this user alone, whatever the umask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import os
 import secrets
 import sqlite3
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,12 +51,15 @@ class Database:
     def __init__(self, folder: Path) -> None:
         """Raises OSError or sqlite3.Error where the folder can't be used."""
         self.files = folder / "files"
-        self.files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        records = folder / "records.sqlite"
+        for path in (folder, self.files):  # a parent is made without the mode
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _keep_others_out(path, 0o700)
+        records.touch(mode=0o600)  # SQLite would leave it to the umask
+        _keep_others_out(records, 0o600)
         self.secret = _secret(folder / "secret")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
-        self._connection = sqlite3.connect(
-            folder / "records.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        self._connection = sqlite3.connect(records, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._connection.row_factory = sqlite3.Row
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
@@ -85,6 +90,13 @@ class Database:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+def _keep_others_out(path: Path, mode: int) -> None:
+    """Also where an older Legato made it. What is another user's is left as it is."""
+    status = path.stat()
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(mode)
 
 
 def _secret(path: Path) -> bytes:

@@ -15,7 +15,7 @@ own, so that a request has one time to its first token wherever it is shown:
                  not count as a slow service
     TPOT         the mean gap of the request's slowest sequence
     gap P99      the longest gap but for one in a hundred, of the sequence where that is longest
-    arrival      when the request's first byte was read from its connection
+    arrival      when the kernel had the request's first byte, or when that was read where the kernel does not say
     end          when the kernel had taken the answer's last byte, or however else it ended
 
 A token costs one float in an array; everything else is computed when somebody reads.

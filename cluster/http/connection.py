@@ -5,8 +5,9 @@ never. So this looks behind `receive`, where uvicorn, also inside a Serve replic
 found, nothing is known of what the client takes, and the connection is left to the server and to HAProxy's timeouts.
 
 Nor does it say when a request's first byte was there and when an answer's last one left: uvicorn hands a request to the
-application in a later turn of the loop, and uvloop writes at a turn's end. `TimedProtocol` notes both where they
-happen.
+application in a later turn of the loop, and a process may be kept from running before it reads. `TimedProtocol` notes
+both where they happen; the first is the kernel's own stamp of the packet (`SO_TIMESTAMPNS`), which has to be looked at
+before the bytes are read.
 
 libuv accepts one connection of each listening handle in a turn of the loop, so a client's new connection would wait for
 as many turns as connections came before it: `prepare_server` gives the server several handles.
@@ -19,6 +20,7 @@ import fcntl
 import socket
 import struct
 import termios
+import threading
 import time
 from contextlib import suppress
 from typing import Any, Final, cast
@@ -32,11 +34,11 @@ from cluster.http.request_id import OneRequestId
 _CONNECTION: Final = "legato.connection"
 ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
 _ARRIVED_AT: Final = "legato.arrived_at"
-# Where Linux has, in `struct tcp_info`, the milliseconds since the last bytes were sent and received.
-_LAST_SENT: Final = 44
-_LAST_RECEIVED: Final = 52
-_COARSE: Final = 6  # `CLOCK_MONOTONIC_COARSE` of Linux: the time of the newest tick; Python has no name for it
-_TICK_S: Final = time.clock_getres(_COARSE)  # of the kernel, which these are multiples of
+SO_TIMESTAMPNS: Final = 35  # of Linux; Python has no name for it
+_STAMP: Final = struct.Struct("@ll")  # `struct timespec`
+_STAMP_SPACE: Final = socket.CMSG_SPACE(_STAMP.size)
+_NARROW_NS: Final = 20_000  # between two readings of a clock: nothing came between them
+_READ_BYTES: Final = 256 * 2**10  # at once, as loops do
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -46,33 +48,99 @@ class TimedProtocol(HttpToolsProtocol):
 
     answered: tuple[Connection, ...] = ()  # whose last byte waits to be written
 
+    _came_at: float | None = None  # what is read next, where that begins a request
+    _is_amid_request = False
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.app = OneRequestId(self.app)  # here, since Serve wraps the application once more than is asked
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)[_ARRIVED_AT] = self._last(_LAST_RECEIVED)
+        cast(dict[str, Any], self.scope)[_ARRIVED_AT] = self._came_at or time.monotonic()
+        self._came_at, self._is_amid_request = None, True
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_amid_request = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        with suppress(AttributeError, OSError):  # no socket, or it is gone
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        transport.set_protocol(_Reader(self))
+
+    def reads(self) -> None:
+        """Something may be there, and is about to be read."""
+        if not self._is_amid_request:
+            self._came_at = _came_at(self.transport.get_extra_info("socket"))
 
     def resume_writing(self) -> None:
         for connection in self.answered:
-            connection.taken_at = max(connection.handed_at, self._last(_LAST_SENT))
+            connection.taken_at = time.monotonic()
         if self.answered:
             self.answered = ()
             self.transport.set_write_buffer_limits()
         super().resume_writing()
 
-    def _last(self, field: int) -> float:
-        """When the kernel last received bytes of this connection, or sent some: now, or before now where this process
-        was busy or had no processor since then. It counts in its ticks, so that may be most of a tick late."""
-        now = time.monotonic()
+
+class _Buffer(threading.local):
+    """Of one loop, which reads and hands on what it read before it reads again."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(_READ_BYTES))
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """Tells the `timed` one before its bytes are read, which loops do for this kind of protocol alone."""
+
+    _buffer: Final = _Buffer()
+
+    def __init__(self, timed: TimedProtocol) -> None:
+        self.timed = timed
+        self.connection_lost = timed.connection_lost  # type: ignore[method-assign]
+        self.eof_received = timed.eof_received  # type: ignore[method-assign]
+        self.pause_writing = timed.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = timed.resume_writing  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self.timed.reads()
+        return self._buffer.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.timed.data_received(bytes(self._buffer.view[:nbytes]))
+
+
+def _came_at(connected: Any) -> float | None:
+    """When the kernel had the first packet that lies in the socket and was not read; None: it does not say, or there is
+    none."""
+    try:
+        # uvloop's has no `recvmsg`. This one is of the same descriptor, and must not close it.
+        sock = socket.socket(connected.family, socket.SOCK_STREAM, 0, connected.fileno())
         try:
-            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field + 4)
-            ago_ms: int = struct.unpack_from("I", info, field)[0]
-        except (AttributeError, OSError, struct.error):  # no TCP, or it is gone
-            return now
-        # The tick is read last: where this thread has to wait in between, that makes it late, and never too early.
-        return min(now, time.clock_gettime(_COARSE) + _TICK_S - 1e-3 * ago_ms)
+            _, ancillary, _, _ = sock.recvmsg(1, _STAMP_SPACE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        finally:
+            sock.detach()
+    except (AttributeError, OSError):  # no socket, or it is gone, or there is nothing
+        return None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS) and len(data) == _STAMP.size:
+            seconds, nanoseconds = _STAMP.unpack(data)
+            return by_monotonic(seconds * 10**9 + nanoseconds)
+    return None
+
+
+def by_monotonic(stamp_ns: int) -> float:
+    """A moment of the kernel's stamps, which are nanoseconds since 1970, in seconds of `time.monotonic`; or now, where
+    it seems to be in the future."""
+    readings: list[tuple[int, int, int]] = []
+    while len(readings) < 4:  # where this thread had to wait between them they tell little
+        before_ns, now_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after_ns - before_ns, now_ns, after_ns))
+        if after_ns - before_ns <= _NARROW_NS:
+            break
+    _, now_ns, after_ns = min(readings)
+    return (after_ns - max(0, now_ns - stamp_ns)) / 1e9
 
 
 class Connection:
@@ -98,7 +166,7 @@ class Connection:
         """To be called when the answer's last byte has just been handed to the server, before anything is awaited."""
         self.handed_at = time.monotonic()
         transport = self._transport
-        protocol = getattr(transport, "get_protocol", lambda: None)()
+        protocol = getattr(getattr(transport, "get_protocol", lambda: None)(), "timed", None)
         # Serve can be told to run the application on another loop than the server's, which is not to be touched then.
         if isinstance(protocol, TimedProtocol) and protocol.loop is asyncio.get_running_loop():
             assert transport is not None
@@ -172,6 +240,9 @@ def prepare_server() -> None:
     async def serve_many(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         if server.config.http in ("auto", "httptools") and not server.config.loaded:
             server.config.http = TimedProtocol
+        for listener in sockets or ():
+            with suppress(OSError):  # so that the kernel stamps what comes before a connection is accepted
+                listener.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         more = [listener.dup() for listener in sockets or () for _ in range(ACCEPTED_PER_TURN - 1)]
         await serve(server, None if sockets is None else [*sockets, *more])
 

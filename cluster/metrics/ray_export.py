@@ -13,6 +13,7 @@ tells of these, as each does in its `/metrics`; dashboards and rules take the ma
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
@@ -24,6 +25,7 @@ MOST_OF_A_CORE: Final = 0.004  # where there is so much to tell that this would 
 LONGEST_PERIOD_S: Final = 8.0  # Ray's processes report every ten seconds
 _SAMPLES_AT_ONCE: Final = 50  # some 0.1 ms; then it is the others' turn on the loop
 _OVER: Final = object()
+_COLLECTS: Final = "RAY_enable_metrics_collection"  # of Ray; all of its processes have it
 
 
 class Gauge(Protocol):
@@ -71,6 +73,11 @@ class RayExport:
         if (gauge := self._gauges.get(name)) is None:
             gauge = self._gauges[name] = self._make_gauge(name, family.documentation, tuple(labels))
         return gauge
+
+
+def ray_collects() -> bool:
+    """Unless whoever started Ray said that it should not."""
+    return os.environ.get(_COLLECTS, "1").lower() not in ("0", "false")
 
 
 def pause_s(spent_s: float) -> float:

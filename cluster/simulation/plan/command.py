@@ -42,8 +42,6 @@ def run(arguments: argparse.Namespace) -> bool:
         gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
         share=arguments.share,
     )
-    if arguments.max_gpus < 1 or arguments.limit < 2:
-        raise ValueError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")
     problem = Problem(_requests(arguments), targets, _hardware(arguments), deadline=started + arguments.time_s)
     report = make_plan(problem, tuple(arguments.tensor_parallel or _DEGREES), max_gpus=arguments.max_gpus)
     print(report.json_line() if arguments.json else report.text(), flush=True)
@@ -117,8 +115,6 @@ def _roles(layout: Layout) -> tuple[str, ...]:
 def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
     if arguments.format == SYNTHETIC:
         requests = drawn_requests(arguments)
-    elif arguments.trace is None:
-        raise ValueError("name a file with --trace, or draw requests with --format synthetic")
     else:
         requests = read_trace(arguments.trace, arguments.format)
     return list(busiest([*scaled(requests, load=arguments.load, length=arguments.length)], arguments.limit))

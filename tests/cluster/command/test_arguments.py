@@ -50,6 +50,9 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("check zzz", "there is no model 'zzz' here"),
         (f"check {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
         (f"serve {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
+        ("plan", "name a file with --trace, or draw requests with --format synthetic"),
+        ("plan --trace nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("plan --format synthetic --max-gpus 0", "a plan needs at least one GPU (--max-gpus)"),
         ("doctor --port here", "a number from 1 to 65535, not 'here'"),
     ],
 )

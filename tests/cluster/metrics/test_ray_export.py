@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.metrics.ray_export import RayExport, pause_s
+from cluster.metrics.ray_export import RayExport, pause_s, ray_collects
 from tests.support.waiting import eventually
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -106,3 +106,11 @@ async def test_it_is_told_again_and_again() -> None:
 def test_what_takes_long_is_told_less_often(spent_s: float, pause: float) -> None:
     """But before Ray's processes report again."""
     assert pause_s(spent_s) == pytest.approx(pause)
+
+
+def test_nothing_is_told_where_ray_collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    assert ray_collects()
+    for said, collects in (("0", False), ("false", False), ("1", True)):
+        monkeypatch.setenv("RAY_enable_metrics_collection", said)
+        assert ray_collects() is collects
