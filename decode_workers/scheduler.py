@@ -8,6 +8,7 @@ that may be what makes steps fail (`Sequence.num_alone`) have steps of their own
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Final
 from decode_workers.local_prefill import LocalPrefill
 from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelection
 from decode_workers.pacing import longest_before_s
-from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import KEPT, StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
 from engine.drafting.drafter import Drafted, DrafterName
 from engine.drafting.speculation import Candidate, DraftCounts, Speculation
@@ -364,13 +365,12 @@ class DecodeScheduler:
     def _plan(self, running: list[Sequence], now: float) -> StepPlan:
         self._was_alone = False
         selection = self._select(running, now)
-        drafts = self._drafts(selection, now)
-        items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready]
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         is_wanted = oldest is not None or bool(self._local.suspects)
-        if oldest is not None:
-            items += self._prompts(running, selection, now)
+        prompts = [] if oldest is None else self._prompts(running, selection, now)
+        drafts = {} if prompts else self._drafts(selection, now)
+        items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
         plan = StepPlan(tuple(items), tuple(selection.copies))
         if plan.items or plan.copies:
@@ -378,18 +378,24 @@ class DecodeScheduler:
         return plan
 
     def _drafts(self, selection: StepSelection, now: float) -> Mapping[Sequence, tuple[int, ...]]:
-        """Guesses of what follows the selected sequences' next tokens. None beside prompts, whose steps wait for
-        products, not for weights; nor in a step whose sequences' newest tokens are not known yet."""
-        if self._speculation is None or self._in_flight or self._local.oldest is not None or not selection.ready:
+        """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear. To be asked for
+        in steps without prompts: with these a step waits for products, not for weights. None where the sequences'
+        newest tokens are not known yet."""
+        if self._speculation is None or self._in_flight or not selection.ready:
             return {}
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
-        grown = 2 * len(self._running) * self.allocator.layer_groups  # a column more for everyone, and another one
-        may_grow = self.allocator.pool.num_available >= grown
+        # A column more for everyone, and another one.
+        may_grow = self.allocator.pool.num_available >= 2 * len(self._running) * self.allocator.layer_groups
         candidates = [
             Candidate(seq, self._room_for_drafts(seq, may_grow), self._pacer.is_late(seq, now))
             for seq in selection.ready
         ]
-        drafts = self._speculation.plan(candidates, work, most=self._token_budget - len(selection.ready))
+        drafts = self._speculation.plan(
+            candidates,
+            work,
+            most=self._token_budget - len(selection.ready),
+            longest_s=min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf),
+        )
         for seq, token_ids in drafts.items():
             grown = self.allocator.grow(seq, seq.num_tokens + len(token_ids))
             assert grown, "drafts were planned for which there is no room"

@@ -9,6 +9,7 @@ pay, one is tried now and then, for a small part of the time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -124,8 +125,11 @@ class Speculation:
     def of(cls, config: SpeculationConfig, costs: StepCosts) -> Speculation:
         return cls(drafters_of(config.drafters), costs, fixed=config.fixed)
 
-    def plan(self, candidates: list[Candidate], work: StepWork, *, most: int) -> dict[Sequence, tuple[int, ...]]:
-        """At most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens."""
+    def plan(
+        self, candidates: list[Candidate], work: StepWork, *, most: int, longest_s: float = math.inf
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """At most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens; none by
+        which it lasts longer than `longest_s`."""
         self._step += 1
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
@@ -158,10 +162,14 @@ class Speculation:
             drafts[candidate.seq] = draft
             rate = self._rate(state, _Source.of(draft))
             slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
-        counts = _worth(slots, min(most, _MOST_SLOTS), len(candidates), plain_s, extra_s)
+        slots.sort(reverse=True)
+        most = next(
+            (n for n in range(min(most, _MOST_SLOTS, len(slots))) if plain_s + extra_s(n + 1) > longest_s), most
+        )
+        counts = _worth(slots[: max(min(most, _MOST_SLOTS), 0)], len(candidates), plain_s, extra_s)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
         self._tried_s += _TRIED * plain_s
-        if not kept and most > 0:
+        if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
             kept = self._try(hopeless, drafts, extra_s(1), plain_s)
         return self._begin(kept)
 
@@ -268,11 +276,10 @@ class Speculation:
 
 
 def _worth(
-    slots: list[tuple[float, int]], most: int, num_decodes: int, plain_s: float, extra_s: Callable[[int], float]
+    slots: list[tuple[float, int]], num_decodes: int, plain_s: float, extra_s: Callable[[int], float]
 ) -> dict[int, int]:
-    """How many slots of each index bring the most tokens a second. Those of an index fall, so its first ones do."""
-    slots.sort(reverse=True)
-    del slots[max(most, 0) :]
+    """How many slots of each index bring the most tokens a second, of `slots` in falling order. Those of an index fall,
+    so its first ones do."""
     tokens, best, best_count = float(num_decodes), num_decodes / plain_s, 0
     for count, (probability, _) in enumerate(slots, 1):
         tokens += probability

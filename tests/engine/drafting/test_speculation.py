@@ -109,6 +109,20 @@ def test_who_is_late_comes_first() -> None:
     assert sum(drafted) <= 3
 
 
+def test_no_step_is_longer_than_promised_gaps_bear() -> None:
+    bench = Workbench(4, free_rows=1)
+    for _ in range(100):
+        bench.step(15)
+    work = StepWork(decodes=4)
+    candidates = [Candidate(seq, 15) for seq in bench.seqs]
+    free = bench.speculation.plan(candidates, work, most=64)
+    num_free = sum(map(len, free.values()))
+    plain_s = COST.step_s(work)
+    bound = bench.speculation.plan(candidates, work, most=64, longest_s=plain_s + 4.5 * ROW_S)
+    assert 1 <= sum(map(len, bound.values())) <= 6 < num_free
+    assert bench.speculation.plan(candidates, work, most=64, longest_s=plain_s) == {}
+
+
 def test_nothing_is_drafted_before_steps_cost_something() -> None:
     bench = Workbench(1)
     bench.costs = StepCosts(COST)
