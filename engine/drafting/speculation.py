@@ -163,10 +163,10 @@ class Speculation:
             rate = self._rate(state, _Source.of(draft))
             slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
         slots.sort(reverse=True)
-        most = next(
-            (n for n in range(min(most, _MOST_SLOTS, len(slots))) if plain_s + extra_s(n + 1) > longest_s), most
-        )
-        counts = _worth(slots[: max(min(most, _MOST_SLOTS), 0)], len(candidates), plain_s, extra_s)
+        num_slots = max(min(most, _MOST_SLOTS, len(slots)), 0)
+        while num_slots and plain_s + extra_s(num_slots) > longest_s:
+            num_slots -= 1
+        counts = _worth(slots[:num_slots], len(candidates), plain_s, extra_s)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
