@@ -79,7 +79,7 @@ class RecentRequests:
             if (kept := self._running.get(name) or self._ended.get(name)) is not None:
                 return kept.timeline
         newest = (kept.timeline for known in (self._running, self._ended) for kept in reversed(known.values()))
-        return next((timeline for timeline in newest if timeline.given_id == request_id), None)
+        return next((timeline for timeline in newest if request_id and timeline.given_id == request_id), None)
 
     def facts(self, timeline: RequestTimeline) -> dict[str, Any]:
         """What to know of a request at a glance, as JSON values. Times are seconds, `started_at` since 1970."""
