@@ -2,7 +2,8 @@
 
 Each looks for the newest tokens in a text, and proposes what followed them there ("prompt lookup": Saxena 2023, in
 transformers as `prompt_lookup_num_tokens`; over earlier answers: Oliaro et al., "SuffixDecoding", arXiv:2411.04975).
-Texts are kept as bytes, four a token, so that the search is the C library's: microseconds in some thousand tokens.
+A sequence's own texts are kept as bytes, four a token, so that the search is the C library's: microseconds in some
+thousand tokens. Answers, which are many, are found by their runs of three.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Speculation:
         if decoding:
             self._num_tokens = self._num_tokens * _KEPT_OF_STEPS + brought
             self._num_steps = self._num_steps * _KEPT_OF_STEPS + len(decoding)
-            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * self._stretch(StepWork.of_plan(plan))
+            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * self._stretch(plan)
 
     @property
     def tokens_per_step(self) -> float:
@@ -207,10 +207,11 @@ class Speculation:
         """How many times as long these steps took as they would have without drafts, in the mean."""
         return self._stretched / self._num_steps if self._num_steps else 1.0
 
-    def _stretch(self, work: StepWork) -> float:
-        cost = self._costs.cost() if work.drafts else None
+    def _stretch(self, plan: StepPlan) -> float:
+        cost = self._costs.recent_cost() if any(item.drafts for item in plan.items) else None
         if cost is None:
             return 1.0
+        work = StepWork.of_plan(plan)
         return 1.0 + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s) / cost.step_s(work)
 
     def ended(self, seq: Sequence) -> None:
