@@ -145,7 +145,8 @@ async def _end(process: Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        await asyncio.wait_for(process.wait(), 20)
+        async with asyncio.timeout(20):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

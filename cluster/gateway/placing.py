@@ -82,7 +82,8 @@ async def sleep_within(run: RequestRun, seconds: float, early: asyncio.Event | N
         await asyncio.sleep(seconds)
         return
     try:
-        await asyncio.wait_for(early.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await early.wait()
     except TimeoutError:
         return
 

@@ -248,7 +248,8 @@ class SchedulerClient:
         try:
             if self.connection is not None:
                 self.connection.post(question)
-                return await asyncio.wait_for(answer, PLACE_TIMEOUT_S)
+                async with asyncio.timeout(PLACE_TIMEOUT_S):
+                    return await answer
         except (TransportError, TimeoutError) as error:
             logger.info("the scheduler does not answer %s: %s", type(question).__name__, error)
         finally:
@@ -329,7 +330,8 @@ class SchedulerClient:
             await asyncio.sleep(RETRY_S)
 
     async def _listen(self) -> None:
-        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            endpoint = await self._locate_scheduler()
         connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
         standing = self._standing()
         for at in range(0, len(standing), STANDING_AT_ONCE):

@@ -81,12 +81,10 @@ class WorkerLinks:
         """Whether all of these were connected within the time. One whose connection was lost is not waited for."""
         async with self._changed:
             try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(
                         lambda: worker_ids <= self._connections.keys() or worker_ids & self._fallen.keys()
-                    ),
-                    timeout_s,
-                )
+                    )
             except TimeoutError:
                 return False
         return worker_ids <= self._connections.keys()

@@ -217,7 +217,8 @@ class SchedulerServer:
             next_at = self.scheduler.next_at()
             patience_s = None if next_at is None else max(0.0, next_at - time.monotonic())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait(), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await self._told.wait()
             self._told.clear()
             for answer in self.scheduler.answers(time.monotonic()):
                 self._asked_by[answer.request_id].post(answer)

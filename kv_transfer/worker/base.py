@@ -226,7 +226,8 @@ class Worker(ABC):
         self._is_leaving = True
         self._note_idle()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._has_left.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._has_left.wait()
         return self._has_left.is_set()
 
     def give_up(self, reason: str) -> None:

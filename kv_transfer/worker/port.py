@@ -194,7 +194,8 @@ async def telling_of_loading(
     scheduler, or in spite of what goes wrong there, it loads all the same."""
 
     async def tell() -> None:
-        endpoint = await asyncio.wait_for(locate_scheduler(), CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            endpoint = await locate_scheduler()
         connection = await connect(endpoint, identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
         try:
             while True:
@@ -259,7 +260,8 @@ class Registration:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _report_while_connected(self) -> None:
-        endpoint = await asyncio.wait_for(self._locate_scheduler(), CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            endpoint = await self._locate_scheduler()
         connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
         self._due.clear()
         self._are_all_blocks_wanted = True
@@ -272,7 +274,8 @@ class Registration:
             while True:
                 await self._report_blocks(connection)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._due.wait(), self._period_s)
+                    async with asyncio.timeout(self._period_s):
+                        await self._due.wait()
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
             connection.close("the worker stops reporting")

@@ -179,11 +179,13 @@ class WorkerReplica:
                 raise RuntimeError(f"blocks are in use {CLEAR_S:g} s after their requests were sent elsewhere")
         drained = time.monotonic()
         self._worker = None
-        await asyncio.wait_for(old.stop(), STOP_S)
+        async with asyncio.timeout(STOP_S):
+            await old.stop()
         self.role = role
         self._num_changes += 1
         self._events.rename(self._worker_id)
-        self._worker = await asyncio.wait_for(self._begin(), START_S)
+        async with asyncio.timeout(START_S):
+            self._worker = await self._begin()
         logger.info(
             "%s became %s: %.2f s to drain, %.0f ms from the old role to the new one",
             old_role,

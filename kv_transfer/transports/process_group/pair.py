@@ -179,7 +179,8 @@ class GroupThread:
     async def wait_ended(self, timeout_s: float) -> bool:
         """After `abort`, until the thread has let go of everything; whether it has."""
         try:
-            await asyncio.wait_for(self._ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
         except TimeoutError:
             return False
         self._thread.join()

@@ -162,7 +162,8 @@ class DistributedLink(ConnectedLink):
         group whose other end never comes says nothing. Raises CarrierUnavailableError."""
         timeout_s = self.config.join_timeout_s
         try:
-            return await asyncio.wait_for(super().offer(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await super().offer()
         except TimeoutError as error:
             raise CarrierUnavailableError(
                 f"No process group could be made: the two ends did not come together within {timeout_s:g} s"

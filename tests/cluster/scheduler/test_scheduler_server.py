@@ -18,8 +18,16 @@ from cluster.scheduler.server import SchedulerServer
 from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
-from kv_transfer.messages.workers import Heartbeat, KnownWorker, Register, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import (
+    Heartbeat,
+    KnownWorker,
+    LoadingReport,
+    Register,
+    WorkerInfo,
+    WorkerSnapshot,
+)
 from kv_transfer.transports.base import Identity, LinkClosedError
+from kv_transfer.worker.port import telling_of_loading
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.waiting import HANGS_S, eventually
 
@@ -295,3 +303,21 @@ async def test_a_late_answer_is_none_to_a_newer_attempt() -> None:
 
     async with _scripted(late) as server, _client(server) as client:
         assert (await client.place(place("r", attempt=1))).decode == "d1"
+
+
+async def test_a_worker_that_has_loaded_stops_telling_even_as_the_scheduler_is_found() -> None:
+    found: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+
+    async def locate() -> Endpoint:
+        return await found
+
+    def report() -> LoadingReport:
+        return LoadingReport(worker_id="prefill", role="prefill", pid=1)
+
+    async with (
+        _server() as server,
+        asyncio.timeout(HANGS_S),
+        telling_of_loading(_identity("prefill"), report, locate),
+    ):
+        await asyncio.sleep(0.05)
+        found.set_result(server.endpoint)
