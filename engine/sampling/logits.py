@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling.grammar import Allowed
+from engine.sampling.grammar import Bits, allowed_by
 from engine.sampling.params import SamplingParams
 from engine.sequence import TokensSoFar
 from kernels.native.sampling import top_logits
@@ -47,7 +47,7 @@ def is_adjusted(seq: TokensSoFar, eos_token_ids: frozenset[int]) -> bool:
     return limited or bool(banned_ids(seq, eos_token_ids))
 
 
-def adjusted(row: Row, seq: TokensSoFar, eos_token_ids: frozenset[int], allowed: Allowed | None = None) -> Row:
+def adjusted(row: Row, seq: TokensSoFar, eos_token_ids: frozenset[int], allowed: Bits | None = None) -> Row:
     """Steps 1 to 4 applied to a copy of the row. Ids beyond the vocabulary name no token and change nothing.
 
     `allowed`: by the request's grammar, if it has one. The logits of all others become minus infinity, whatever else
@@ -63,12 +63,17 @@ def adjusted(row: Row, seq: TokensSoFar, eos_token_ids: frozenset[int], allowed:
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         _penalise_output(changed, seq)
     if allowed is not None:
-        changed[~allowed] = -np.inf
+        changed = masked(changed, allowed)
     if params.allowed_token_ids:
         _ban(changed, np.delete(np.arange(len(row)), within_vocabulary(params.allowed_token_ids, len(row))))
     if banned := banned_ids(seq, eos_token_ids):
         _ban(changed, within_vocabulary(banned, len(row)))
     return changed
+
+
+def masked(row: Row, allowed: Bits) -> Row:
+    """A copy of the row in which all other tokens are impossible."""
+    return np.where(allowed_by(allowed, len(row)), row, np.float32(-np.inf))
 
 
 def tempered(row: Row, temperature: float, best: np.float32 | None = None) -> Row:

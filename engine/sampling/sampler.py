@@ -20,12 +20,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.grammar import Bits, GrammarMasks, allowed_by
-from engine.sampling.logits import Row, adjusted, is_adjusted, is_filtered, kth_largest, survivors, tempered
+from engine.sampling.grammar import Bits, GrammarMasks
+from engine.sampling.logits import (
+    Row,
+    adjusted,
+    is_adjusted,
+    is_filtered,
+    kth_largest,
+    masked,
+    survivors,
+    tempered,
+)
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sampling.philox import gumbel, noise
 from engine.sequence import SampledToken, TokenLogprobs, TokensSoFar
-from kernels.native.sampling import argmax_candidates
+from kernels.native.sampling import argmax_candidates, best_allowed
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
@@ -100,17 +109,17 @@ class Sampler:
     def _sample_row(self, index: int, row: Row, best: int, seq: TokensSoFar) -> SampledToken:
         params = seq.params
         bits = mask_of(seq, self.masks)
-        changed = bits is not None or is_adjusted(seq, self.eos_token_ids)
-        if params.greedy and not changed and params.logprobs is None:
-            return SampledToken(best)
-        allowed = row
-        if changed:
-            mask = None if bits is None else allowed_by(bits, len(row))
-            allowed = adjusted(row, seq, self.eos_token_ids, mask)
-            best = int(allowed.argmax())
-            if allowed[best] == -np.inf:
-                raise InvalidLogitsError([index], [f"request {seq.request_id}"])
-        token_id = best if params.greedy else _draw(allowed, allowed[best], seq)
+        changed = row
+        if is_adjusted(seq, self.eos_token_ids):
+            changed = adjusted(row, seq, self.eos_token_ids, bits)
+            bits = None
+            best = int(changed.argmax())
+        elif bits is not None:
+            found = best_allowed(row, bits)
+            best = int(masked(row, bits).argmax()) if found is None else found
+        if best < 0 or changed[best] == -np.inf:
+            raise InvalidLogitsError([index], [f"request {seq.request_id}"])
+        token_id = best if params.greedy else _draw(changed, changed[best], seq, bits)
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
@@ -133,17 +142,20 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprobs[0], list(zip(ids, logprobs[1:], strict=True)))
 
 
-def _draw(row: Row, best: np.float32, seq: TokensSoFar) -> int:
+def _draw(row: Row, best: np.float32, seq: TokensSoFar, allowed: Bits | None) -> int:
     """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it.
 
-    `best` is the largest logit of the `row`.
+    `best` is the largest logit of the `row` that is `allowed`; None: all are.
     """
     params = seq.params
     if not is_filtered(params, len(row)):
-        found = argmax_candidates(row, best, params.temperature, seed=params.seed, position=seq.num_tokens)
+        drawn = {"seed": params.seed, "position": seq.num_tokens}
+        found = argmax_candidates(row, best, params.temperature, **drawn, allowed=allowed)
         if found is not None:
             ids, bits = found
             return int(ids[(noise(bits) + tempered(row[ids], params.temperature, best)).argmax()])
+    if allowed is not None:
+        row = masked(row, allowed)
     relative = tempered(row, params.temperature, best)
     survived = survivors(relative, params)
     scores = gumbel(params.seed, seq.num_tokens, survived, len(row))

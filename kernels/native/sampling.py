@@ -1,4 +1,7 @@
-"""What sampling asks of a row of logits, in C++ (`src/sampling.cpp`): argmax candidates, top logits, random bits."""
+"""What sampling asks of a row of logits, in C++ (`src/sampling.cpp`): argmax candidates, top logits, random bits.
+
+Allowed tokens are the bits of an int32 `[ceil(V / 32)]`: bit i % 32 of word i // 32 is set if token i is.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,40 @@ TOP_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
-    "contenders": ([Pointer, Size, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer], Size),
+    "best": ([Pointer, Size, Pointer], Size),
+    "contenders": (
+        [Pointer, Size, Pointer, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer],
+        Size,
+    ),
     "likely": ([Pointer, Size, Float, Size, Pointer, Pointer], Size),
     "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
 }
 
 
+def best_allowed(row: npt.NDArray[np.float32], allowed: npt.NDArray[np.int32]) -> int | None:
+    """The allowed token of the largest logit of the `row [V]`, the first one among equals; -1 if none is above minus
+    infinity. No logit is NaN. None: the machine has no C++ kernels."""
+    function = _function("best")
+    if function is None:
+        return None
+    assert row.dtype == np.float32 and row.flags.c_contiguous
+    best: int = function(row.ctypes.data, len(row), _address(allowed, len(row)))
+    return best
+
+
 def argmax_candidates(
-    row: npt.NDArray[np.float32], best: np.float32 | float, temperature: float, *, seed: int, position: int
+    row: npt.NDArray[np.float32],
+    best: np.float32 | float,
+    temperature: float,
+    *,
+    seed: int,
+    position: int,
+    allowed: npt.NDArray[np.int32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None:
     """Ids, ascending, of all tokens that may have the largest score and of a few that have not, and their random bits.
 
     A score is a logit of the `row [V]` less `best`, the largest one, by the temperature, and noise. No logit is NaN.
+    None but the `allowed` tokens can have it; None: all.
     Noise, random bits, `seed` in [0, 2^64) and `position` in [0, 2^32): see `engine.sampling.philox`. None: the machine
     has no C++ kernels, or they are too many to be worth it.
     """
@@ -36,7 +61,7 @@ def argmax_candidates(
         return None
     assert row.dtype == np.float32 and row.flags.c_contiguous
     ids, bits = np.empty(_CAPACITY, dtype=np.int64), np.empty(_CAPACITY, dtype=np.uint32)
-    where = row.ctypes.data, len(row), best, temperature
+    where = row.ctypes.data, len(row), None if allowed is None else _address(allowed, len(row)), best, temperature
     count = function(*where, seed, position, _CAPACITY, ids.ctypes.data, bits.ctypes.data)
     return None if count < 0 else (ids[:count], bits[:count])
 
@@ -66,6 +91,11 @@ def random_bits(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -
     drawn = np.empty(len(token_ids), dtype=np.uint32)
     function(token_ids.ctypes.data, len(token_ids), seed, position, drawn.ctypes.data)
     return drawn
+
+
+def _address(allowed: npt.NDArray[np.int32], vocab_size: int) -> int:
+    assert allowed.dtype == np.int32 and allowed.flags.c_contiguous and len(allowed) == -(-vocab_size // 32)
+    return allowed.ctypes.data
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 // Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a draw
-// needs: the likely tokens, the mass of all, and the random words of those that are left.
+// needs: the likely tokens, the mass of all, and the random words of those that are left. And the best token that a
+// grammar allows.
+//
+// Allowed: bit i % 16 of word i / 16 is set if token i is; null, if all are.
 //
 // A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/sampling/philox.py. That is the
 // token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above exp(logit) times
@@ -69,6 +72,7 @@ struct Row {
   const float* logits;
   int64_t tokens;
   float best, temperature;
+  const uint16_t* allowed;
 
   // Of 16 tokens; of those beyond the vocabulary as if they were impossible.
   __m512 relative(int64_t first, __mmask16 present) const {
@@ -77,9 +81,12 @@ struct Row {
     return temperature == 1.0f ? below : _mm512_div_ps(below, _mm512_set1_ps(temperature));
   }
 
+  // Those of 16 tokens that can be taken.
   __mmask16 present(int64_t first) const {
     const int64_t left = tokens - first;
-    return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
+    if (left <= 0) return 0;
+    const int some = left >= 16 ? 0xffff : (1 << left) - 1;
+    return static_cast<__mmask16>(allowed ? some & allowed[first / 16] : some);
   }
 };
 
@@ -116,15 +123,45 @@ struct Contenders {
 
 extern "C" {
 
+// The token of the largest of the `logits [tokens]` that are allowed, the first one among equals. -1: none is, or all of
+// them are impossible. None is NaN.
+int64_t sampling_best(const float* logits, int64_t tokens, const uint16_t* allowed) {
+  const Row row{logits, tokens, 0.0f, 1.0f, allowed};
+  __m512 best = _mm512_set1_ps(-INFINITY);
+  __m512i where = _mm512_setzero_si512();  // the first token of the 16 that each lane's best is of
+  for (int64_t first = 0; first < tokens; first += 16) {
+    const __mmask16 present = row.present(first);
+    if (!present) continue;
+    const __m512 values = _mm512_maskz_loadu_ps(present, logits + first);
+    const __mmask16 better = _mm512_mask_cmp_ps_mask(present, values, best, _CMP_GT_OQ);
+    best = _mm512_mask_mov_ps(best, better, values);
+    where = _mm512_mask_mov_epi32(where, better, _mm512_set1_epi32(static_cast<int>(first)));
+  }
+  alignas(64) float value[16];
+  alignas(64) int32_t start[16];
+  _mm512_store_ps(value, best);
+  _mm512_store_si512(start, where);
+  int64_t found = -1;
+  float largest = -INFINITY;
+  for (int64_t lane = 0; lane < 16; ++lane) {
+    const int64_t token = start[lane] + lane;
+    if (value[lane] == -INFINITY || value[lane] < largest || (value[lane] == largest && token > found)) continue;
+    largest = value[lane];
+    found = token;
+  }
+  return found;
+}
+
 // Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that are
-// drawn for them, and returns how many; -1 if they are more than `capacity`. `best` is the largest of the `logits [tokens]`,
-// none of which is NaN.
-int64_t sampling_contenders(const float* logits, int64_t tokens, float best, float temperature, uint64_t seed,
-                            uint32_t position, int64_t capacity, int64_t* ids, uint32_t* words) {
+// drawn for them, and returns how many; -1 if they are more than `capacity`. `best` is the largest of the `logits [tokens]`
+// that are allowed. None is NaN.
+int64_t sampling_contenders(const float* logits, int64_t tokens, const uint16_t* allowed, float best, float temperature,
+                            uint64_t seed, uint32_t position, int64_t capacity, int64_t* ids, uint32_t* words) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const Row row{logits, tokens, best, temperature};
+  const Row row{logits, tokens, best, temperature, allowed};
   Contenders contenders{ids, words, capacity, 0, kLatest};
   for (int64_t block = 0; block < tokens; block += kTokens) {
+    if (!(row.present(block) | row.present(block + 16) | row.present(block + 32) | row.present(block + 48))) continue;
     const __m512i counters = _mm512_add_epi32(order, _mm512_set1_epi32(static_cast<int>(block / 4)));
     const Words drawn = by_token(philox(counters, position, seed));
     for (int64_t part = 0; part < 4; ++part) {
@@ -152,7 +189,7 @@ void sampling_words(const int64_t* ids, int64_t count, uint64_t seed, uint32_t p
 // `capacity`. There is room for 16 more than that. `mass` becomes the sum of e^value of the whole row, none of which is
 // above 0, to one part in a million.
 int64_t sampling_likely(const float* relative, int64_t tokens, float least, int64_t capacity, float* likely, double* mass) {
-  const Row row{relative, tokens, 0.0f, 1.0f};
+  const Row row{relative, tokens, 0.0f, 1.0f, nullptr};
   __m512d low = _mm512_setzero_pd(), high = low;
   int64_t count = 0;
   for (int64_t first = 0; first < tokens; first += 16) {

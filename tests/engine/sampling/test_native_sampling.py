@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import engine.sampling.sampler
 import kernels.native.sampling
-from engine.sampling.logits import Row, tempered
+from engine.sampling.grammar import Bits
+from engine.sampling.logits import Row, masked, tempered
 from engine.sampling.philox import gumbel, noise
 from engine.sampling.sampler import Sampler
 from kernels.native.library import native_library
-from kernels.native.sampling import argmax_candidates
+from kernels.native.sampling import argmax_candidates, best_allowed
 from tests.engine.sampling.sampling_twin import params_of, sequence
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="everybody's noise is worked out exactly")
@@ -104,6 +105,38 @@ def test_tokens_are_those_of_exact_noise_for_everybody(
     assert sampler.sample(logits, rows) == found
     monkeypatch.setattr(engine.sampling.sampler, "argmax_candidates", lambda *_, **__: None)  # as without C++ kernels
     assert sampler.sample(logits, rows) == found
+
+
+def bits_of(allowed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Bits:
+    padded = np.zeros(-(-len(allowed) // 32) * 32, dtype=np.bool_)
+    padded[: len(allowed)] = allowed
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+@given(
+    st.sampled_from((1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 5003)),
+    st.sampled_from((0.0, 0.002, 0.1, 0.9, 1.0)),
+    st.sampled_from((0.0, 0.5, 0.999)),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_a_grammar_forbids_is_as_good_as_impossible(
+    vocab_size: int, share_allowed: float, share_excluded: float, rounded: bool, seed: int
+) -> None:
+    row = random_row(vocab_size, 3.0, seed, share_excluded)
+    if rounded:
+        row = row.round()  # many are the best
+    allowed = np.random.default_rng(seed).random(vocab_size) < share_allowed
+    bits = bits_of(allowed)
+    left = masked(row, bits)
+    assert left.tolist() == [value if ok else -np.inf for value, ok in zip(row.tolist(), allowed.tolist(), strict=True)]
+    best = best_allowed(row, bits)
+    assert best is not None and best == (-1 if left.max() == -np.inf else left.argmax())
+    if best >= 0:
+        kept = argmax_candidates(row, float(row[best]), 0.7, seed=seed, position=3, allowed=bits)
+        without = argmax_candidates(left, float(row[best]), 0.7, seed=seed, position=3)
+        assert kept is not None and without is not None
+        assert [found.tolist() for found in kept] == [found.tolist() for found in without]
 
 
 def test_more_than_there_is_room_for_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
