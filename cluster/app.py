@@ -39,8 +39,8 @@ from cluster.gateway.request_log import RequestRecorder
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.connection import prepare_server
 from cluster.http.endpoints.batches import running_batches
+from cluster.http.server.connection import prepare_server
 from cluster.metrics.ray_export import RayExport, ray_collects
 from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.slo import SloMetrics

@@ -29,7 +29,7 @@ from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api
 from cluster.http.app import create_app
-from cluster.http.connection import prepare_server
+from cluster.http.server.connection import prepare_server
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
 from engine.checkpoint.pooling import CheckpointPooling

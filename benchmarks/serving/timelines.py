@@ -27,7 +27,7 @@ from benchmarks.common.part import GateError, note
 from benchmarks.common.summary import Json
 from benchmarks.common.workload import draw_prompts
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat
-from cluster.http.connection import SO_TIMESTAMPNS, by_monotonic
+from cluster.http.server.connection import SO_TIMESTAMPNS, by_monotonic
 from cluster.load.timing import MS, percentile, rounded
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity

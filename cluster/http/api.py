@@ -23,9 +23,9 @@ from cluster.gateway.recent_requests import RecentRequests
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.background import StoredResponses
 from cluster.http.openai.structured import Grammars
+from cluster.http.server.turns import Turns
+from cluster.http.server.unread import Unread
 from cluster.http.terms import Tenants
-from cluster.http.turns import Turns
-from cluster.http.unread import Unread
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
 from engine.checkpoint.pooling import CheckpointPooling

@@ -10,10 +10,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cluster.http.api import Api
 from cluster.http.board import board
-from cluster.http.body import BodyLimit
 from cluster.http.endpoints import batches, generation, messages, operators, pooling, responses, service
 from cluster.http.error_responses import install_error_handlers
 from cluster.http.other_gateways import OtherGateways
+from cluster.http.server.body import BodyLimit
 from cluster.slo.classes import CLASS_HEADER
 
 

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from cluster.errors import ApiError, FailedError, InvalidRequestError
 from cluster.http.api import Api
-from cluster.http.request_id import is_anthropics
+from cluster.http.server.request_id import is_anthropics
 
 logger = logging.getLogger(__name__)
 

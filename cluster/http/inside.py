@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.connection import note_connection
+from cluster.http.server.connection import note_connection
 
 _ON_BEHALF: Final = "legato.on_behalf"
 

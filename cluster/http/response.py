@@ -23,11 +23,11 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, DeadlineError, FailedError, UnreadError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
-from cluster.http.connection import Connection, connection_of
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import Shape, dumps, dumps_large
-from cluster.http.request_id import given_request_id
-from cluster.http.unread import PIECE_BYTES, Outbox
+from cluster.http.server.connection import Connection, connection_of
+from cluster.http.server.request_id import given_request_id
+from cluster.http.server.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import outcome_of
 from cluster.slo.classes import CLASS_HEADER
 from cluster.slo.report import Outcome

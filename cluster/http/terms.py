@@ -27,10 +27,10 @@ from typing import Final
 from fastapi import Request
 
 from cluster.errors import InvalidRequestError
-from cluster.http.connection import arrival
 from cluster.http.inside import on_behalf
 from cluster.http.openai.pooling import PoolingBody
 from cluster.http.openai.schemas import GenerationBody
+from cluster.http.server.connection import arrival
 from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
 
 TENANT_HEADER: Final = "x-tenant"

@@ -218,7 +218,7 @@ def _serve(folder: Path) -> None:
 
     from cluster.gateway.generator import ServingLimits
     from cluster.http.app import create_app
-    from cluster.http.connection import prepare_server
+    from cluster.http.server.connection import prepare_server
     from engine.text.tokenizer import Tokenizer
     from tests.support.http_server import scripted_api
     from tests.support.scripted_generator import Script, ScriptedGenerator

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.connection import SO_TIMESTAMPNS, TimedProtocol, prepare_server
+from cluster.http.server.connection import SO_TIMESTAMPNS, TimedProtocol, prepare_server
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import LIMITS, MODEL, scripted_api
 from tests.support.openai_conformance import PROMPT

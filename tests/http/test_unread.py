@@ -21,9 +21,9 @@ from cluster.config.settings import GatewaySettings
 from cluster.errors import UnreadError
 from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
-from cluster.http.connection import Connection
 from cluster.http.openai.choice import Delta, TokenEntry
-from cluster.http.unread import PIECE_BYTES, Unread
+from cluster.http.server.connection import Connection
+from cluster.http.server.unread import PIECE_BYTES, Unread
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.loops import num_open_files

@@ -27,7 +27,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.http.connection import ACCEPTED_PER_TURN
+from cluster.http.server.connection import ACCEPTED_PER_TURN
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
 from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster

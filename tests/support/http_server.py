@@ -20,8 +20,8 @@ from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.connection import TimedProtocol
 from cluster.http.endpoints.batches import running_batches
+from cluster.http.server.connection import TimedProtocol
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
 from cluster.slo.account import SloAccount

@@ -29,9 +29,9 @@ from fastapi.responses import Response
 from cluster.errors import OverloadedError
 from cluster.http.api import Api
 from cluster.http.board.picture import Observer, Picture
-from cluster.http.body import JsonRoute
 from cluster.http.openai.sse import dumps
 from cluster.http.response import EventStream
+from cluster.http.server.body import JsonRoute
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute)

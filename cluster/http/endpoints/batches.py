@@ -21,11 +21,11 @@ from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.inside import OnBehalf, on_behalf, post_inside
 from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
-from cluster.http.request_id import OneRequestId
+from cluster.http.server.body import JsonRoute
+from cluster.http.server.request_id import OneRequestId
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
 

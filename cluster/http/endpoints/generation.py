@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import ChoiceEvents, Reading, chat_members, chat_message
 from cluster.http.openai.logprobs import (
@@ -23,6 +22,7 @@ from cluster.http.openai.schemas import ChatBody, CompletionBody
 from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.parse import Job, prepare_chat, prepare_completion
 from cluster.http.response import GenerationResponse
+from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.tokenizer import Tokenizer
 

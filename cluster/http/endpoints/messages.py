@@ -20,7 +20,6 @@ from pydantic_core import PydanticCustomError
 from cluster.errors import ApiError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import PLAIN, ChoiceEvents
@@ -31,6 +30,7 @@ from cluster.http.openai.structured import Wanted
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
+from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.output import Event
 

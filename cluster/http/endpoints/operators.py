@@ -24,9 +24,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.gateway.recent_requests import MAX_ENDED, waterfall
 from cluster.http.api import Api, ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.openai.schemas import RoleBody
 from cluster.http.other_gateways import Found, OtherGateways
+from cluster.http.server.body import JsonRoute
 from cluster.slo.account import Scope
 from cluster.slo.classes import SloClass
 from cluster.slo.tracker import Burn, SeriesSnapshot

@@ -16,7 +16,6 @@ from starlette.types import Send
 from cluster.errors import FailedError, InvalidRequestError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.openai.fields import Prompt
 from cluster.http.openai.pooling import (
     MAX_NUMBERS,
@@ -33,8 +32,9 @@ from cluster.http.openai.pooling import (
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import prompts_token_ids
 from cluster.http.response import Answer
+from cluster.http.server.body import JsonRoute
+from cluster.http.server.unread import Outbox
 from cluster.http.terms import salt_of, terms_of, trace_headers
-from cluster.http.unread import Outbox
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec
 

@@ -20,7 +20,6 @@ from cluster.errors import ApiError, InvalidRequestError, NotFoundError, Overloa
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
 from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of, told_error
-from cluster.http.body import JsonRoute
 from cluster.http.endpoints.batches import owner_of
 from cluster.http.inside import on_behalf
 from cluster.http.openai.choice import Delta, TokenEntry
@@ -32,6 +31,7 @@ from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
 from cluster.http.response import EventStream, GenerationResponse
+from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.output import Event
 from engine.text.tokenizer import Tokenizer

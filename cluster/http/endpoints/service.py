@@ -10,10 +10,10 @@ from fastapi.responses import JSONResponse, Response
 
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
-from cluster.http.body import JsonRoute
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
+from cluster.http.server.body import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
 

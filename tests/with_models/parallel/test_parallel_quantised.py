@@ -26,9 +26,9 @@ from tests.processes.rank_groups import start
 from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper
-from tests.with_models.rank_threads import on_ranks
+from tests.with_models.parallel.rank_threads import on_ranks
+from tests.with_models.parallel.test_parallel_model import NUM_TOKENS, one_batch, poisoned_cache, random_tokens
 from tests.with_models.test_gguf_weights import write_gguf
-from tests.with_models.test_parallel_model import NUM_TOKENS, one_batch, poisoned_cache, random_tokens
 from tests.with_models.test_weight_packing import AWQ, GPTQ, write_packed
 
 INT8, INT4 = (Quantisation(name=name, group_size=32) for name in ("int8", "int4"))

@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, InvalidRequestError, OverloadedError, UnavailableError
 from cluster.http.api import Api
-from cluster.http.connection import note_arrival, note_connection
 from cluster.http.error_responses import error_response, from_validation
-from cluster.http.turns import Turns
+from cluster.http.server.connection import note_arrival, note_connection
+from cluster.http.server.turns import Turns
 
 MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many
 _NAMED_VALUES: Final = 5  # that a member of an object counts as: its name costs the parser four times its value

@@ -23,7 +23,7 @@ from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
 from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
-from tests.with_models.rank_threads import on_ranks
+from tests.with_models.parallel.rank_threads import on_ranks
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40

@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cluster.http.request_id import OneRequestId
+from cluster.http.server.request_id import OneRequestId
 
 _CONNECTION: Final = "legato.connection"
 ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
