@@ -141,6 +141,10 @@ async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: S
         for wave in range(3):
             await asyncio.gather(*(ask(number) for number in range(20 * wave, 20 * wave + 20)))
         live = cluster.recorded
+        # All of it may take less time than passes between two of a worker's reports.
+        await eventually(
+            lambda: any(isinstance(decode(what), Heartbeat) for _, what in live.told if isinstance(what, bytes))
+        )
         told, said, decisions = list(live.told), list(live.said), [str(one) for one in live.log.newest(10_000)]
     finally:
         await cluster.stop()
