@@ -23,8 +23,11 @@ it is found out:
                                   `cluster.http.error_responses`, or it turns into `invalid_value`
     of the body as a whole        `cluster.http.parse`
     no room in this gateway       `cluster.http.api`
-    by the scheduler              `Unplaceable` on the wire, an error in `cluster.gateway.scheduler_client`. It has a
-                                  sentence and a time to come back: an error of its own class needs a field more
+    by the scheduler              `cluster.scheduler.placement.admission`, whose verdict `cluster.scheduler.scheduler`
+                                  logs and tells; `Unplaceable` on the wire, an error in
+                                  `cluster.gateway.scheduler_client`. It has a sentence and a time to come back; one
+                                  with a class of its own needs a field more, and `cluster.gateway.placing` to know whether a
+                                  request that is recovering may be placed again after it
     by a worker                   `Refused` or `FailureEvent`, taken by `cluster.gateway.orchestrator`
 """
 

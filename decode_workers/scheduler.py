@@ -573,18 +573,24 @@ class DecodeScheduler:
         return self.tiers.host_groups_for(num_tokens, self._running)
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
-        """Who decodes in the next step. A prompt that has waited for the ring too long has its columns before them."""
-        kept = min(self._local.staged_columns, self.tiers.staging_columns) if self._pacer.prefill_is_overdue else 0
-        limit = min(self._max_num_seqs, self._token_budget - bool(kept))
-        ring_columns = self.tiers.staging_columns - kept
+        """Who decodes in the next step; whom it preempts is taken out of `running`."""
+        limit = min(self._max_num_seqs, self._token_budget)
+        reserved_columns = self._columns_for_overdue_prompt()
+        if reserved_columns:
+            limit = min(limit, self._token_budget - 1)  # one token at least is that prompt's
+        ring_columns = self.tiers.staging_columns - reserved_columns
 
         def preempt(seq: Sequence) -> None:
             self._preempt(seq)
             running.remove(seq)
 
         selection = self.tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
-        selection.ring_left += kept
+        selection.ring_left += reserved_columns  # which that prompt takes now
         return selection
+
+    def _columns_for_overdue_prompt(self) -> int:
+        """Columns of the staging ring that a prompt gets before all who decode, as it has waited too long."""
+        return min(self._local.staged_columns, self.tiers.staging_columns) if self._pacer.prefill_is_overdue else 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the blocks back; the tokens stay, and their KV will be computed again (from a prefix hit, if any)."""

@@ -1,7 +1,7 @@
 """Which requests make workers fail, and which only were there.
 
-Workers tell who is in a step before it computes (`kv_transfer.messages.Computing`). Where a worker dies or hangs,
-everyone in its step is a suspect: it is placed again marked `alone`, so that workers compute it in steps of its own
+Workers tell who is in a step before it computes (`kv_transfer.messages.requests.Computing`). Where a worker dies or
+hangs, everyone in its step is a suspect: it is placed again marked `alone`, so that workers compute it in steps of its own
 until it has brought some tokens, which clears it. Who was in the steps of two workers that were lost, and is the only
 one of whom that can be said, is guilty: its request is ended, and copies of it are refused. So is one whose own steps
 fail on two workers while these compute others'.

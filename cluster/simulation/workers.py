@@ -221,7 +221,7 @@ class SimulatedWorker(ABC):
         self.is_dead = False
         self._receivers: dict[SequenceKey, SimulatedDecode] = {}  # of prompts that are computed for others
         self._unreserved: dict[SequenceKey, Sequence] = {}  # of those, who is reserved for once they are computed
-        # of those, who is kept until there is room: computed, and its way there, or not yet
+        # Prompts whose KV stays here until the receiver has room: what sends it; None, while the prompt is computed.
         self._kept: dict[SequenceKey, Callable[[], None] | None] = {}
         self._flows: dict[SequenceKey, Flow] = {}  # of those, whose KV is on its way
         self._step_cost = shape.report()
@@ -420,7 +420,7 @@ class SimulatedWorker(ABC):
         """A step begins: of prompts that are computed for others, all layers but the last go out as they are computed,
         what was found cached at once, and what is left of the step before with it."""
         for item in plan.items:
-            if item.seq.key not in self._receivers or self._pulls(item.seq.key):
+            if item.seq.key not in self._receivers or self._is_sent_when_computed(item.seq.key):
                 continue
             flow = self._flows.get(item.seq.key)
             if flow is None:
@@ -439,8 +439,8 @@ class SimulatedWorker(ABC):
                 flow.add((self._link.token_bytes - self._link.hidden_token_bytes) * num_new)
                 flow.num_tokens = item.seq.num_computed
 
-    def _pulls(self, key: SequenceKey) -> bool:
-        """Whether nothing of it goes out while it is computed."""
+    def _is_sent_when_computed(self, key: SequenceKey) -> bool:
+        """Whether a prompt's KV moves only after its last step: decode pulls it, or has no room for it yet."""
         return key in self._kept or (key in self._unreserved and self.shape.pulled_token_s > 0.0)
 
     @abstractmethod

@@ -21,7 +21,8 @@ from kernels.interface import Activation
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
 # shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
 # makes a small one; the README and docs/guide/configuration.md list it. What no family has computed yet, such as a norm
-# in another place, is also `engine.model.transformer`, `kernels.interface.Layer`, and `native/src/layers.cpp`.
+# in another place, is also `engine.model.transformer`, `kernels.interface.Layer`, `kernels/native/layers.py` and
+# `kernels/native/src/layers.cpp`; while `_fuse` of the transformer gives None for it, the last two can wait.
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -101,7 +101,7 @@ def load_runner(
     host_memory: HostMemory | None = None,
     progress: LoadProgress | None = None,
 ) -> ModelRunner:
-    """A runner for the model in `folder`, whatever `engine.model_ref` says; what it took is logged. See `load_model`.
+    """A runner for `folder`, whatever `EngineConfig.model_ref` says. See `load_model`; what it took is logged.
 
     Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """

@@ -5,6 +5,19 @@ the wire it is the msgpack array `[tag, {field: value}]`. Decoding validates typ
 unknown tags and fields, so a malformed frame raises `MalformedMessageError` and nothing else. Messages hold plain data
 only; behaviour lives in the state machines that take them.
 
+Who says what, and who takes it:
+
+    gateway → worker      `requests`     `WorkerLinks.post`               `_on_message` of the worker
+    worker → gateway      `requests`     `GatewayPort.post`               `cluster.gateway.orchestrator.Orchestrator`
+    gateway → scheduler   `scheduling`   `SchedulerClient`                `SchedulerServer._serve_gateway`
+    scheduler → gateway   `scheduling`   `cluster.scheduler.server`       `SchedulerClient._on_message`
+    worker → scheduler    `workers`      `Registration`, in its reports   `SchedulerServer._serve_worker`
+    scheduler → worker    `workers`      `cluster.scheduler.server`       `WorkerReplica._on_order`
+    prefill ↔ decode      `handoff`      the hand-off's two sides         `kv_transfer.handoff`
+    what tiers hold       `blocks`       `Registration`                   `SchedulerServer._serve_worker`
+
+What a worker has to say at once is a message of its own; what may wait half a second is a field of `WorkerSnapshot`.
+
 Importing this package imports all modules that define messages, so that every process knows all of them.
 """
 
@@ -19,7 +32,7 @@ PROTOCOL_VERSION: Final = 11
 """Raise it when a message or a field is added, removed or changed (`SamplingParams` and `WorkerSnapshot` travel in
 some), and renew `tests/kv_transfer/encodings.json`: REWRITE_ENCODINGS=1 pytest tests/kv_transfer/test_messages.py.
 Processes of two versions do not talk to each other. A message belongs to the module of its conversation; whoever takes
-it has a `case` for it (`requests` says who that is)."""
+it has a `case` for it, see above."""
 
 __all__ = [
     "KINDS",

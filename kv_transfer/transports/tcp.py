@@ -169,7 +169,7 @@ class TcpCarrier(Carrier):
             for number in range(self._num_stripes + 1):
                 own = attributes | {"number": str(number)}
                 peer_sockets.append(
-                    await dial(endpoint, self._identity, purpose=PURPOSE, timeout_s=timeout_s, attributes=own)
+                    await dial(endpoint, self._identity, purpose=self.purpose, timeout_s=timeout_s, attributes=own)
                 )
             return await open_link(peer_sockets, self._config)
         except BaseException:

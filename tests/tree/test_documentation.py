@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,17 +115,51 @@ def test_modules_that_newcomers_read_exist() -> None:
     _told(missing())
 
 
+def test_what_docstrings_and_comments_point_to_exists() -> None:
+    """Files; modules by their dotted names, and what they name of one. Who changes something follows these."""
+    modules = rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)+"
+    test_files = {path.name for path in (ROOT / "tests").rglob("*.py")}
+
+    def missing() -> Iterator[str]:
+        for page in [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.py")]:
+            told = _docstrings_and_comments(page)
+            for name in re.findall(rf"`({modules})`", told):
+                if not _is_there(name):
+                    yield f"{page.relative_to(ROOT)} names {name}"
+            for name, module in re.findall(rf"`(\w+)`\s+of\s+`({modules})`", told):
+                if not _is_there(f"{module}.{name}"):
+                    yield f"{page.relative_to(ROOT)} names {name} of {module}"
+            for file in re.findall(r"`([\w./]+\.(?:py|cpp|md))`", told):
+                if not (ROOT / file).exists() and not (page.parent / file).exists() and file not in test_files:
+                    yield f"{page.relative_to(ROOT)} names {file}"
+
+    _told(missing())
+
+
+def _docstrings_and_comments(page: Path) -> str:
+    source = page.read_text(encoding="utf-8")
+    comments = [
+        token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    docstrings = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return " ".join([*comments, *docstrings])
+
+
 def _is_there(dotted: str) -> bool:
-    parent, _, last = dotted.rpartition(".")
-    for base in (dotted, parent):
-        path = ROOT / base.replace(".", "/")
+    """A module, what it defines, or a member of a class of its."""
+    parts = dotted.split(".")
+    for count in (len(parts), len(parts) - 1, len(parts) - 2):
+        path = ROOT.joinpath(*parts[:count])
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if file.exists():
-            return (
-                base == dotted
-                or re.search(rf"^(?:class|def|async def) {last}\b|^{last}\b", file.read_text(), re.MULTILINE)
-                is not None
-            )
+            text = file.read_text(encoding="utf-8")
+            return all(re.search(rf"^ *(?:(?:class|def|async def) )?{n}\b", text, re.MULTILINE) for n in parts[count:])
     return False
 
 

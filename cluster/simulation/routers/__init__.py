@@ -3,5 +3,5 @@
 Another rule is a `Baseline` in `cluster.simulation.routers.baselines`; its name stands in `ROUTERS`
 (`cluster.simulation.command`), in `ROUTER_NAMES` in the same order (`cluster.simulation.arguments`), in `BASELINES` of
 `benchmarks.scheduling.goodput` and in `docs/simulation.md`. One that knows no split is named beside `colocated` in
-`cluster.simulation.command` and in `layouts` of `benchmarks.scheduling.goodput_setting`.
+`cluster.simulation.command` and in `candidates` of `benchmarks.scheduling.goodput_setting`.
 """
