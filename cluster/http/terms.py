@@ -28,8 +28,7 @@ from fastapi import Request
 
 from cluster.errors import InvalidRequestError
 from cluster.http.inside import on_behalf
-from cluster.http.openai.pooling import PoolingBody
-from cluster.http.openai.schemas import GenerationBody
+from cluster.http.openai.schemas import ServedBody
 from cluster.http.server.connection import arrival
 from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
 
@@ -106,9 +105,7 @@ def _tenant_header(headers: Mapping[str, str]) -> str:
     return name
 
 
-def terms_of(
-    request: Request, body: GenerationBody | PoolingBody, classes: SloConfig, tenants: Tenants
-) -> RequestTerms:
+def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Tenants) -> RequestTerms:
     """Raises InvalidRequestError where a class, tier, target or tenant is none."""
     slo = classes.choose(body.service_tier, request.headers)
     whose = on_behalf(request.scope)
@@ -122,7 +119,7 @@ def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:
     return tenants.salt(request.headers, cache_salt) if whose is None else tenants.resalted(whose.salt, cache_salt)
 
 
-def answered_tier(request: Request, body: GenerationBody) -> str:
+def answered_tier(request: Request, body: ServedBody) -> str:
     """What the answer says in `service_tier`: the tier that was asked for; a class, where a header chose one."""
     chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"
     return "default" if chosen == "auto" else chosen

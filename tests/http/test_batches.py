@@ -29,16 +29,6 @@ OWNER = {"authorization": "Bearer unused"}  # as the client of these tests
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
 @pytest.fixture
 def target(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Target]:
     settings = GatewaySettings(storage_budget=100_000)

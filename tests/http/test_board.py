@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,11 +39,6 @@ CLASSES = SloConfig(
 def worker(name: str, **changes: Any) -> KnownWorker:
     tiers = TiersReport(blocks={"device": TierBlocks(free=60, cached=30, held=10)})
     return worker_info(name), worker_snapshot(name, **{"step_cost": REPORT, "tiers": tiers, **changes})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,16 +25,6 @@ from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
 
 
 @pytest.fixture(scope="module")

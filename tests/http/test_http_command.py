@@ -37,16 +37,6 @@ ROOT = Path(__file__).parents[2]
 CLASSES = SloConfig(classes=(SloClass(name="chat", ttft_s=600.0, tpot_s=600.0), SloClass(name="batch")), default="chat")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
 @pytest.fixture
 def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
     with running_server(generator, tokenizer, GatewaySettings(max_concurrent=8), slo=CLASSES) as target:

@@ -45,11 +45,6 @@ def tokenizer(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
 def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
     with running_server(shared_generator, tokenizer) as target:
         yield target

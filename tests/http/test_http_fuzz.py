@@ -98,11 +98,6 @@ class Gateway:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
 def target(tokenizer: Tokenizer) -> Iterator[Target]:
     with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
         yield target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import anthropic
@@ -35,16 +34,6 @@ CALLS: Final = (
 
 class City(pydantic.BaseModel):
     name: Literal["Paris", "Rome"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,6 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.model
 
 DOCUMENTS = ["the sea was calm", "night fell", "12 miles", "the sea"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
 
 
 @pytest.fixture(scope="module")

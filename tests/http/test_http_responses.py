@@ -44,16 +44,6 @@ OWNER: Final = {"authorization": "Bearer unused"}  # as the client of these test
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
 def target(
     shared_generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
@@ -467,17 +457,26 @@ def test_errors_of_the_cluster(
     with pytest.raises(openai.APIStatusError, match=str(error)) as failed:
         create(client)
     assert failed.value.status_code == status
+    with pytest.raises(openai.NotFoundError):  # it had not begun
+        client.responses.retrieve(failed.value.request_id or "")
     before = ended(client, create(client, background=True).id)
     generator.script = Script(reply="It rains.", fail_after=2, error=error)
     events: list[Any] = streamed(client)
     assert (events[-2].type, events[-2].code, events[-2].message) == ("error", error.code, str(error))
+    kept = client.responses.retrieve(events[-1].response.id)
+    assert kept == events[-1].response and kept.output[0].status == "incomplete"
+    with pytest.raises(openai.APIStatusError) as whole:
+        create(client)
+    assert whole.value.status_code == status and whole.value.request_id is not None
+    unseen = client.responses.retrieve(whole.value.request_id)
     after = ended(client, create(client, background=True).id)
     checked(client.responses.retrieve(after.id, stream=True))
-    for response, text in ((before, ""), (events[-1].response, "It rains"), (after, "It rains")):
+    ends = ((before, ""), (kept, "It rains"), (unseen, ""), (after, "It rains"))
+    for response, text in ends:
         assert (response.status, response.output_text) == ("failed", text)
         assert (response.error.code, response.error.message) == (code, str(error))
     with pytest.raises(openai.BadRequestError, match="it is failed"):
-        create(client, previous_response_id=after.id)
+        create(client, previous_response_id=kept.id)
 
 
 def test_another_gateway_has_them_too(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:

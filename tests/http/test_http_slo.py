@@ -56,16 +56,6 @@ WORKER = (worker_info("d1"), worker_snapshot("d1", tiers=TIERS, **REPORTS))
 AT_ONCE = {"x-slo-ttft-ms": "0.001"}  # a target that nothing meets
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
 @pytest.fixture
 def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
     with running_server(generator, tokenizer, slo=CLASSES) as target:

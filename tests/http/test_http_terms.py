@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,6 @@ pytestmark = pytest.mark.model
 CHAT = SloClass(name="chat", ttft_s=600.0, tpot_s=600.0, share=0.9, service_tiers=("priority",))
 BATCH = SloClass(name="batch", service_tiers=("flex",))
 CLASSES = SloConfig(classes=(CHAT, BATCH), default="chat")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
 
 
 @pytest.fixture(scope="module")

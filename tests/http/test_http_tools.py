@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import openai
@@ -42,16 +41,6 @@ CALLS: Final = (
     f'I will look.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
@@ -13,8 +12,6 @@ from llguidance import LLTokenizer
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
 from cluster.http.openai.structured import Wanted, compiled
-from engine.sampling.grammar import grammar_tokenizer
-from engine.text.tokenizer import Tokenizer
 from tests.support.schema_answers import drawn_answer, takes
 
 pytestmark = pytest.mark.model
@@ -42,12 +39,6 @@ SCHEMAS: Final = {name: {"type": "object"} | schema for name, schema in OTHERS.i
     name: {"type": "object", "$defs": {"p": PERSON}, "properties": properties, "required": list(properties)}
     for name, properties in ENDLESS.items()
 }
-
-
-@pytest.fixture(scope="module")
-def llg(smollm2_folder: Path) -> LLTokenizer:
-    tokenizer = Tokenizer(smollm2_folder)
-    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
 
 def _compiled(schema: object, llg: LLTokenizer) -> str:

@@ -19,7 +19,6 @@ from llguidance import LLTokenizer
 from cluster.errors import InvalidRequestError
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, Wanted, compiled, parse_response_format
-from engine.sampling.grammar import grammar_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
@@ -39,16 +38,6 @@ RULED: Final = ("date", "date-time", "duration", "email", "hostname", "ipv4", "i
 def _lines(name: str) -> Iterator[dict[str, Any]]:
     with gzip.open(FOLDER / name, "rt") as lines:
         yield from map(json.loads, lines)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def llg(tokenizer: Tokenizer) -> LLTokenizer:
-    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
 
 def _response_format(schema: object) -> dict[str, Any]:

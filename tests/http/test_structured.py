@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,7 +16,6 @@ from cluster.errors import InvalidRequestError
 from cluster.http.openai import structured
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, Wanted, compiled
-from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
@@ -25,16 +23,6 @@ from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import ScriptedGenerator
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def llg(tokenizer: Tokenizer) -> LLTokenizer:
-    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
 
 def of_schema(schema: object) -> Wanted:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -31,11 +30,6 @@ pytestmark = pytest.mark.model
 TICK_S = time.clock_getres(6)  # of the kernel: CLOCK_MONOTONIC_COARSE
 READ_S = 20e-6  # between two readings of a clock, at most
 SMALL_BUFFER = 4_096  # bytes that a kernel holds of a connection, about
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
 
 
 @dataclass

@@ -7,7 +7,6 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +34,6 @@ NEVER_S = 100 * HANGS_S
 SMALL_BUFFER = 16 * 2**10
 # 20 log probabilities of each of 7,600 tokens: ten times what the buffers on the way hold.
 LONG = {"model": MODEL, "prompt": PROMPT, "n": 4, "max_tokens": 1_900, "ignore_eos": True, "logprobs": 20}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
 
 
 @contextmanager

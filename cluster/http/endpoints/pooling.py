@@ -20,7 +20,6 @@ from cluster.http.openai.fields import Prompt
 from cluster.http.openai.pooling import (
     MAX_NUMBERS,
     EmbeddingsBody,
-    PoolingBody,
     PoolingJob,
     RerankBody,
     ScoreBody,
@@ -29,6 +28,7 @@ from cluster.http.openai.pooling import (
     rerank_answer,
     score_answer,
 )
+from cluster.http.openai.schemas import ServedBody
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import prompts_token_ids
 from cluster.http.response import Answer
@@ -104,7 +104,7 @@ def _nothing() -> None:
 async def _pooled(
     kind: str,
     endpoint: str,
-    body: PoolingBody,
+    body: ServedBody,
     request: Request,
     api: Api,
     inputs: Sequence[Prompt],

@@ -3,6 +3,7 @@ was answered, kept where the gateway has a folder."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sqlite3
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from starlette.types import Send
 
 from cluster.batch.responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
@@ -30,7 +32,7 @@ from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, ChatBody
 from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
-from cluster.http.response import EventStream, GenerationResponse
+from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.output import Event
@@ -268,12 +270,14 @@ def _json(text: str) -> Response:
 
 
 class StoredAnswer(GenerationResponse):
-    """Is kept before its client hears of its end, who may ask for it then. Where it can't be, the answer says so."""
+    """Is kept before its client hears of its end, who may ask for it then. Where it can't be, the answer says so. What
+    fails is kept as failed, if it had begun: by then its client has heard of its id."""
 
     def __init__(self, api: Api, timeline: RequestTimeline, shape: ResponsesShape, kept: StoredResponse) -> None:
         super().__init__(api, timeline, shape)
         self._of_response = shape
         self._kept = kept
+        self._is_kept = False
 
     async def _last(self, size: int, make: Callable[[], bytes]) -> bytes:
         last = await super()._last(size, make)
@@ -284,12 +288,24 @@ class StoredAnswer(GenerationResponse):
                 status=self._of_response.status,
                 response=response_of(text) if self._job.stream else text,
             )
+            self._is_kept = True
             await _responses(self._api).kept.add(kept)
         except (sqlite3.Error, OSError, RuntimeError):  # the last: it is closed
             logger.exception("the response %s could not be stored", self._kept.id)
             self._of_response.stored = False
             last = await super()._last(size, make)
         return last
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        if self._job.num_generated_tokens and not self._is_kept:
+            failed = replace(self._kept, status="failed", response=json.dumps(self._of_response.failed(error)))
+            try:
+                async with asyncio.timeout(LAST_WORD_S):
+                    await _responses(self._api).kept.add(failed)
+            except (TimeoutError, sqlite3.Error, OSError, RuntimeError):
+                logger.exception("the response %s, which failed, could not be stored", self._kept.id)
+                self._of_response.stored = False
+        await super()._fail(send, error)
 
 
 class ResponsesShape(Shape):
@@ -345,10 +361,15 @@ class ResponsesShape(Shape):
         return self.choice(0, deltas[0])
 
     def last_word(self, error: ApiError) -> bytes:
-        events = self._closed("incomplete")
-        failed = {**self.response("failed"), "error": told_error(error.status, error.message)}
+        failed = self.failed(error)
         said = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return self._sent([*events, said, {"type": "response.failed", "response": failed}])
+        return self._sent([*self._closed("incomplete"), said, {"type": "response.failed", "response": failed}])
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The response where it ends with an error: what there was of its last item is incomplete."""
+        last = [event["item"] for event in self._ending("incomplete")[-1:]]
+        output = [*self._output[: len(self._output) - len(last)], *last]
+        return {**self.response("failed"), "output": output, "error": told_error(error.status, error.message)}
 
     def response(self, status: str) -> dict[str, Any]:
         """All that there is so far."""
@@ -456,7 +477,14 @@ class ResponsesShape(Shape):
         return more
 
     def _closed(self, status: str) -> list[dict[str, Any]]:
-        """The last item, if it is open."""
+        """The last item is, if it is open."""
+        if told := self._ending(status):
+            self._output[-1] = told[-1]["item"]
+            self._open, self._texts, self._entries = None, [], []
+        return told
+
+    def _ending(self, status: str) -> list[dict[str, Any]]:
+        """What is told of the last item's end, if it is open: at last how it is then."""
         if self._open is None:
             return []
         text, logprobs = "".join(self._texts), self._logprobs(self._entries)
@@ -474,10 +502,8 @@ class ResponsesShape(Shape):
                 {"type": "response.content_part.done", **place, "content_index": 0, "part": part},
             ]
             members = {"content": [part]}
-        self._output[-1] = {**item, **members, "status": status}
-        self._open, self._texts, self._entries = None, [], []
-        ended = {"type": "response.output_item.done", "output_index": place["output_index"], "item": self._output[-1]}
-        return [*told, ended]
+        ended = {**item, **members, "status": status}
+        return [*told, {"type": "response.output_item.done", "output_index": place["output_index"], "item": ended}]
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
         told = chat_logprobs(entries, self._tokenizer)

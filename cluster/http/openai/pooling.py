@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from cluster.http.openai.fields import Prompt, parse_prompts
-from cluster.http.openai.schemas import INT64_MAX, Body
+from cluster.http.openai.schemas import INT64_MAX, ServedBody
 from kv_transfer.messages.requests import RequestSpec
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit
@@ -69,16 +69,7 @@ Inputs = Annotated[list[Prompt], BeforeValidator(parse_inputs, json_schema_input
 Texts = Annotated[list[str], BeforeValidator(parse_texts, json_schema_input_type=_TextForms)]
 
 
-class PoolingBody(Body):
-    """What all of these share."""
-
-    model: str
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
-
-
-class EmbeddingsBody(PoolingBody):
+class EmbeddingsBody(ServedBody):
     """`POST /v1/embeddings`"""
 
     input: Inputs
@@ -86,14 +77,14 @@ class EmbeddingsBody(PoolingBody):
     dimensions: int | None = Field(None, ge=1, le=INT64_MAX)
 
 
-class ScoreBody(PoolingBody):
+class ScoreBody(ServedBody):
     """`POST /v1/score`: of each of `text_2` against the one, or the same of, `text_1`."""
 
     text_1: Texts
     text_2: Texts
 
 
-class RerankBody(PoolingBody):
+class RerankBody(ServedBody):
     """`POST /v1/rerank`: of each document against the query, best first."""
 
     query: str = Field(min_length=1)

@@ -20,22 +20,20 @@ from cluster.errors import ApiError, InvalidRequestError
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.fields import (
     Harmless,
-    LogitBias,
     Metadata,
     Parameters,
-    Stop,
     TemplateKwargs,
     Unsupported,
     parse_tool_choice,
 )
 from cluster.http.openai.schemas import (
     INT64_MAX,
-    INT64_MIN,
     MAX_MESSAGES,
     MAX_TOOLS,
     Body,
     ChatBody,
     FunctionName,
+    SampledBody,
 )
 from cluster.http.openai.structured import parse_response_format
 from engine.sampling.params import MAX_LOGPROBS
@@ -332,16 +330,14 @@ Includable = Literal[
 ]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SampledBody):
     """`POST /v1/responses`"""
 
-    model: str
     input: Annotated[list[Item], BeforeValidator(parse_input, json_schema_input_type=Any)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, min_length=1, max_length=_MAX_ID)
     store: bool | None = None
     background: bool | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     max_tool_calls: int | None = Field(None, ge=1, le=INT64_MAX)  # of tools that run on the server
@@ -362,24 +358,7 @@ class ResponsesBody(Body):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias = Field({})
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: Stop = Field([])
     chat_template_kwargs: TemplateKwargs = Field({})
-    cache_salt: str | None = Field(None, max_length=256)
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
-    prompt_cache_key: Harmless = None
-    prompt_cache_retention: Harmless = None
-    prompt_cache_options: Harmless = None
     conversation: Unsupported = None
     prompt: Unsupported = None
     context_management: Unsupported = None

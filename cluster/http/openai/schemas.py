@@ -66,15 +66,19 @@ class Prediction(Body):
     content: Content
 
 
-class GenerationBody(Body):
-    """What chat and text completions share."""
+class ServedBody(Body):
+    """What all have that ask a model for something: which one, and who asks, on which terms."""
 
     model: str
-    n: int | None = Field(None, ge=1, le=128)
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+
+class SampledBody(ServedBody):
+    """What all have that ask for text: how it is sampled, and whose cached prefixes it may use."""
+
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
-    min_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
@@ -85,6 +89,19 @@ class GenerationBody(Body):
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: Stop = []
+    cache_salt: str | None = Field(None, max_length=256)
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+    prompt_cache_options: Harmless = None
+
+
+class GenerationBody(SampledBody):
+    """What chat and text completions share."""
+
+    n: int | None = Field(None, ge=1, le=128)
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
     stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     bad_words: BadWords = []
     allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
@@ -96,15 +113,8 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64_MAX)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: str | None = Field(None, max_length=256)
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
     metadata: Harmless = None
     store: Harmless = None
-    prompt_cache_key: Harmless = None
-    prompt_cache_retention: Harmless = None
-    prompt_cache_options: Harmless = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     prediction: Prediction | None = None  # in completions Legato's
