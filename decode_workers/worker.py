@@ -66,7 +66,9 @@ class DecodeWorker(Worker):
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             layerkv=config.layerkv,
-            speculation=None if config.speculation is None else Speculation.of(config.speculation, self.model.costs),
+            speculation=None
+            if config.speculation is None
+            else Speculation.of(config.speculation, self.model.costs, self.model.runner.sampler.masks),
         )
         self.scheduler.on_preempted = self._tell_preempted
 

@@ -3,6 +3,7 @@
 * *edits*: code that the model writes, with a `prediction` that differs from it as a file before an edit does: in a
   run of up to three tokens in every 33. *exact*: with a prediction that is right.
 * *copies*: the model is asked to repeat lines of a given text; *summaries* are of a given text. By lookup.
+* *records*: JSON by a schema whose names are much of it; they are drafted by the grammar, and by lookup.
 * *prose*: drawn answers to questions, with nothing to copy.
 * *adversary*: the same, with a prediction of tokens drawn at random.
 
@@ -12,10 +13,11 @@ In process, two threads. What counts begins when all prompts are computed.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -54,6 +56,29 @@ QUESTIONS = (
     "Write a letter to a friend about a journey.",
 )
 
+_TEXT = {"type": "string", "maxLength": 12}
+RECORDS = {
+    "type": "array",
+    "minItems": 32,
+    "items": {
+        "type": "object",
+        "properties": {
+            "order_number": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "customer_name": _TEXT,
+            "delivery_address": {
+                "type": "object",
+                "properties": {"street_and_number": _TEXT, "postal_code": {"type": "string", "pattern": "^[0-9]{5}$"}},
+                "required": ["street_and_number", "postal_code"],
+                "additionalProperties": False,
+            },
+            "payment_method": {"enum": ["credit_card", "bank_transfer"]},
+        },
+        "required": ["order_number", "customer_name", "delivery_address", "payment_method"],
+        "additionalProperties": False,
+    },
+    "x-guidance": {"whitespace_flexible": False},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -63,17 +88,20 @@ class Work:
     prompts: list[list[int]]
     draws: bool = False
     predictions: list[list[int]] | None = None
+    grammar: str | None = None
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:
-        return ("prediction", "lookup", "history") if self.draws else ("prediction", "lookup")
+        return ("prediction", "grammar", "lookup", "history") if self.draws else ("prediction", "grammar", "lookup")
 
     def sequences(self, turn: int) -> list[Sequence]:
         return [
             Sequence(
                 request_id=f"bench-{number}",
                 attempt=0,
-                params=_drawn(1000 * turn + number) if self.draws else greedy(NUM_TOKENS),
+                params=_drawn(1000 * turn + number)
+                if self.draws
+                else replace(greedy(NUM_TOKENS), grammar=self.grammar),
                 prompt_token_ids=list(prompt),
                 prediction_token_ids=[] if self.predictions is None else self.predictions[number],
             )
@@ -122,6 +150,10 @@ def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[s
         "exact": Work(of_code, predictions=written),
         "copies": Work([_chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
         "summaries": Work([_chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
+        "records": Work(
+            [_chat(tokenizer, f"Write a list of {n + 5} orders, as JSON.") for n in range(num_streams)],
+            grammar=json.dumps({"grammars": [{"json_schema": RECORDS}]}),
+        ),
         "prose": Work(questions, draws=True),
         "adversary": Work(questions, draws=True, predictions=at_random),
     }
@@ -129,7 +161,8 @@ def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[s
 
 def _compared(model: LoadedModel, work: Work, quiet: QuietMachine) -> Json:
     """What is learnt of drafts and rows stays from turn to turn, as in a worker."""
-    speculation = Speculation.of(SpeculationConfig(drafters=work.drafters), model.costs)
+    config = SpeculationConfig(drafters=work.drafters)
+    speculation = Speculation.of(config, model.costs, model.runner.sampler.masks)
     variants: Mapping[str, Callable[[], Run]] = {
         "without": partial(run, model, None, work, itertools.count()),
         "with": partial(run, model, speculation, work, itertools.count()),

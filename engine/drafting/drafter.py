@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from engine.sequence import Sequence
 
-DrafterName = Literal["prediction", "lookup", "history"]
-"""What its client expects; what stands in its prompt and output already; what other sequences got before."""
+DrafterName = Literal["prediction", "grammar", "lookup", "history"]
+"""What its client expects; what its grammar forces; what stands in its prompt and output already; what other sequences
+got before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ from weakref import WeakKeyDictionary
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepWork
 from engine.drafting.drafter import Draft, Drafter, DrafterName
+from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
+from engine.sampling.grammar import GrammarMasks
 from engine.sequence import Sequence, StepOutput, StepPlan
 
 MOST_DRAFTS: Final = 15
@@ -27,7 +29,7 @@ _MOST_SLOTS: Final = 64
 """In a step: beyond, rows cost what prompts' do."""
 _TRIED: Final = 0.005
 """Of the time of steps, what goes into drafts that are not expected to pay."""
-_ASSUMED: Final[dict[DrafterName, float]] = {"prediction": 0.7, "lookup": 0.4, "history": 0.4}
+_ASSUMED: Final[dict[DrafterName, float]] = {"prediction": 0.7, "grammar": 0.9, "lookup": 0.4, "history": 0.4}
 _PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
 _KEPT_OF_STEPS: Final = 0.98
@@ -38,13 +40,16 @@ _BEHIND: Final = 2.0
 """Times that a token counts whose sequence is late."""
 
 
-def drafters_of(names: Iterable[DrafterName]) -> list[Drafter]:
+def drafters_of(names: Iterable[DrafterName], masks: GrammarMasks | None = None) -> list[Drafter]:
+    """`masks` None: nothing is sampled by a grammar."""
     makers: dict[DrafterName, Callable[[], Drafter]] = {
         "prediction": PredictionDrafter,
         "lookup": LookupDrafter,
         "history": HistoryDrafter,
     }
-    return [makers[name]() for name in names]
+    if masks is not None:
+        makers["grammar"] = lambda: GrammarDrafter(masks)
+    return [makers[name]() for name in names if name in makers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ class SpeculationConfig:
     """`drafters` in the order in which they are asked. `fixed`: so many drafts for everyone whenever there are some,
     for experiments; None: as it pays."""
 
-    drafters: tuple[DrafterName, ...] = ("prediction", "lookup", "history")
+    drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history")
     fixed: int | None = None
 
 
@@ -122,8 +127,8 @@ class Speculation:
         self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
 
     @classmethod
-    def of(cls, config: SpeculationConfig, costs: StepCosts) -> Speculation:
-        return cls(drafters_of(config.drafters), costs, fixed=config.fixed)
+    def of(cls, config: SpeculationConfig, costs: StepCosts, masks: GrammarMasks | None = None) -> Speculation:
+        return cls(drafters_of(config.drafters, masks), costs, fixed=config.fixed)
 
     def plan(
         self, candidates: list[Candidate], work: StepWork, *, most: int, longest_s: float = math.inf
@@ -183,6 +188,8 @@ class Speculation:
         state.acceptances.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT)
         self._of_all.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT_OF_ALL)
         state.best_rate = max(self._rate(state, known) for known in state.acceptances)
+        if seq.params.grammar is not None:  # what it forces may be yet to come
+            state.best_rate = max(state.best_rate, self._rate(state, _Source("grammar", 0)))
         counts = self.counts[draft.drafter]
         counts.drafted += len(draft.token_ids)
         counts.accepted += num_accepted

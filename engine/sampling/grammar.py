@@ -75,6 +75,15 @@ class GrammarMasks:
             return only
         return bits
 
+    def forced_tokens(self, seq: Sequence) -> tuple[int, ...]:
+        """What must come after the output so far, as the tokenizer cuts it, up to a choice or the end. Nothing where
+        nothing is forced, or where no mask of `seq` was made here yet."""
+        followed, output_token_ids = self._followed.get(seq), seq.output_token_ids
+        if followed is None or not output_token_ids or not followed.leads_to(output_token_ids):
+            return ()
+        followed.consume(output_token_ids)
+        return tuple(followed.matcher.compute_ff_tokens())
+
     def _compile(self, grammar: str) -> LLMatcher:
         """Milliseconds, for most; what is wrong with it is told by its masks."""
         return LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)

@@ -26,6 +26,7 @@ from engine.offload.staging import StoredLayers, ThreadStaging
 from engine.offload.staging_plan import Placement, StagingConfig
 from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.parallel.leader import GroupLeader, GroupModel
+from engine.sampling.grammar import GrammarMasks
 from engine.sampling.pending_output import (
     NO_DRAFTS,
     Drafts,
@@ -72,7 +73,10 @@ _LOGIT_ROWS = 256
 
 
 class TokenSampler(Protocol):
-    """What the runner needs of `engine.sampling.sampler.Sampler`."""
+    """What the runner needs of `engine.sampling.sampler.Sampler`, and who drafts by the grammars that it follows."""
+
+    @property
+    def masks(self) -> GrammarMasks | None: ...
 
     def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> SampledTokens:
         """`logits [B, V]` float32, one for each row; B is not 0. `drafts`: of some rows, by their index, what the next

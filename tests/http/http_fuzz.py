@@ -111,10 +111,31 @@ _CHOICES: Final = st.sampled_from(
     ["auto", "none", "required", {"type": "function", "function": {"name": "f"}},
      {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}]
 )  # fmt: skip
+_MARKS: Final = st.sampled_from(["<a>", "<", "</a>", "", "<|im_end|>", {"type": "token", "token": 1}])
+
+
+def _formats(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    tag = st.fixed_dictionaries({"type": st.just("tag"), "begin": _MARKS, "content": inner, "end": _MARKS})
+    several = {"elements": st.lists(inner, max_size=2), "tags": st.lists(tag, max_size=2), "content": inner}
+    kinds = ["sequence", "or", "optional", "star", "repeat", "triggered_tags", "dispatch", "tags_with_separator"]
+    return tag | st.fixed_dictionaries(
+        {"type": st.sampled_from(kinds)},
+        optional={**several, "triggers": st.lists(_MARKS, max_size=2), "rules": st.lists(st.tuples(_MARKS, inner)),
+                  "separator": _MARKS, "at_least_one": st.booleans(), "min": _COUNTS, "max": _COUNTS},
+    )  # fmt: skip
+
+
+_TAGS: Final = st.recursive(
+    st.just({"type": "any_text"})
+    | SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": schema})
+    | _PATTERNS.map(lambda pattern: {"type": "regex", "pattern": pattern}),
+    _formats,
+)
 _WISHES: Final = st.one_of(
     st.fixed_dictionaries({"json": SCHEMAS}),
     st.fixed_dictionaries({"regex": _PATTERNS}),
     st.fixed_dictionaries({"choice": st.lists(TEXTS, max_size=3)}),
+    st.fixed_dictionaries({"structural_tag": st.fixed_dictionaries({"format": _TAGS})}),
     st.fixed_dictionaries({"grammar": st.sampled_from(['start: "a"', "root ::= [a-z]+", "start: start", "start: ("])}),
 )
 _ASKED: Final[dict[str, Any]] = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}

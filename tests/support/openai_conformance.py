@@ -377,6 +377,9 @@ def structured_answers_parse(target: Target) -> None:
     assert sent.choices[0].message.content.startswith("{")
 
 
+_TAG: Final = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": "</n>"}
+
+
 def structured_outputs_of_every_kind(target: Target) -> None:
     """vLLM's field, at both endpoints."""
     for wish, pattern in (
@@ -385,6 +388,7 @@ def structured_outputs_of_every_kind(target: Target) -> None:
         ({"grammar": 'start: "x" /[0-9]/ "y"'}, "x[0-9]y"),
         ({"grammar": 'root ::= "x" digit\ndigit ::= [0-9]'}, "x[0-9]"),
         ({"json": {"enum": [1, "two", None]}}, '1|"two"|null'),
+        ({"structural_tag": json.dumps({"type": "structural_tag", "format": _TAG})}, "<n>[0-9]{1,3}</n>"),
     ):
         extra = {"structured_outputs": wish}
         chat = target.chat(extra_body=extra, max_tokens=60).choices[0]

@@ -28,6 +28,8 @@ GREEDY_WITH_ECHO = SamplingParams(max_tokens=64, seed=0, temperature=0.0, prompt
 class RecordingSampler:
     """Greedy, and keeps the logits it saw, by request."""
 
+    masks = None
+
     def __init__(self) -> None:
         self.sampled: dict[str, list[Tensor]] = {}
         self.judged: list[Tensor] = []

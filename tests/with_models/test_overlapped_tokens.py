@@ -78,6 +78,7 @@ class LateSampler:
 
     def __init__(self, sampler: TokenSampler) -> None:
         self._sampler = sampler
+        self.masks = sampler.masks
         self.prompt_logprobs = sampler.prompt_logprobs
 
     def begin(self, logits: torch.Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> LateTokens:

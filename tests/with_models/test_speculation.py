@@ -17,6 +17,7 @@ from decode_workers.local_engine import LocalEngine
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import Emission
 from engine.drafting.drafter import Draft, Drafter, DrafterName
+from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
 from engine.drafting.speculation import Speculation
 from engine.sampling.params import SamplingParams
@@ -38,6 +39,9 @@ WISHES: dict[str, SamplingParams] = {
     "begun late": replace(greedy(NUM_TOKENS), ignore_eos=False, stop_token_ids=tuple(range(40)), min_tokens=6),
     "limited": replace(DRAWN, allowed_token_ids=tuple(range(20, 60)), bad_words=((21, 22), (30,), (31, 32, 33))),
     "by a grammar": replace(DRAWN, ignore_eos=False, grammar='start: "[" /[a-z]{2,9}/ ("," /[a-z]{2,9}/){1,9} "]"'),
+    "mostly forced": replace(
+        DRAWN, ignore_eos=False, logprobs=2, grammar='start: "{" /[a-z]{2}/ "one two" /[0-9]/ "}"'
+    ),
     "of one token": greedy(1),
 }
 Request = tuple[str, list[int], SamplingParams]
@@ -88,13 +92,14 @@ class Guessing:
         pass
 
 
-MAKERS: dict[str, Callable[[dict[str, list[int]]], Drafter]] = {
+MAKERS: dict[str, Callable[[dict[str, list[int]]], Drafter | type[GrammarDrafter]]] = {
     "an oracle": Knowing,
     "often wrong": lambda answers: Knowing(answers, every=3),
     "chance": lambda answers: Guessing(),
     "lookup": lambda answers: LookupDrafter(),
     "history": lambda answers: HistoryDrafter(),
     "prediction": lambda answers: PredictionDrafter(),
+    "grammar": lambda answers: GrammarDrafter,
 }
 MEMORY: dict[str, dict[str, Any]] = {
     "on the device": {"kv_blocks": 400},
@@ -109,10 +114,15 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
-def engine(model: SmallModel, drafter: Drafter | None = None, *, fixed: int = 4, **memory: Any) -> LocalEngine:
+def engine(
+    model: SmallModel, drafter: Drafter | type[GrammarDrafter] | None = None, *, fixed: int = 4, **memory: Any
+) -> LocalEngine:
     wanted = {"dtype": model.dtype, "num_threads": 1, "block_size": 4, "kv_blocks": 400} | memory
     config = EngineConfig(model_ref=str(model.folder), model_name="small", **wanted)
     loaded = load_model(config)
+    if isinstance(drafter, type):
+        assert loaded.runner.sampler.masks is not None
+        drafter = drafter(loaded.runner.sampler.masks)
     speculation = None if drafter is None else Speculation([drafter], loaded.costs, fixed=fixed)
     layerkv = LayerKvConfig() if "host_bytes" in memory else None
     return LocalEngine(loaded, token_budget=64, layerkv=layerkv, speculation=speculation)
@@ -202,6 +212,18 @@ def test_nor_alone(model: SmallModel, plain: dict[str, Answer], drafter: str) ->
     drafting = engine(model, made, fixed=15)
     for request in requests():
         check(generate(drafting, [request]), {request[0]: plain[request[0]]})
+
+
+def test_what_a_grammar_forces_is_right(model: SmallModel, plain: dict[str, Answer]) -> None:
+    """Where a token is a byte there is one way to write it."""
+    drafting = engine(model, GrammarDrafter, fixed=15)
+    [request] = [request for request in requests() if request[0] == "mostly forced"]
+    found = generate(drafting, [request])
+    check(found, {request[0]: plain[request[0]]})
+    assert drafting.speculation is not None
+    counts = drafting.speculation.counts["grammar"]
+    assert counts.drafted == counts.accepted == len("one two") + len("}")
+    assert found[request[0]].finish == "stop"
 
 
 def test_steps_are_saved(model: SmallModel, plain: dict[str, Answer]) -> None:

@@ -1,6 +1,7 @@
 """Structured output: from `response_format` and `structured_outputs` to the grammar that workers follow.
 
-A client says what an answer must look like by a JSON schema, a regular expression, a choice of texts, or a grammar.
+A client says what an answer must look like by a JSON schema, a regular expression, a choice of texts, a grammar, or a
+structural tag (`structural_tags`).
 All become one text that llguidance reads; the engine makes masks of tokens of it (`engine.sampling.grammar`). It is
 compiled once for the gateway, with the model's own tokenizer and up to its first masks, so that what cannot be followed
 is refused before anything is computed; and only the finished text goes on, so that no worker reads a schema
@@ -31,6 +32,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from cluster.errors import InvalidRequestError
+from cluster.http.openai import structural_tags
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
 from engine.sampling.grammar import LIMITS, allowed_by
@@ -42,7 +44,7 @@ _NUM_TRIED: Final = 6  # masks: some grammars compile, and are too complex only 
 MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
 _MAX_REASON_CHARS: Final = 300
 
-Kind = Literal["json", "regex", "choice", "grammar", "calls"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,17 @@ class Wanted:
 
 
 def parse_response_format(value: object) -> Wanted | None:
-    """OpenAI's `response_format`; None where any text will do."""
+    """OpenAI's `response_format`, and vLLM's structural tags; None where any text will do."""
     if value is None or isinstance(value, Wanted):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise _error("invalid_type", "send an object such as {'type': 'json_object'}")
     kind = value["type"]
+    if kind == "structural_tag":
+        return Wanted("structural_tag", _compact(value), "response_format")
     if kind not in ("text", "json_object", "json_schema"):
-        raise _error("unsupported_value", f"the type {kind[:40]!r} is unknown; use text, json_object or json_schema")
+        known = "text, json_object, json_schema or structural_tag"
+        raise _error("unsupported_value", f"the type {kind[:40]!r} is unknown; use {known}")
     _only(value, {"type"} | ({"json_schema"} if kind == "json_schema" else set()))
     if kind == "text":
         return None
@@ -93,12 +98,12 @@ def _named_schema(wrapper: object) -> object:
 
 
 def parse_structured_outputs(value: object) -> Wanted | None:
-    """vLLM's `structured_outputs`: one of json, regex, choice, grammar and json_object."""
+    """vLLM's `structured_outputs`: one of json, regex, choice, grammar, structural_tag and json_object."""
     if value is None or isinstance(value, Wanted):
         return value
     if not isinstance(value, Mapping):
         raise _error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
-    _only(value, {"json", "regex", "choice", "grammar", "json_object"})
+    _only(value, {"json", "regex", "choice", "grammar", "structural_tag", "json_object"})
     given = [(kind, wish) for kind, wish in value.items() if wish is not None and wish is not False]
     if len(given) != 1:
         raise _error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
@@ -115,6 +120,8 @@ def _constraint(kind: str, wish: object) -> tuple[Kind, str]:
         if not 0 < len(wish) <= MAX_CHOICES:
             raise _error("invalid_value", f"{len(wish)} choices were sent; send 1 to {MAX_CHOICES}")
         return "choice", json.dumps(wish)
+    if kind == "structural_tag" and isinstance(wish, str | Mapping):
+        return "structural_tag", wish if isinstance(wish, str) else _compact(wish)
     if kind == "regex" and isinstance(wish, str):
         return "regex", wish
     if kind == "grammar" and isinstance(wish, str):
@@ -210,6 +217,8 @@ def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
 def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
     """The grammar's text, if all of it can be enforced. Raises UnsupportedGrammarError."""
     try:
+        if wanted.kind == "structural_tag":
+            return _tried(structural_tags.written(wanted.text, tokenizer), tokenizer)
         return _tried(_WRITERS[wanted.kind](wanted.text), tokenizer)
     except UnsupportedGrammarError:
         raise

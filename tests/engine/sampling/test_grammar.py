@@ -86,6 +86,21 @@ def test_a_sequence_that_is_gone_leaves_nothing(masks: GrammarMasks) -> None:
     assert not masks._followed
 
 
+def test_what_a_grammar_forces(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    """Up to a choice, or the end; nothing before a mask of it was made."""
+    seq = sequence(params_of(grammar='start: "red" | "green" | "grey"'))
+    for output, follows in (("g", "re"), ("gre", ""), ("gree", "n"), ("grey", "")):
+        seq.output_token_ids[:] = tokenizer.encode(output)
+        masks.bits(seq)
+        assert masks.forced_tokens(seq) == tuple(tokenizer.encode(follows)), output
+    seq.output_token_ids[:] = tokenizer.encode("re")
+    assert masks.forced_tokens(seq) == (), "it is somewhere else by now"
+    assert allowed(masks, seq) == set(tokenizer.encode("d"))
+    assert masks.forced_tokens(seq) == tuple(tokenizer.encode("d"))
+    assert masks.forced_tokens(sequence(params_of(grammar=DIGITS))) == ()
+    assert masks.forced_tokens(sequence(params_of())) == ()
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 2**32),
