@@ -127,7 +127,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandingLimits:
-    """The largest step that standing attention takes."""
+    """The largest step of one query per segment that standing attention takes; of up to n queries, an n-th of it."""
 
     num_segments: int
     context_tokens: int  # of all segments together
@@ -135,14 +135,21 @@ class StandingLimits:
 
 
 class StandingAttention(Protocol):
-    """Attention of steps of one query per segment, read from where it always lies: a CUDA graph can hold it."""
+    """Attention of steps of few queries per segment, read from where it always lies: a CUDA graph can hold it."""
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """What is launched from now on, on this stream, is for these. Raises ValueError beyond the limits."""
+    @property
+    def most_queries(self) -> int:
+        """That a segment may have."""
         ...
 
-    def of(self, num_segments: int) -> PagedAttention:
-        """For steps of up to so many segments: it looks at what was filled in last, whenever it is replayed."""
+    def fill(self, segments: Sequence[Segment], num_queries: int) -> None:
+        """What is launched from now on, on this stream, is for these, by what `of` gave for so many queries. Raises
+        ValueError beyond the limits."""
+        ...
+
+    def of(self, num_segments: int, num_queries: int) -> PagedAttention:
+        """For steps of up to so many segments of up to so many queries: it looks at what was filled in last, whenever
+        it is replayed."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Decode steps recorded once for a few batch sizes, and replayed: a step is then launched in one piece.
 
-A step goes into the next larger size. The rows that it leaves over are nobody's: their slots are negative, so that they
-store nothing, and no segment of attention is theirs. Their results are cut off.
+A step goes into the next larger size, and with drafts into the next larger number of rows a sequence. The rows that it
+leaves over are nobody's: their slots are negative, so that they store nothing, and no segment of attention is theirs.
+Their results are cut off.
 
 Shape legend: N rows of the largest step, T rows of a step, G layer groups, R output rows, E hidden size.
 """
@@ -68,11 +69,14 @@ def record_for(device: torch.device) -> Record:
 _LAST_DOUBLED = 32  # rows: from there on, what a graph computes for nothing counts more than a graph's memory
 _MOST_CONTEXT_TOKENS = 1 << 19  # 8 k for each of 64 sequences; 0.1 MB of block table in each layer group
 _NO_SLOT = -1
+_QUERIES = (1, 2, 5, 9)  # that a sequence has at most: without drafts, and with up to 1, 4 and 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGraphLimits:
-    """The largest step that is replayed. Attention's lists are sized for that much, and copied whole in each step."""
+    """The largest step that is replayed; with up to n rows a sequence, an n-th of these sequences and their context.
+
+    Attention's lists are sized for that much, and copied whole in each step."""
 
     num_seqs: int
     context_tokens: int  # of all sequences together
@@ -108,29 +112,42 @@ class DecodeGraphs:
         self.inputs = self._padding.clone()
         self._rows = torch.arange(limits.num_seqs, device=kv_cache.device)
         self._attentions = {window: self._standing_attention(kernels, window) for window in model.windows}
+        most_queries = min(attention.most_queries for attention in self._attentions.values())
         # Largest first: what the others keep between their kernels finds room where that one did.
-        self._replays = {size: self._record(record, size) for size in reversed(limits.sizes())}
+        self._replays = {
+            queries: {size: self._record(record, size, queries) for size in reversed(limits.sizes()) if size >= queries}
+            for queries in _QUERIES
+            if queries <= min(most_queries, limits.num_seqs)
+        }
 
     def takes(self, batch: Batch) -> bool:
-        """Whether it is a step of decode alone, and within the limits."""
-        num_rows = len(batch.segments)
+        """Whether it is a step of few rows a sequence, and within the limits."""
+        queries = self._queries(batch)
         return (
-            batch.num_tokens == num_rows <= self._limits.num_seqs
-            and sum(segment.context_len for segment in batch.segments) <= self._limits.context_tokens
+            queries is not None
+            and queries * len(batch.segments) <= self._limits.num_seqs
+            and queries * sum(segment.context_len for segment in batch.segments) <= self._limits.context_tokens
         )
 
+    def _queries(self, batch: Batch) -> int | None:
+        """Of the recordings that are for as many rows a sequence, the least; None: there is none."""
+        most = max(segment.num_queries for segment in batch.segments)
+        return min((queries for queries in self._replays if queries >= most), default=None)
+
     def forward(self, batch: Batch) -> Tensor:
-        """Final hidden states of `batch.output_rows`, `[R, E]`; good until the next call."""
-        num_rows = batch.num_tokens
-        size = min(size for size in self._replays if size >= num_rows)
+        """Final hidden states of `batch.output_rows`, `[R, E]`, of a step that it takes; good until the next call."""
+        num_rows, queries = batch.num_tokens, self._queries(batch)
+        assert queries is not None
+        replays = self._replays[queries]
+        size = min(size for size in replays if size >= num_rows)
         self.inputs[0, :num_rows].copy_(batch.token_ids)
         self.inputs[1, :num_rows].copy_(batch.positions)
         self.inputs[2:, :num_rows].copy_(batch.slot_mapping)
         if size > num_rows:
             self.inputs[:, num_rows:size].copy_(self._padding[:, num_rows:size])
         for attention in self._attentions.values():
-            attention.fill(batch.segments)
-        hidden = self._replays[size]()
+            attention.fill(batch.segments, queries)
+        hidden = replays[size]()
         return hidden[:num_rows] if batch.everyone_samples else hidden[batch.output_rows]
 
     def _standing_attention(self, kernels: GraphKernels, window: int | None) -> StandingAttention:
@@ -148,7 +165,7 @@ class DecodeGraphs:
             dtype=self._model.dtype,
         )
 
-    def _record(self, record: Record, size: int) -> Replay:
+    def _record(self, record: Record, size: int, queries: int) -> Replay:
         """On rows that are nobody's, with attention's lists empty: nothing of the KV is read or written."""
         batch = Batch(
             token_ids=self.inputs[0, :size],
@@ -159,5 +176,6 @@ class DecodeGraphs:
             sampling_items=(),
             prompt_spans=(),
         )
-        attentions = {window: attention.of(size) for window, attention in self._attentions.items()}
+        num_seqs = min(size, self._limits.num_seqs // queries)
+        attentions = {window: attention.of(num_seqs, queries) for window, attention in self._attentions.items()}
         return record(lambda: self._model.forward(batch, self._kv_cache, attentions=attentions))

@@ -61,18 +61,24 @@ def limits_of(segments: Sequence[Segment]) -> StandingLimits:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_buffers_of_a_graph_take_one_step_after_another(batch_invariant: bool) -> None:
+@pytest.mark.parametrize("num_queries", [(1, 1, 1), (5, 1, 5), (9, 2, 1)])
+def test_buffers_of_a_graph_take_one_step_after_another(
+    num_queries: tuple[int, int, int], batch_invariant: bool
+) -> None:
     """What the launches are given stays the same; only what lies on the device changes."""
-    case = Case(segments=((1, 600), (1, 5), (1, 560)), num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
+    segments = tuple(zip(num_queries, (600, 5, 560), strict=True))
+    case = Case(segments=segments, num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
     world = build(case, torch.float16)
     shape = shape_of(world, batch_invariant=batch_invariant, share_from_bytes=0)
-    buffers = DecodeBuffers(shape, limits_of(world.segments), device())
+    most = max(num_queries)
+    buffers = DecodeBuffers(shape, limits_of(world.segments * most), device())
     before = buffers.work
+    graph = buffers.of(len(world.segments), most)
     addresses = {name: words.data_ptr() for name, words in before.lists.items()}
     for chosen in ([0, 1, 2], [1], [0, 2], [1, 2]):
         segments = [world.segments[index] for index in chosen]
-        buffers.fill(segments)
-        out = before.attend(
+        buffers.fill(segments, most)
+        out = graph.attend(
             world.q, world.q, world.q, world.cache_rows, group=world.group, scale=world.scale, softcap=None
         )
         for segment in segments:
@@ -86,10 +92,10 @@ def test_a_step_too_large_for_its_graph_is_refused() -> None:
     world = build(Case(segments=((1, 600), (2, 40)), num_heads=4), torch.float16)
     short = DecodeBuffers(shape_of(world), limits_of(world.segments[1:]), device())
     with pytest.raises(ValueError, match="its CUDA graph has room for"):
-        short.fill(world.segments)
+        short.fill(world.segments, 1)
     few = DecodeBuffers(shape_of(world), limits_of(world.segments), device())
-    with pytest.raises(ValueError, match="for segments of one query each"):
-        few.fill(world.segments)
+    with pytest.raises(ValueError, match="for segments of up to 1 queries"):
+        few.fill(world.segments, 1)
     prompt = build(Case(segments=((20, 20),), num_heads=4), torch.float16)
     with pytest.raises(ValueError, match="tiles, but its CUDA graph has room"):
-        DecodeBuffers(shape_of(prompt), limits_of(prompt.segments), device()).fill(prompt.segments)
+        DecodeBuffers(shape_of(prompt), limits_of(prompt.segments), device()).fill(prompt.segments, 1)

@@ -60,16 +60,20 @@ class PoisonedAttention:
 
     attention: DecodeBuffers
 
-    def fill(self, segments: Sequence[Segment]) -> None:
+    @property
+    def most_queries(self) -> int:
+        return self.attention.most_queries
+
+    def fill(self, segments: Sequence[Segment], num_queries: int) -> None:
         work = self.attention.work
         for words in work.lists.values():
             words.fill_(1 << 30)
         work.partials.sums.fill_(torch.nan)
         work.partials.stats.fill_(torch.nan)
-        self.attention.fill(segments)
+        self.attention.fill(segments, num_queries)
 
-    def of(self, num_segments: int) -> PagedAttention:
-        return self.attention.of(num_segments)
+    def of(self, num_segments: int, num_queries: int) -> PagedAttention:
+        return self.attention.of(num_segments, num_queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,14 @@ def test_replayed_steps_generate_what_others_do(family: str, tmp_path: Path) -> 
     expected, actual = comings_and_goings(plain), comings_and_goings(replaying)
     assert [seq.output_token_ids for seq in actual] == [seq.output_token_ids for seq in expected]
     check_alike(sampler, plain_sampler)
-    assert recorder.replayed == [8, 8, 4, 1, 8]
+    assert recorder.replayed == [
+        8,
+        8,
+        4,
+        1,
+        2,
+        8,
+    ]  # the 2: what is left of a prompt is a step of two rows of a sequence
 
 
 def test_a_batch_invariant_step_is_the_same_to_the_bit(tmp_path: Path) -> None:
@@ -165,6 +176,31 @@ def test_a_batch_invariant_step_is_the_same_to_the_bit(tmp_path: Path) -> None:
         logits.append(torch.stack([row for rows in sampler.sampled.values() for row in rows]))
     assert torch.equal(*logits)
     assert recorder.replayed == [2]
+
+
+@pytest.mark.parametrize("num_drafts", [1, *in_test_long(4, 8)])
+def test_rows_with_drafts_are_those_of_single_steps_to_the_bit(num_drafts: int, tmp_path: Path) -> None:
+    """Right drafts, beside a sequence without any."""
+    build_oracle("llama-tied-biased-llama3", tmp_path)
+    single, of_single = stepper_on(GpuKernels(device(), batch_invariant=True), tmp_path)
+    limits = DecodeGraphLimits(num_seqs=2 * (num_drafts + 1), context_tokens=40 * (num_drafts + 1))
+    drafting, of_drafted, recorder = replaying_stepper(tmp_path, limits, batch_invariant=True)
+    long = prompts(4)[-1]
+    tokens = single.generate(single.add(long, "long"), num_drafts + 2)
+    single.generate(single.add([5, 6], "short"), 2)
+    seq, other = drafting.add(long, "long"), drafting.add([5, 6], "short")
+    drafting.step([(seq, len(long))])
+    drafting.step([(other, 2)])
+    recorder.replayed.clear()
+    spoil_inputs(drafting.runner)
+    plan = StepPlan((ScheduledSequence(seq, 1, tuple(tokens[1:-1])), ScheduledSequence(other, 1)))
+    for item in plan.items:
+        drafting.reserve(item.seq, item.stop)
+    drafting.runner.execute(plan)
+    assert len(recorder.replayed) == 1
+    for request_id in ("long", "short"):
+        expected, actual = torch.stack(of_single.sampled[request_id]), torch.stack(of_drafted.sampled[request_id])
+        assert torch.equal(actual, expected)
 
 
 def test_what_pads_a_step_writes_nothing(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
   const int64_t steps = (tokens.stop + Words<T>::kNumbers - 1) / Words<T>::kNumbers;
   if constexpr (std::is_same_v<T, bf16>) {
     const TileInPlace in_place{tile, layer.words(), layer.width(), steps, at, tokens, ahead};
-    if (is_in_place(layer, num_rows)) return attend_rest<T, kBlockRows>(in_place, rows, layer.exponents, num_rows);
+    if (is_in_place(layer, num_rows)) return attend_rest<T, kInPlaceRows>(in_place, rows, layer.exponents, num_rows);
   }
   pack_keys(tokens, at, layer.words(), buffers.keys);
   pack_values(tokens, at, steps, layer.plan.head_dim, layer.width(), buffers.values);
@@ -54,23 +54,26 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
   attend_tile<T>(packed, rows, num_rows, layer.exponents, ahead);
 }
 
+bool is_last(const Item& item, int64_t tile) { return tile + kTileKeys >= item.stop(item.stop_split - 1); }
+
 // What follows on an item's tile: another one of it, or the first one of what is probably computed next.
 template <typename T>
 Tokens<T> look_ahead(const Layer<T>& layer, const Item& item, const Item& next, int64_t tile, const T* zeros) {
-  if (tile + kTileKeys < item.stop(item.stop_split - 1)) return locate(layer, item, tile + kTileKeys, zeros);
-  return locate(layer, next, next.first_tile(next.first_split), zeros);
+  if (is_last(item, tile)) return locate(layer, next, next.first_tile(next.first_split), zeros);
+  return locate(layer, item, tile + kTileKeys, zeros);
 }
 
 template <typename T>
 void sum_split(const Layer<T>& layer, const Item& item, const Item& next, int64_t split, const Buffers<T>& buffers) {
   for (const Row& row : buffers.rows) start(*row.sums, layer.width());
   const int64_t num_rows = item.num_queries * layer.heads_per_key_head();
-  const int64_t first_number = item.first_key_head * layer.plan.head_dim;
   const int64_t num_asks = item.num_key_heads * asks_per_key_head(layer, num_rows);
   Tokens<T> tokens = locate(layer, item, item.first_tile(split), buffers.zeros);
   for (int64_t tile = item.first_tile(split); tile < item.stop(split); tile += kTileKeys) {
     const Tokens<T> later = look_ahead(layer, item, next, tile, buffers.zeros);
-    Ahead ahead(later, first_number, item.num_key_heads * layer.plan.head_dim, num_asks);
+    const Item& asked = is_last(item, tile) ? next : item;
+    const int64_t first_number = asked.first_key_head * layer.plan.head_dim;
+    Ahead ahead(later, first_number, asked.num_key_heads * layer.plan.head_dim, num_asks);
     for (int64_t head = 0; head < item.num_key_heads; ++head) {
       const Row* rows = buffers.rows.data() + head * num_rows;
       attend_key_head(layer, item.first_key_head + head, tile, tokens, rows, num_rows, buffers, ahead);

@@ -1,5 +1,6 @@
 // A tile of one key head that is read where it lies: for rows so few that a copy in the order in which they read it
-// would take longer than they do. The sums are those over a packed tile, to the bit.
+// would take longer than they do, such as those of a sequence and its drafts. The sums are those over a packed tile, to
+// the bit.
 
 #pragma once
 
@@ -9,20 +10,22 @@
 
 namespace legato {
 
+// Rows at a time. Keys are turned over once for all of them: 16 registers of keys and a sum of each row, 28 of 32.
+constexpr int kInPlaceRows = 12;
 constexpr int64_t kTokensPerAsk = 16;  // as many of this tile are read before the next one is asked for again
 
 // Whether a tile is read in place for so many rows.
 template <typename T>
 bool is_in_place(const Layer<T>& layer, int64_t num_rows) {
-  return std::is_same_v<T, bf16> && num_rows <= kBlockRows && layer.words() % 16 == 0;
+  return std::is_same_v<T, bf16> && num_rows <= kInPlaceRows && layer.words() % 16 == 0;
 }
 
 // How often the next tile is asked for while rows of a key head attend to this one.
 template <typename T>
 int64_t asks_per_key_head(const Layer<T>& layer, int64_t num_rows) {
   if (!is_in_place(layer, num_rows)) return (num_rows + kBlockRows - 1) / kBlockRows;
-  constexpr int64_t kNumbersAtATime = kWidthVectors * 16;
-  const int64_t num_passes = layer.words() / 16 + (layer.width() + kNumbersAtATime - 1) / kNumbersAtATime;
+  const int64_t numbers_at_a_time = width_vectors(num_rows) * 16;
+  const int64_t num_passes = layer.words() / 16 + (layer.width() + numbers_at_a_time - 1) / numbers_at_a_time;
   return kTileKeys / kTokensPerAsk * num_passes;
 }
 
@@ -47,7 +50,7 @@ inline __attribute__((always_inline)) void multiply_keys(const TileInPlace& tile
       tile.ahead.ask();
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int row = 0; row < kRows; ++row) {
           sums[row] = Words<T>::add_product(sums[row], keys[i], _mm512_set1_epi32(rows[row].query[word + i]));
         }

@@ -13,8 +13,10 @@
 namespace legato {
 
 constexpr int kBlockRows = 6;             // rows at a time: with kKeyVectors registers of sums each, 24 of 32
-constexpr int kWidthVectors = 4;          // registers of outputs that are summed at a time
 constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so that differences of it are numbers
+
+// Registers of outputs that are summed at a time, for so many rows.
+constexpr int width_vectors(int64_t num_rows) { return num_rows > kBlockRows ? 2 : 4; }
 
 // The sums of a row: its weights' sum in 16 parts, and `width` weighted sums of values; weights are 2 to the power of
 // their exponent less the reference.
@@ -163,7 +165,7 @@ inline void add_values(const Tile& tile, const Row* rows, const T* weights, cons
   for (int64_t step = 0; step < tile.steps; ++step) {
     __m512i values[kVectors];
     load_step(tile, step, at, values);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       const __m512i weight = _mm512_set1_epi32(words[row * kRowWords + step]);
 #pragma GCC unroll 4
@@ -192,11 +194,12 @@ void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents)
   for (int row = 0; row < kRows; ++row) {
     factors[row] = weigh(tile.first, rows[row], exponents, products[row], weights[row]);
   }
+  constexpr int kVectors = width_vectors(kRows);
   int64_t at = 0;
-  for (; at + kWidthVectors * 16 <= tile.width; at += kWidthVectors * 16) {
-    add_values<T, kRows, kWidthVectors>(tile, rows, weights[0], factors, at);
+  for (; at + kVectors * 16 <= tile.width; at += kVectors * 16) {
+    add_values<T, kRows, kVectors>(tile, rows, weights[0], factors, at);
   }
-  if (at < tile.width) add_rest<T, kRows, kWidthVectors - 1>(tile, rows, weights[0], factors, at);
+  if (at < tile.width) add_rest<T, kRows, kVectors - 1>(tile, rows, weights[0], factors, at);
 }
 
 template <typename T, int kRows, typename Tile>

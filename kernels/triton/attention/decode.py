@@ -10,6 +10,7 @@ of a sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -229,6 +230,15 @@ class PartialSums:
     @property
     def slot_rows(self) -> int:
         return self.sums.shape[2]
+
+    def in_wider_slots(self, times: int) -> PartialSums:
+        """The same memory as slots of so many times the rows, and as many times fewer of them."""
+        num_slots, num_kv_heads, slot_rows, head_dim = self.sums.shape
+        shape = (num_slots // times, num_kv_heads, times * slot_rows)
+        used = slice(0, math.prod(shape))
+        return PartialSums(
+            self.sums.view(-1, head_dim)[used].view(*shape, head_dim), self.stats.view(-1, 2)[used].view(*shape, 2)
+        )
 
 
 def decode_attention(

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from kernels.interface import CacheGeometry, Segment, StandingLimits
 from kernels.triton.attention.cascade import cascade_attention
-from kernels.triton.attention.decode import NARROW_ROWS, WIDE_ROWS, PartialSums, decode_attention, merge_splits
+from kernels.triton.attention.decode import (
+    MAX_ROWS,
+    NARROW_ROWS,
+    WIDE_ROWS,
+    PartialSums,
+    decode_attention,
+    merge_splits,
+)
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.tiles import SEGMENT_FIELDS, SPLIT_TOKENS, Operands
 from kernels.triton.attention.work_lists import AttentionShape, AttentionWork, Words, plan_work
@@ -134,14 +141,15 @@ def send_up(work: AttentionWork, shape: AttentionShape, device: torch.device) ->
 
 class DecodeBuffers:
     """`kernels.interface.StandingAttention`: work for steps of decode alone, always at the same addresses and with the
-    same launches. Graphs of all sizes read the same buffers."""
+    same launches. Graphs of all sizes read the same buffers. With n queries a segment, there are n times fewer segments
+    and tokens of context, so that lists and partial sums take no more room than those of one."""
 
     def __init__(self, shape: AttentionShape, limits: StandingLimits, device: torch.device) -> None:
         self._shape = shape
         self._limits = limits
         # However the context is shared out among the segments; with a window, one begins amid a split.
         self._num_splits = limits.context_tokens // SPLIT_TOKENS + 2 * limits.num_segments
-        most = min(self._num_splits * shape.operands.geometry.num_kv_heads, num_programs(device))
+        self._most_programs = most = min(self._num_splits * shape.operands.geometry.num_kv_heads, num_programs(device))
         shares = shape.share_from_bytes is not None and shape.window is None
         packed, places = _pack(self._room())
         self._words = torch.from_numpy(packed).to(device)
@@ -150,13 +158,17 @@ class DecodeBuffers:
             lists=_views(self._words, places),
             partials=PartialSums.of(self._num_splits, shape.operands.geometry, shape.group, device),
             narrow=0 if shape.batch_invariant else most,
-            wide=most if shape.batch_invariant or shape.group > NARROW_ROWS else 0,
+            wide=0,  # see `of`
             shared=most if shares else 0,
             tiles=0,
             merged=limits.num_segments,
         )
 
-    def fill(self, segments: Sequence[Segment]) -> None:
+    @property
+    def most_queries(self) -> int:
+        return MAX_ROWS // self._shape.group
+
+    def fill(self, segments: Sequence[Segment], num_queries: int) -> None:
         """Put a step in, before it is replayed and on the stream of the replay. Raises ValueError beyond the limits."""
         work = plan_work(segments, self._shape)
         lists = self._room()
@@ -165,15 +177,24 @@ class DecodeBuffers:
             if any(have > most for have, most in zip(words.shape, room.shape, strict=True)):
                 raise ValueError(f"a step has {words.shape} {name}, but its CUDA graph has room for {room.shape}")
             room[tuple(slice(0, have) for have in words.shape)] = words
-        if work.slot_rows > self.work.partials.slot_rows:
-            raise ValueError("a step's CUDA graph is for segments of one query each")
+        if work.slot_rows > num_queries * self._shape.group:
+            raise ValueError(f"a step's CUDA graph is for segments of up to {num_queries} queries")
+        if work.num_slots > self._num_splits // num_queries:
+            raise ValueError(f"a step has {work.num_slots} splits, but its CUDA graph has room for fewer")
         packed, _ = _pack(lists)
         self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
 
-    def of(self, num_segments: int) -> DeviceWork:
-        """For a graph whose steps have no more than so many segments."""
-        assert num_segments <= self._limits.num_segments, "the buffers are too small for such a graph"
-        return replace(self.work, merged=num_segments)
+    def of(self, num_segments: int, num_queries: int) -> DeviceWork:
+        """For a graph whose steps have no more than so many segments of so many queries."""
+        assert num_segments * num_queries <= self._limits.num_segments, "the buffers are too small for such a graph"
+        assert num_queries <= self.most_queries, "so many queries are prefill's"
+        shape = self._shape
+        return replace(
+            self.work,
+            merged=num_segments,
+            partials=self.work.partials.in_wider_slots(num_queries),
+            wide=self._most_programs if shape.batch_invariant or num_queries * shape.group > NARROW_ROWS else 0,
+        )
 
     def _room(self) -> dict[str, Words]:
         limits, num_splits = self._limits, self._num_splits
