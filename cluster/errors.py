@@ -26,8 +26,8 @@ it is found out:
     by the scheduler              `cluster.scheduler.placement.admission`, whose verdict `cluster.scheduler.scheduler`
                                   logs and tells; `Unplaceable` on the wire, an error in
                                   `cluster.gateway.scheduler_client`. It has a sentence and a time to come back; one
-                                  with a class of its own needs a field more, and `cluster.gateway.placing` to know whether a
-                                  request that is recovering may be placed again after it
+                                  with a class of its own needs a field more, and `cluster.gateway.placing` has to know
+                                  whether a request that is recovering may be placed again after it
     by a worker                   `Refused` or `FailureEvent`, taken by `cluster.gateway.orchestrator`
 """
 

@@ -1,10 +1,10 @@
 """Which requests make workers fail, and which only were there.
 
 Workers tell who is in a step before it computes (`kv_transfer.messages.requests.Computing`). Where a worker dies or
-hangs, everyone in its step is a suspect: it is placed again marked `alone`, so that workers compute it in steps of its own
-until it has brought some tokens, which clears it. Who was in the steps of two workers that were lost, and is the only
-one of whom that can be said, is guilty: its request is ended, and copies of it are refused. So is one whose own steps
-fail on two workers while these compute others'.
+hangs, everyone in its step is a suspect: it is placed again marked `alone`, so that workers compute it in steps of its
+own until it has brought some tokens, which clears it. Who was in the steps of two workers that were lost, and is the
+only one of whom that can be said, is guilty: its request is ended, and copies of it are refused. So is one whose own
+steps fail on two workers while these compute others'.
 
 Copies are told by a keyed hash of all that decides what is computed, but for the seed. While one is suspected, its
 copies on other workers are recalled, and all wait until the one that had come furthest has been tried. Pure bookkeeping

@@ -47,8 +47,8 @@ def row_copies(
     destination: Blocks,
     is_copied: npt.NDArray[np.bool_],
 ) -> tuple[BlockCopy, ...]:
-    """A copy for each group that has blocks to copy. `source`, `destination`, `is_copied`: `[len(groups), columns]`, row
-    i of `groups[i]`."""
+    """A copy for each group that has blocks to copy. `source`, `destination`, `is_copied`: `[len(groups), columns]`,
+    row i of `groups[i]`."""
     return tuple(
         BlockCopy(group=group, to=to, source=source[row][chosen], destination=destination[row][chosen])
         for row, (group, chosen) in enumerate(zip(groups, is_copied, strict=True))
