@@ -6,6 +6,7 @@ from typing import Final
 
 from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report, table, tail
+from cluster.slo.countings import COUNTINGS, TOLD, Counting
 
 # The benchmark's own report, and those of runs with other options, stored by hand.
 GOODPUT: Final = (
@@ -15,12 +16,6 @@ GOODPUT: Final = (
     "goodput_70b",
 )
 _OUTCOMES = ("all", "placed", "waiting", "rejected")
-_TOLD: Final = {
-    "requests": "{share:.0%} of the requests",
-    "most requests": "{share:.0%} of the requests",
-    "tokens": "{share:.0%} of the tokens",
-    "everyone": "{share:.0%} of each length and tenant",
-}
 _MISSED: Final = {
     "turned away": "turned away",
     "first token": "late with the first token",
@@ -38,7 +33,7 @@ OLD: Final = (
 def goodput_tables(results: Report) -> str:
     """A table for each trace, cluster and promise: every counting side by side, the headline first."""
     countings: dict[str, float] = results["countings"]
-    order = sorted(countings, key=lambda counting: counting != results["headline"])
+    order = sorted(COUNTINGS, key=lambda counting: counting != results["headline"])
     return "\n".join([f"{results['targets']}.\n", *(_setting(line, order, countings) for line in results["settings"])])
 
 
@@ -78,12 +73,12 @@ def _name(line: Report) -> str:
     return f"{workers}, {_PROMISED[line['promise']].format(ms=line['target_ms'])}"
 
 
-def _setting(line: Report, order: list[str], countings: dict[str, float]) -> str:
-    found: dict[str, Report] = {
+def _setting(line: Report, order: list[Counting], countings: dict[str, float]) -> str:
+    found: dict[Counting, Report] = {
         counting: line["countings"][counting] for counting in order if counting in line["countings"]
     }
     routers = list(next(iter(found.values()))["routers"])
-    columns = [_name(line), *(_TOLD[counting].format(share=countings[counting]) for counting in found)]
+    columns = [_name(line), *(TOLD[counting].format(share=countings[counting]) for counting in found)]
     rows: list[list[object]] = [
         [router, *(_loads(each["routers"][router], best=each["best_baseline"] == router) for each in found.values())]
         for router in routers

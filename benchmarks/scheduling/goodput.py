@@ -31,7 +31,6 @@ from typing import Final, get_args
 from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
 from benchmarks.scheduling.goodput_comparison import Comparison
-from benchmarks.scheduling.goodput_counting import COUNTINGS, HEADLINE, SHARES
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
 from benchmarks.scheduling.goodput_setting import (
     BUDGET,
@@ -46,6 +45,7 @@ from benchmarks.scheduling.goodput_setting import (
     Setting,
 )
 from cluster.simulation.workload.traces import TraceFormat
+from cluster.slo.countings import COUNTINGS, HEADLINE, SHARES
 
 VARIANTS: Final = ("legato-auto", "legato")
 BASELINES: Final = (

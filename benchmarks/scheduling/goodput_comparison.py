@@ -11,13 +11,14 @@ from typing import Final
 from benchmarks.common.part import note
 from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
-from benchmarks.scheduling.goodput_counting import COUNTINGS, HEADLINE, Counting, Counts, Promise
+from benchmarks.scheduling.goodput_counting import Counts, Promise
 from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_search import WIDTH, Goal, Search, Spread, with_seed
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.simulation.plan.demand import demand_of
 from cluster.simulation.records import Record
 from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.countings import COUNTINGS, HEADLINE, Counting
 from engine.cost_model.step_cost import StepCost, StepWork
 
 OVERLOADS: Final = (1.0, 2.0, 3.0)

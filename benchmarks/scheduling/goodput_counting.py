@@ -1,15 +1,6 @@
-"""What "so much is served in time" may mean: four countings of the same simulation, each under two promises.
+"""The four countings (`cluster.slo.countings`) of one simulation, under two promises, as outcomes become known.
 
-| counting | what has to be in time |
-|---|---|
-| `requests` | 90 % of the requests: who turns the longest tenth away loses nothing |
-| `most requests` | 98 % of the requests: near what a promise about P99 says |
-| `tokens` | 90 % of the tokens, of prompts and answers together: what the work is, and what is paid for |
-| `everyone` | 80 % of each group's requests, whoever is counted last: the headline |
-
-Groups are of length and of tenant. Of length: tenths of the requests by their prompts' tokens, the shortest first, and
-once more the longest fiftieth; as many parts as leave 15 requests to each. Of tenant: traces name none, so that each
-conversation is one of `NUM_TENANTS` tenants', the k-th with weight 1 / k; a tenant of fewer than 15 requests is none.
+Traces name no tenants, so that each conversation is one of `NUM_TENANTS` tenants', the k-th with weight 1 / k.
 
 A request is in time if it was served the first time that it came, its first token came in time, and what is promised
 of the others was kept: their mean (`tpot`), or 99 of 100 of the gaps between them (`gap`).
@@ -21,24 +12,17 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from cluster.simulation.records import Record
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass
+from cluster.slo.countings import LEAST, SHARES, Counting, length_groups
 
-Counting = Literal["requests", "most requests", "tokens", "everyone"]
 Promise = Literal["tpot", "gap"]
 Miss = Literal["turned away", "first token", "mean", "gaps"]
 """The first thing that was amiss; of who was turned away once nothing else counts."""
-COUNTINGS: Final[tuple[Counting, ...]] = get_args(Counting)
-HEADLINE: Final[Counting] = "everyone"
-SHARES: Final[Mapping[Counting, float]] = {"requests": 0.9, "most requests": 0.98, "tokens": 0.9, "everyone": 0.8}
 NUM_TENANTS: Final = 8
-LEAST: Final = 15  # requests of a group
-_PARTS: Final = 10
-_LONGEST: Final = 0.02
 _ROUNDING: Final = 1e-9
 
 
@@ -172,18 +156,6 @@ def _memberships(
         for group, members in (*length_groups(alike), *_tenant_groups(alike)):
             for request in members:
                 yield "everyone", f"{name} {group}".strip(), request, 1.0
-
-
-def length_groups(requests: Sequence[TraceRequest]) -> list[tuple[str, Sequence[TraceRequest]]]:
-    by_length = sorted(requests, key=lambda r: r.prompt_tokens)
-    total = len(by_length)
-    parts = max(1, min(_PARTS, total // LEAST))
-    bounds = [round(total * part / parts) for part in range(parts + 1)]
-    groups = [by_length[first:last] for first, last in pairwise(bounds)]
-    longest = round(_LONGEST * total)
-    if longest >= LEAST:
-        groups.append(by_length[total - longest :])
-    return [(f"{group[0].prompt_tokens} to {group[-1].prompt_tokens} tokens", group) for group in groups if group]
 
 
 def _tenant_groups(requests: Iterable[TraceRequest]) -> list[tuple[str, Sequence[TraceRequest]]]:

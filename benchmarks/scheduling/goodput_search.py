@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.common.part import note
 from benchmarks.common.summary import Json
-from benchmarks.scheduling.goodput_counting import COUNTINGS, Count, Counting, Promise
+from benchmarks.scheduling.goodput_counting import Count, Promise
 from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_setting import (
     Layout,
@@ -24,6 +24,7 @@ from benchmarks.scheduling.goodput_setting import (
     with_limits,
 )
 from cluster.simulation.workload.traces import TraceFormat
+from cluster.slo.countings import COUNTINGS, Counting
 
 FACTOR: Final = 1.5
 WIDTH: Final = FACTOR**0.5  # of a bracket

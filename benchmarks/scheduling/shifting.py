@@ -26,10 +26,10 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
-from benchmarks.scheduling.goodput_counting import HEADLINE, SHARES
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
 from benchmarks.scheduling.goodput_setting import SMALL, Layout, Setting, counted, length_class
 from cluster.simulation.workload.traces import TraceRequest
+from cluster.slo.countings import HEADLINE, SHARES
 
 PIECE_S: Final = 300.0
 LONGEST_ANSWER: Final = 2048

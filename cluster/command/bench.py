@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -28,9 +28,11 @@ from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, Server, r
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import text_of
 from cluster.load.timing import MS, Json, RequestTiming, percentile, rounded
+from cluster.simulation.records import aligned
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass
+from cluster.slo.countings import Outcome, Shares, count, table_rows
 
 _DEFAULT_REQUESTS: Final = 100
 _MOST: Final = 10**9  # requests that are drawn, where only time ends them
@@ -378,12 +380,30 @@ def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
             "ttft_and_tpot": _goodput([t for t in answered if t.keeps_tpot(promise)], len(sent), duration_s),
             "ttft_and_gap": _goodput([t for t in answered if t.keeps_gap(promise)], len(sent), duration_s),
         },
+        "countings": {words: asdict(shares) for words, shares in _countings(sent, promise).items()},
         "promise_ms": {
             "ttft": _told_ms(promise.ttft_s),
             "tpot": _told_ms(promise.tpot_s),
             "gap": _told_ms(promise.gap_s),
         },
     }
+
+
+def _countings(sent: Sequence[Sent], promise: SloClass) -> dict[str, Shares]:
+    """Whoever got no answer has the tokens that it asked for."""
+    return count(
+        [
+            Outcome(
+                slo=promise,
+                prompt_tokens=s.num_prompt_tokens or s.request.prompt_tokens,
+                output_tokens=s.request.output_tokens if s.timing is None else s.timing.num_tokens,
+                ttft_s=None if s.timing is None else s.timing.ttft_s,
+                tpot_s=None if s.timing is None or s.timing.num_tokens < 2 else s.timing.tpot_s,
+                gap_p99_s=None if s.timing is None else s.timing.gap_p99_s,
+            )
+            for s in sent
+        ]
+    )
 
 
 def _told_ms(seconds: float | None) -> float | None:
@@ -430,6 +450,7 @@ def table_of(head: Mapping[str, Any], report: Mapping[str, Any]) -> str:
             f"goodput ({told}): {found['requests_per_s']:g} requests/s, {found['output_tokens_per_s']:g} tokens/s,"
             f" {found['share']:.1%} of all requests"
         )
+    lines += aligned(table_rows({words: Shares(**shares) for words, shares in report["countings"].items()}))
     if report["tokens_are_pieces"]:
         lines.append("The server counts no tokens (stream_options.include_usage): pieces of text are counted instead.")
     late = report["late_to_send_ms"]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from cluster.slo.classes import SloClass
+from cluster.slo.countings import Outcome, Shares, count, table_rows
 from cluster.slo.histogram import Histogram, histogram_of, quantiles
 from cluster.slo.report import gap_p99
 
@@ -59,6 +60,7 @@ class Record:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
+    tenant: str = ""
     placed_s: float | None = None
     prefill: str | None = None
     decode: str | None = None
@@ -86,6 +88,20 @@ class Record:
     @property
     def e2e_s(self) -> float | None:
         return None if self.end_s is None else self.end_s - self.arrival_s
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the first time that it came: who was turned away then was not served."""
+        is_served = self.end_s is not None and self.num_rejections == 0
+        return Outcome(
+            slo=self.slo,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            tenant=self.tenant,
+            ttft_s=self.ttft_s if is_served else None,
+            tpot_s=self.tpot_s,
+            gap_p99_s=self.gaps.p99_s if self.gaps.num else None,
+        )
 
     @property
     def is_met(self) -> bool:
@@ -142,7 +158,7 @@ class ClassSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`utilisation`: by pool, the share of the time from second 0 to the last end in which its workers computed.
-    `offered_per_s` counts a client that comes back once."""
+    `offered_per_s` counts a client that comes back once. `countings`: see `count`."""
 
     router: str
     offered_per_s: float
@@ -153,6 +169,7 @@ class Summary:
     duration_s: float
     utilisation: dict[str, float]
     classes: tuple[ClassSummary, ...]
+    countings: dict[str, Shares]
 
     @property
     def overall(self) -> ClassSummary:
@@ -165,7 +182,7 @@ class Summary:
         head = ["class", "requests", "served", "rejected", "in time", "good/s"]
         head += [f"{name} {p}" for name in ("TTFT", "TPOT", "gap", "E2E") for p in ("P50", "P95", "P99")]
         rows = [head, *map(_row, self.classes)]
-        lines = aligned(rows)
+        lines = [*aligned(rows), *aligned(table_rows(self.countings))]
         pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
         retries = f", {self.num_retries} retries" if self.num_retries else ""
         lines.append(
@@ -211,6 +228,7 @@ def summarise(
         duration_s=duration_s,
         utilisation=utilisation,
         classes=tuple(_summary_of(name, group, offered_s) for name, group in groups),
+        countings=count([record.outcome for record in records]),
     )
 
 

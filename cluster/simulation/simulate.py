@@ -292,6 +292,7 @@ class Simulation:
             arrival_s=self._clock.now,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
+            tenant=request.tenant,
         )
         hasher = ContentHasher(request, len(self._records), self._config.decode.block_size)
         self._records.append(record)

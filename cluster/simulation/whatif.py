@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import pairwise
 from typing import Final
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
@@ -20,10 +19,9 @@ from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watc
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.countings import Outcome, Shares, count, length_groups, table_rows
 
 _DOUBTFUL: Final = 0.25
-_PARTS: Final = 10  # by length, of the requests
-_LEAST: Final = 15  # requests of a part
 _SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of many workers, that compute prompts
 _FEW: Final = 8
 
@@ -39,6 +37,7 @@ class Seen:
     ttft: Quantiles
     tpot: Quantiles
     gap: Quantiles
+    countings: dict[str, Shares]
 
     @classmethod
     def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Seen:
@@ -49,6 +48,7 @@ class Seen:
             ttft=Quantiles.of(request.ttft_s for request in requests),
             tpot=Quantiles.of(request.tpot_s for request in requests),
             gap=Quantiles.of(request.gap_p99_s for request in requests),
+            countings=count([_outcome(cluster.slo, request) for request in requests]),
         )
 
     @classmethod
@@ -61,6 +61,7 @@ class Seen:
             ttft=summary.ttft,
             tpot=summary.tpot,
             gap=Quantiles.of(record.gaps.p99_s for record in result.records if record.gaps.num),
+            countings=result.summary.countings,
         )
 
 
@@ -96,6 +97,8 @@ class WhatIf:
         ]
         rows += [_row(seen) for seen in (self.measured, self.replayed, self.supposed)]
         lines = aligned(rows)
+        seen = (self.measured, self.replayed, self.supposed)
+        lines += aligned(table_rows({f"{s.name}: {words}": c for s in seen for words, c in s.countings.items()}))
         told = ", ".join(f"{name} {error:+.1%}" for name, error in self.errors.items())
         lines.append(f"Error of the simulation where the truth is known: {told}.")
         if max(map(abs, self.errors.values())) > _DOUBTFUL:
@@ -221,10 +224,7 @@ def _in_time(records: Sequence[Record]) -> float:
 
 
 def _least_in_time(records: Sequence[Record]) -> float:
-    by_length = sorted(records, key=lambda record: record.prompt_tokens)
-    parts = max(1, min(_PARTS, len(by_length) // _LEAST))
-    bounds = [round(len(by_length) * part / parts) for part in range(parts + 1)]
-    return min(_in_time(by_length[first:last]) for first, last in pairwise(bounds))
+    return min(_in_time(group) for _, group in length_groups(records))
 
 
 def _shares(share: LayoutShare) -> str:
@@ -297,10 +297,26 @@ def _moved(slo_class: SloClass, ttft_s: float | None, tpot_s: float | None, gap_
     )
 
 
-def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
+def _outcome(slo: SloConfig, request: LoggedRequest) -> Outcome:
+    return Outcome(
+        slo=_class_of(slo, request),
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        ttft_s=request.ttft_s,
+        tpot_s=request.tpot_s,
+        gap_p99_s=request.gap_p99_s,
+    )
+
+
+def _class_of(slo: SloConfig, request: LoggedRequest) -> SloClass:
     slo_class = slo.named(request.slo_class or slo.default)
     if slo_class is None:
         raise ValueError(f"request {request.request_id} is of class {request.slo_class!r}, which the log does not know")
+    return slo_class
+
+
+def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
+    slo_class = _class_of(slo, request)
     return (
         request.ttft_s is not None
         and slo_class.meets_ttft(request.ttft_s)

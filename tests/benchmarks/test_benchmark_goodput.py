@@ -12,14 +12,10 @@ from benchmarks.report.goodput import goodput_headline, goodput_tables
 from benchmarks.scheduling.goodput import BASELINES
 from benchmarks.scheduling.goodput_comparison import Comparison, bounds
 from benchmarks.scheduling.goodput_counting import (
-    COUNTINGS,
-    LEAST,
     Count,
-    Counting,
     Counts,
     DecidedError,
     Promise,
-    length_groups,
     tenant_of,
 )
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
@@ -37,6 +33,7 @@ from benchmarks.scheduling.goodput_setting import (
 from cluster.simulation.records import Gaps, Record
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass
+from cluster.slo.countings import COUNTINGS, LEAST, Counting, length_groups
 
 SPLIT = Layout(num_prefill=1, num_decode=1)
 REQUESTS_90: Goal = ("tpot", "requests")

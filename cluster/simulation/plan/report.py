@@ -11,6 +11,7 @@ from cluster.simulation.plan.search import Layout
 from cluster.simulation.plan.worker_memory import WorkerMemory
 from cluster.simulation.records import aligned
 from cluster.simulation.simulate import SimulationResult
+from cluster.slo.countings import Shares, table_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Outcome:
     ttft_p95_s: float
     tpot_p95_s: float
     utilisation: dict[str, float]
+    countings: dict[str, Shares]
 
     @classmethod
     def of(cls, layout: Layout, result: SimulationResult) -> Outcome:
@@ -43,6 +45,7 @@ class Outcome:
             ttft_p95_s=overall.ttft.p95,
             tpot_p95_s=overall.tpot.p95,
             utilisation=result.summary.utilisation,
+            countings=result.summary.countings,
         )
 
 
@@ -82,6 +85,13 @@ class PlanReport:
         named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
         rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
         lines += aligned([_HEAD, *rows]) if rows else []
+        told = {
+            f"{name}: {words}": shares
+            for name, outcome in named.items()
+            if outcome is not None
+            for words, shares in outcome.countings.items()
+        }
+        lines += aligned(table_rows(told)) if told else []
         if self.next_cheaper is not None:
             lines.append(f"{self.next_cheaper.layout} fails: {_why(self.next_cheaper, targets)}.")
         if self.answer is None and self.is_complete:
