@@ -7,7 +7,9 @@
 * *prose*: drawn answers to questions, with nothing to copy.
 * *adversary*: the same, with a prediction of tokens drawn at random.
 
-In process, two threads. What counts begins when all prompts are computed.
+In process, two threads. What counts begins when all prompts are computed. Tokens a second are those of all streams up
+to the end of the last one, which may be alone for long; `stream_times` says how many times sooner a stream ends, in the
+median.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -114,6 +117,7 @@ class Run:
     turn: int
     tokens: list[list[int]]
     tokens_per_s: float
+    median_end_s: float  # of the streams
     num_steps: int
     drafted: int
     accepted: int
@@ -172,9 +176,11 @@ def _compared(model: LoadedModel, work: Work, quiet: QuietMachine) -> Json:
     if any(one.tokens != expected.get(one.turn, one.tokens) for one in runs["with"]):
         raise GateError("drafts have changed tokens")
     found = runs["with"]
+    ends_per_s = {name: [1 / one.median_end_s for one in turns] for name, turns in runs.items()}
     speeds = {name: [one.tokens_per_s for one in turns] for name, turns in runs.items()}
     return {
         "times": ratio(speeds["with"], speeds["without"]),
+        "stream_times": ratio(ends_per_s["with"], ends_per_s["without"]),
         "tokens_per_s": spread(speeds["with"]),
         "without_tokens_per_s": spread(speeds["without"]),
         "tokens_per_step": round(runs["without"][0].num_steps / found[-1].num_steps, 2),
@@ -193,16 +199,20 @@ def run(model: LoadedModel, speculation: Speculation | None, work: Work, turns: 
     while engine.scheduler.num_uncomputed:
         engine.step()
     num_before, num_steps = _num_output(seqs), 0
+    ends_s: list[float] = []
     began = time.perf_counter()
     while engine.scheduler.num_running:
+        num_running = engine.scheduler.num_running
         engine.step()
         num_steps += 1
+        ends_s += [time.perf_counter() - began] * (num_running - engine.scheduler.num_running)
     seconds = time.perf_counter() - began
     counts = engine.scheduler.draft_counts.values()  # of all turns so far
     return Run(
         turn=turn,
         tokens=[seq.output_token_ids for seq in seqs],
         tokens_per_s=(_num_output(seqs) - num_before) / seconds,
+        median_end_s=statistics.median(ends_s),
         num_steps=num_steps,
         drafted=sum(each.drafted for each in counts),
         accepted=sum(each.accepted for each in counts),

@@ -66,8 +66,8 @@ def test_buffers_of_a_graph_take_one_step_after_another(
     num_queries: tuple[int, int, int], batch_invariant: bool
 ) -> None:
     """What the launches are given stays the same; only what lies on the device changes."""
-    segments = tuple(zip(num_queries, (600, 5, 560), strict=True))
-    case = Case(segments=segments, num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
+    lengths = tuple(zip(num_queries, (600, 5, 560), strict=True))
+    case = Case(segments=lengths, num_heads=4, head_dim=16, shared=SPLIT_TOKENS)
     world = build(case, torch.float16)
     shape = shape_of(world, batch_invariant=batch_invariant, share_from_bytes=0)
     most = max(num_queries)

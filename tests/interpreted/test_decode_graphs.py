@@ -155,14 +155,7 @@ def test_replayed_steps_generate_what_others_do(family: str, tmp_path: Path) -> 
     expected, actual = comings_and_goings(plain), comings_and_goings(replaying)
     assert [seq.output_token_ids for seq in actual] == [seq.output_token_ids for seq in expected]
     check_alike(sampler, plain_sampler)
-    assert recorder.replayed == [
-        8,
-        8,
-        4,
-        1,
-        2,
-        8,
-    ]  # the 2: what is left of a prompt is a step of two rows of a sequence
+    assert recorder.replayed == [8, 8, 4, 1, 2, 8]  # 2: the rest of a prompt, two rows of one sequence
 
 
 def test_a_batch_invariant_step_is_the_same_to_the_bit(tmp_path: Path) -> None:
