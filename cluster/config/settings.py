@@ -268,9 +268,9 @@ class DecodeSettings(PoolSettings):
     )
     speculation: Literal["auto", "off"] = Field(
         "auto",
-        description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from its own text"
-        " and from earlier answers to the same client, where that pays; no token is another one. `off`: one token of"
-        " each sequence a step.",
+        description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from what its"
+        " grammar forces, from its own text and from earlier answers to the same client, where that pays; no token is"
+        " another one. `off`: one token of each sequence a step.",
     )
 
 

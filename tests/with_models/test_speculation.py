@@ -216,7 +216,7 @@ def test_nor_alone(model: SmallModel, plain: dict[str, Answer], drafter: str) ->
 
 def test_what_a_grammar_forces_is_right(model: SmallModel, plain: dict[str, Answer]) -> None:
     """Where a token is a byte there is one way to write it."""
-    drafting = engine(model, GrammarDrafter, fixed=15)
+    drafting = engine(model, GrammarDrafter, fixed=15, block_size=16)
     [request] = [request for request in requests() if request[0] == "mostly forced"]
     found = generate(drafting, [request])
     check(found, {request[0]: plain[request[0]]})
