@@ -62,7 +62,7 @@ class Workbench:
             if seq in drafts:
                 wanted = right if isinstance(right, int) else right.get(n, 0)
                 num_right = min(wanted, len(drafts[seq]))
-                self.speculation.verified(seq, num_right)
+                self.speculation.verified(seq, len(drafts[seq]), num_right)
                 self.num_tokens += num_right
             self.num_tokens += 1
         self.seconds += seconds
