@@ -47,7 +47,7 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
             model = _load(Path(made))
             model.costs.seed(calibrate(model))
             assert model.draft_model is not None
-            ratio_of_bytes = model.draft_model.weight_bytes / model.runner.weight_bytes
+            ratio_of_bytes = model.draft_model.model.runner.weight_bytes / model.runner.weight_bytes
             for num_streams in streams:
                 prompts = [chat(tokenizer, QUESTIONS[n]) for n in range(num_streams)]
                 speculation = Speculation.of(SpeculationConfig(drafters=("model",)), model.costs, model.draft_model)

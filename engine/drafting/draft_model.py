@@ -18,14 +18,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepWork
 from engine.drafting.drafter import Draft, DrafterName, Drawing
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan, finish_reason
-from engine.steps.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from engine.steps.loading import LoadedModel  # which makes one of these
 
 logger = logging.getLogger(__name__)
 
@@ -63,40 +64,29 @@ class _Follower:
 
 
 class DraftModel:
-    """`runner` is the drafting model's, whose blocks are `allocator`'s, and `costs` what its passes take.
-
-    `propose` is called between steps, `draw` while one is computed, wherever that is. `eos_token_ids` are the other
-    model's: nothing is drafted after what ends a sequence.
+    """`model` drafts. `propose` is called between steps, `draw` while one is computed, wherever that is.
+    `eos_token_ids` are the other model's: nothing is drafted after what ends a sequence.
     """
 
     name: DrafterName = "model"
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        allocator: BlockAllocator,
-        costs: StepCosts,
-        *,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self._runner = runner
-        self._allocator = allocator
-        self._costs = costs
-        self._max_model_len = max_model_len
+    def __init__(self, model: LoadedModel, eos_token_ids: frozenset[int]) -> None:
+        self.model = model
+        self._allocator = BlockAllocator(
+            model.block_pool,
+            layer_groups=model.layout.num_layer_groups,
+            block_size=model.layout.block_size,
+            prefix_caching=model.prefix_caching,
+        )
         self._eos_token_ids = eos_token_ids
         self._followers: OrderedDict[Sequence, _Follower] = OrderedDict()  # first those not drawn for the longest
         self._ended: list[Sequence] = []  # whose blocks a step may use still
         self._num_failures = 0
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._runner.weight_bytes
-
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""
         self._release_ended()
-        most = min(most, self._max_model_len - seq.num_tokens)
+        most = min(most, self.model.max_model_len - seq.num_tokens)
         if most < 1 or self._num_failures >= _MAX_FAILURES:
             return None
         return Draft((UNDRAWN,) * most, self.name, 0, self._drawing(seq))
@@ -133,7 +123,7 @@ class DraftModel:
         self._allocator.pool.check_idle()
 
     def _drawing(self, seq: Sequence) -> Drawing:
-        cost = self._costs.recent_cost()
+        cost = self.model.costs.recent_cost()
         if cost is None:
             return Drawing(0.0, 0.0)  # the first one shows it
         follower = self._followers.get(seq)
@@ -175,8 +165,8 @@ class DraftModel:
         if not items:
             return
         began = time.perf_counter()
-        output = self._runner.execute(StepPlan(tuple(items)))
-        self._costs.observe(_work(items), time.perf_counter() - began)
+        output = self.model.runner.execute(StepPlan(tuple(items)))
+        self.model.costs.observe(_work(items), time.perf_counter() - began)
         for item, sampled in zip(items, output.sampled, strict=True):
             item.seq.num_computed += item.num_tokens
             if sampled is not None:

@@ -22,7 +22,6 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
 from engine.drafting.draft_model import DraftModel
-from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
@@ -386,7 +385,10 @@ def load_model(
     if config.draft_ref is not None:
         draft, config = _load_draft(config, config.draft_ref, folder)
     runner = load_runner(folder, config, host_memory, progress)
-    draft_model = None if draft is None else _drafting(draft, runner)
+    draft_model = None
+    if draft is not None:
+        draft_model = DraftModel(draft, frozenset(runner.config.eos_token_ids))
+        runner.draw = draft_model.draw
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
@@ -425,25 +427,6 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
 def _bytes_per_column(folder: Path, engine: EngineConfig) -> int:
     layout = layout_of(ModelConfig.from_folder(folder), engine, dtype_of(engine.dtype, folder))
     return layout.block_bytes * layout.num_layer_groups
-
-
-def _drafting(draft: LoadedModel, runner: ModelRunner) -> DraftModel:
-    """From now on steps of the runner draw drafts from this model."""
-    allocator = BlockAllocator(
-        draft.block_pool,
-        layer_groups=draft.layout.num_layer_groups,
-        block_size=draft.layout.block_size,
-        prefix_caching=draft.prefix_caching,
-    )
-    made = DraftModel(
-        draft.runner,
-        allocator,
-        draft.costs,
-        max_model_len=draft.max_model_len,
-        eos_token_ids=frozenset(runner.config.eos_token_ids),
-    )
-    runner.draw = made.draw
-    return made
 
 
 def require_same_vocabulary(folder: Path, draft_folder: Path) -> None:
