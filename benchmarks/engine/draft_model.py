@@ -23,9 +23,9 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL
-from benchmarks.engine.speculation import NUM_THREADS, QUESTIONS, Work, chat, compared
+from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, QUESTIONS, Work, chat, compared
 from engine.checkpoint.store import resolve_model
-from engine.drafting.speculation import Speculation, SpeculationConfig
+from engine.drafting.speculation import Speculation
 from engine.steps.calibration import calibrate
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.text.tokenizer import Tokenizer
@@ -50,11 +50,17 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
             ratio_of_bytes = model.draft_model.model.runner.weight_bytes / model.runner.weight_bytes
             for num_streams in streams:
                 prompts = [chat(tokenizer, QUESTIONS[n]) for n in range(num_streams)]
-                speculation = Speculation.of(SpeculationConfig(drafters=("model",)), model.costs, model.draft_model)
+                speculation = Speculation([model.draft_model], model.costs)
                 found = compared(model, speculation, Work(prompts, draws=True), quiet)
-                rows.append({"echoes_count": strength, "streams": num_streams, **found})
+                rows.append({"work": f"prose, echoes of {strength}", "streams": num_streams, **found})
                 note(f"{strength}, {num_streams} at once: {json.dumps(rows[-1])}")
-    return {"ratio_of_bytes": round(ratio_of_bytes, 3), "threads": NUM_THREADS, "rows": rows, "quiet": quiet.report()}
+    return {
+        "model": f"{MODEL} with {NUM_ECHOES} echoes of each layer, {MODEL} drafts ({ratio_of_bytes:.2f} of the bytes)",
+        "threads": NUM_THREADS,
+        "output_tokens": NUM_TOKENS,
+        "rows": rows,
+        "quiet": quiet.report(),
+    }
 
 
 def deepened(folder: Path, into: Path, strength: float) -> None:
