@@ -33,6 +33,7 @@ PARTS = {
     "engine": ("benchmarks.engine.speed", 600),
     "quantisation": ("benchmarks.engine.quantisation", 900),
     "speculation": ("benchmarks.engine.speculation", 900),
+    "draft_model": ("benchmarks.engine.draft_model", 900),
     "cluster": ("benchmarks.serving.cluster", 600),
     "eviction": ("benchmarks.scheduling.eviction", 180),
     "offload": ("benchmarks.engine.offload", 420),

@@ -58,7 +58,7 @@ class LocalEngine:
         if not (plan.items or plan.copies):
             return []
         output = self._runner.execute(plan)
-        self._costs.observe(StepWork.of_plan(plan), max(self._clock() - began, 1e-9))
+        self._costs.observe(StepWork.of_plan(plan), max(self._clock() - began - output.drawing_s, 1e-9))
         return self.scheduler.finish_step(plan, output)
 
     def run(self, seqs: Iterable[Sequence]) -> Iterator[Emission]:

@@ -478,7 +478,7 @@ class DecodeScheduler:
                 item.seq.prompt_logprobs += logprobs
             if item.drafts:
                 assert sampled is not None, f"nothing was sampled of {item.seq.request_id}, which has drafts"
-                emissions += self._emit_all(entry, [sampled, *output.following.get(index, ())])
+                emissions += self._emit_all(entry, len(item.drafts), [sampled, *output.following.get(index, ())])
             elif sampled is not None:
                 emissions.append(self._emit(entry, sampled))
             elif item.seq.is_part and item.seq.num_uncomputed == 0:
@@ -493,12 +493,12 @@ class DecodeScheduler:
         self._release_ended(step)
         return emissions
 
-    def _emit_all(self, entry: Entry, sampled: list[SampledToken]) -> list[Emission]:
+    def _emit_all(self, entry: Entry, num_drafts: int, sampled: list[SampledToken]) -> list[Emission]:
         """What a step with drafts brought: up to the token that ends the sequence, if one does. The KV of each draft
         that was right stands; that of the others is written again."""
         seq = entry.seq
         assert self._speculation is not None, f"{seq.request_id} has drafts, and nobody made them"
-        draft = self._speculation.verified(seq, len(sampled) - 1)
+        drafter = self._speculation.verified(seq, num_drafts, len(sampled) - 1)
         emissions: list[Emission] = []
         for token in sampled:
             if emissions:
@@ -508,7 +508,7 @@ class DecodeScheduler:
             if emissions[-1].finish is not None:
                 break
         num_accepted = min(len(emissions), len(sampled) - 1)  # a right draft may be the sequence's last token
-        emissions[-1].drafted = Drafted(draft.drafter, num_accepted, len(draft.token_ids) - num_accepted)
+        emissions[-1].drafted = Drafted(drafter, num_accepted, num_drafts - num_accepted)
         return emissions
 
     def _begin_step(self, plan: StepPlan, moving: list[Sequence], began_at: float | None) -> None:
@@ -612,8 +612,8 @@ class DecodeScheduler:
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
-            if self._speculation is not None:
-                self._speculation.ended(seq)
+        if self._speculation is not None and seq.output_token_ids:  # preempted ones too
+            self._speculation.ended(seq)
         entry.state = DecodeState.ENDED
         if not self._is_in_use(entry):
             self._release(seq)

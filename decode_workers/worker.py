@@ -68,7 +68,9 @@ class DecodeWorker(Worker):
             layerkv=config.layerkv,
             speculation=None
             if config.speculation is None
-            else Speculation.of(config.speculation, self.model.costs, self.model.runner.sampler.masks),
+            else Speculation.of(
+                config.speculation, self.model.costs, self.model.runner.sampler.masks, self.model.draft_model
+            ),
         )
         self.scheduler.on_preempted = self._tell_preempted
 

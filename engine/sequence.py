@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,9 @@ class BlockTable:
 
 
 _SHORTEST = 1e-12  # a vector that is divided by its length
+
+UNDRAWN: Final = -1
+"""In place of a draft that the step itself will draw, from a model that drafts."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
@@ -271,7 +274,8 @@ class ScheduledSequence:
     whatever becomes of them.
 
     `drafts` are guesses of the tokens after the last one, which come on top of `num_tokens`: their KV is computed too,
-    and the step samples after each of them as long as they are right.
+    and the step samples after each of them as long as they are right. Those that are `UNDRAWN` are drawn when the step
+    begins, and put here, or fewer than were planned.
     """
 
     seq: Sequence
@@ -324,6 +328,10 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
 
     @property
+    def has_undrawn(self) -> bool:
+        return any(UNDRAWN in item.drafts for item in self.items)
+
+    @property
     def num_tokens(self) -> int:
         """Drafts included."""
         return sum(item.num_rows for item in self.items)
@@ -342,6 +350,7 @@ class StepOutput:
     # Of items whose first drafts were right, by their index into the plan: the tokens after the one in `sampled`, one
     # for each of these drafts.
     following: dict[int, list[SampledToken]] = field(default_factory=dict)
+    drawing_s: float = 0.0  # of the step, what went into drawing drafts
 
 
 FinishReason = Literal["stop", "length"]

@@ -131,7 +131,9 @@ def measure() -> Json:
     rows: list[Json] = []
     for num_streams in STREAMS:
         for name, work in _works(model, tokenizer, num_streams).items():
-            rows.append({"work": name, "streams": num_streams, **_compared(model, work, quiet)})
+            config = SpeculationConfig(drafters=work.drafters)
+            speculation = Speculation.of(config, model.costs, model.runner.sampler.masks)
+            rows.append({"work": name, "streams": num_streams, **compared(model, speculation, work, quiet)})
             note(
                 f"{name}, {num_streams} at once: {rows[-1]['times']} times, {rows[-1]['tokens_per_step']} tokens a step"
             )
@@ -140,11 +142,11 @@ def measure() -> Json:
 
 def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[str, Work]:
     code, text = (path.read_text(encoding="utf-8") for path in (CODE, TEXT))
-    of_code = [_chat(tokenizer, f"Improve this code:\n{code[200 * n : 200 * n + 1200]}") for n in range(num_streams)]
+    of_code = [chat(tokenizer, f"Improve this code:\n{code[200 * n : 200 * n + 1200]}") for n in range(num_streams)]
     written = run(model, None, Work(of_code), itertools.count()).tokens
     parts = [text[300 * n : 300 * n + 1500] for n in range(num_streams)]
     questions = [
-        _chat(tokenizer, QUESTIONS[n % len(QUESTIONS)] + " " * (n // len(QUESTIONS))) for n in range(num_streams)
+        chat(tokenizer, QUESTIONS[n % len(QUESTIONS)] + " " * (n // len(QUESTIONS))) for n in range(num_streams)
     ]
     source = random.Random(num_streams)
     vocab_size = model.runner.config.vocab_size
@@ -152,10 +154,10 @@ def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[s
     return {
         "edits": Work(of_code, predictions=[_before_an_edit(tokens, source, vocab_size) for tokens in written]),
         "exact": Work(of_code, predictions=written),
-        "copies": Work([_chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
-        "summaries": Work([_chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
+        "copies": Work([chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
+        "summaries": Work([chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
         "records": Work(
-            [_chat(tokenizer, f"Write a list of {n + 5} orders, as JSON.") for n in range(num_streams)],
+            [chat(tokenizer, f"Write a list of {n + 5} orders, as JSON.") for n in range(num_streams)],
             grammar=json.dumps({"grammars": [{"json_schema": RECORDS}]}),
         ),
         "prose": Work(questions, draws=True),
@@ -163,10 +165,9 @@ def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[s
     }
 
 
-def _compared(model: LoadedModel, work: Work, quiet: QuietMachine) -> Json:
-    """What is learnt of drafts and rows stays from turn to turn, as in a worker."""
-    config = SpeculationConfig(drafters=work.drafters)
-    speculation = Speculation.of(config, model.costs, model.runner.sampler.masks)
+def compared(model: LoadedModel, speculation: Speculation, work: Work, quiet: QuietMachine) -> Json:
+    """What is learnt of drafts and rows stays from turn to turn, as in a worker. Raises GateError where a token is
+    another one."""
     variants: Mapping[str, Callable[[], Run]] = {
         "without": partial(run, model, None, work, itertools.count()),
         "with": partial(run, model, speculation, work, itertools.count()),
@@ -239,7 +240,7 @@ def _drawn(seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, seed=seed, temperature=0.7, top_p=0.95, ignore_eos=True)
 
 
-def _chat(tokenizer: Tokenizer, text: str) -> list[int]:
+def chat(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 

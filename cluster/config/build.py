@@ -111,6 +111,7 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
         batch_invariant=config.model.batch_invariant,
         quantisation=config.model.quantisation,
         share_weights="auto",
+        draft_ref=_draft_ref(role, config),
         decode_graphs=role == "decode" or config.scheduler.role_flips,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )
@@ -135,6 +136,11 @@ def _layerkv(config: LegatoConfig) -> LayerKvConfig | None:
             max_in_flight=max(MAX_IN_FLIGHT, config.decode.max_num_seqs),
         )
     )
+
+
+def _draft_ref(role: Role, config: LegatoConfig) -> str | None:
+    is_to_decode = role == "decode" or config.scheduler.role_flips
+    return config.decode.draft_model if is_to_decode and config.decode.speculation == "auto" else None
 
 
 def _speculation(config: LegatoConfig) -> SpeculationConfig | None:

@@ -269,8 +269,14 @@ class DecodeSettings(PoolSettings):
     speculation: Literal["auto", "off"] = Field(
         "auto",
         description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from what its"
-        " grammar forces, from its own text and from earlier answers to the same client, where that pays; no token is"
-        " another one. `off`: one token of each sequence a step.",
+        " grammar forces, from its own text and from earlier answers to the same client, or are drawn from"
+        " `draft_model`, where that pays; no token is another one. `off`: one token of each sequence a step.",
+    )
+    draft_model: str | None = Field(
+        None,
+        min_length=1,
+        description="Like `model.ref`: a much smaller model of the same vocabulary, loaded beside it, that guesses"
+        " tokens for steps to check; empty: none. A part of `kv.decode.memory` is its KV's.",
     )
 
 

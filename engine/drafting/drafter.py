@@ -12,18 +12,31 @@ from typing import Literal, NamedTuple, Protocol
 
 from engine.sequence import Sequence
 
-DrafterName = Literal["prediction", "grammar", "lookup", "history"]
+DrafterName = Literal["prediction", "grammar", "lookup", "history", "model"]
 """What its client expects; what its grammar forces; what stands in its prompt and output already; what other sequences
-got before."""
+got before; what a smaller model would say."""
+
+
+class Drawing(NamedTuple):
+    """Seconds that drawing drafts takes: of a pass over all sequences that are drawn for, one for each position, and of
+    each sequence in it; and of what a sequence lacks before it can be drawn for, which is `spread` over tokens to
+    come."""
+
+    pass_s: float
+    each_s: float
+    before_s: float = 0.0
+    spread: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """`num_matched`: of the tokens before it, how many were as in the text that it is from: the more, the better."""
+    """`num_matched`: of the tokens before it, how many were as in the text that it is from: the more, the better.
+    `drawing`: what its tokens, which are `UNDRAWN`, will take; None: they are known."""
 
     token_ids: tuple[int, ...]
     drafter: DrafterName
     num_matched: int
+    drawing: Drawing | None = None
 
 
 class Drafted(NamedTuple):

@@ -10,14 +10,14 @@ pay, one is tried now and then, for a small part of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.drafter import Draft, Drafter, DrafterName
+from engine.drafting.drafter import Draft, Drafter, DrafterName, Drawing
 from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
 from engine.sampling.grammar import GrammarMasks
@@ -29,7 +29,13 @@ _MOST_SLOTS: Final = 64
 """In a step: beyond, rows cost what prompts' do."""
 _TRIED: Final = 0.005
 """Of the time of steps, what goes into drafts that are not expected to pay."""
-_ASSUMED: Final[dict[DrafterName, float]] = {"prediction": 0.7, "grammar": 0.9, "lookup": 0.4, "history": 0.4}
+_ASSUMED: Final[dict[DrafterName, float]] = {
+    "prediction": 0.7,
+    "grammar": 0.9,
+    "lookup": 0.4,
+    "history": 0.4,
+    "model": 0.6,
+}
 _PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
 _KEPT_OF_STEPS: Final = 0.98
@@ -40,8 +46,10 @@ _BEHIND: Final = 2.0
 """Times that a token counts whose sequence is late."""
 
 
-def drafters_of(names: Iterable[DrafterName], masks: GrammarMasks | None = None) -> list[Drafter]:
-    """`masks` None: nothing is sampled by a grammar."""
+def drafters_of(
+    names: Iterable[DrafterName], masks: GrammarMasks | None = None, draft_model: Drafter | None = None
+) -> list[Drafter]:
+    """`masks` None: nothing is sampled by a grammar. `draft_model` None: there is none."""
     makers: dict[DrafterName, Callable[[], Drafter]] = {
         "prediction": PredictionDrafter,
         "lookup": LookupDrafter,
@@ -49,15 +57,17 @@ def drafters_of(names: Iterable[DrafterName], masks: GrammarMasks | None = None)
     }
     if masks is not None:
         makers["grammar"] = lambda: GrammarDrafter(masks)
+    if draft_model is not None:
+        makers["model"] = lambda: draft_model
     return [makers[name]() for name in names if name in makers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """`drafters` in the order in which they are asked. `fixed`: so many drafts for everyone whenever there are some,
-    for experiments; None: as it pays."""
+    """`drafters` in the order in which they are asked; `model` only where one is loaded. `fixed`: so many drafts for
+    everyone whenever there are some, for experiments; None: as it pays."""
 
-    drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history")
+    drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history", "model")
     fixed: int | None = None
 
 
@@ -115,20 +125,27 @@ class Speculation:
     """Of one worker. `fixed` as in `SpeculationConfig`."""
 
     def __init__(self, drafters: list[Drafter], costs: StepCosts, *, fixed: int | None = None) -> None:
-        self._drafters = drafters
+        self.drafters = drafters
         self._costs = costs
         self._fixed = fixed
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
         self._of_all: dict[_Source, _Acceptance] = {}
         self._step = 0
         self._tried_s = 0.0  # that may be spent on trying
+        self._dearest_s = 0.0  # what the next try takes
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
         self._stretched = 0.0  # the same steps, each so many times as its drafts made it longer
         self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
 
     @classmethod
-    def of(cls, config: SpeculationConfig, costs: StepCosts, masks: GrammarMasks | None = None) -> Speculation:
-        return cls(drafters_of(config.drafters, masks), costs, fixed=config.fixed)
+    def of(
+        cls,
+        config: SpeculationConfig,
+        costs: StepCosts,
+        masks: GrammarMasks | None = None,
+        draft_model: Drafter | None = None,
+    ) -> Speculation:
+        return cls(drafters_of(config.drafters, masks, draft_model), costs, fixed=config.fixed)
 
     def plan(
         self, candidates: list[Candidate], work: StepWork, *, most: int, longest_s: float = math.inf
@@ -161,7 +178,7 @@ class Speculation:
             if state.best_rate * weight < least:
                 hopeless.append(candidate)
                 continue
-            draft = self._propose(candidate.seq, room)
+            draft = self._propose(candidate.seq, room, plain_s)
             if draft is None:
                 continue
             drafts[candidate.seq] = draft
@@ -169,21 +186,20 @@ class Speculation:
             slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
         slots.sort(reverse=True)
         num_slots = max(min(most, _MOST_SLOTS, len(slots)), 0)
-        while num_slots and plain_s + extra_s(num_slots) > longest_s:
-            num_slots -= 1
-        counts = _worth(slots[:num_slots], len(candidates), plain_s, extra_s)
+        bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
+        counts = _worth(slots[:num_slots], len(candidates), plain_s, longest_s, bill)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
-            kept = self._try(hopeless, drafts, extra_s(1), plain_s)
+            kept = self._try(hopeless, drafts, extra_s(1), plain_s, longest_s)
         return self._begin(kept)
 
-    def verified(self, seq: Sequence, num_accepted: int) -> Draft:
-        """Of the drafts of `seq` in the step that is over, so many were right; returns all of them."""
+    def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> DrafterName:
+        """Of the drafts of `seq` in the step that is over, so many were right; returns whose they were."""
         state = self._state(seq)
         assert state.draft is not None, f"nothing was drafted for {seq.request_id}"
         draft, state.draft = state.draft, None
-        was_wrong = num_accepted < len(draft.token_ids)
+        was_wrong = num_accepted < num_drafts
         source = _Source.of(draft)
         state.acceptances.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT)
         self._of_all.setdefault(source, _Acceptance()).note(num_accepted, was_wrong, _KEPT_OF_ALL)
@@ -191,9 +207,9 @@ class Speculation:
         if seq.params.grammar is not None:  # what it forces may be yet to come
             state.best_rate = max(state.best_rate, self._rate(state, _Source("grammar", 0)))
         counts = self.counts[draft.drafter]
-        counts.drafted += len(draft.token_ids)
+        counts.drafted += num_drafts
         counts.accepted += num_accepted
-        return draft
+        return draft.drafter
 
     def computed(self, plan: StepPlan, output: StepOutput) -> None:
         """A step is over, with drafts or without."""
@@ -202,7 +218,8 @@ class Speculation:
         if decoding:
             self._num_tokens = self._num_tokens * _KEPT_OF_STEPS + brought
             self._num_steps = self._num_steps * _KEPT_OF_STEPS + len(decoding)
-            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * self._stretch(plan)
+            stretch = self._stretch(plan, output.drawing_s)
+            self._stretched = self._stretched * _KEPT_OF_STEPS + len(decoding) * stretch
 
     @property
     def tokens_per_step(self) -> float:
@@ -214,17 +231,19 @@ class Speculation:
         """How many times as long these steps took as they would have without drafts, in the mean."""
         return self._stretched / self._num_steps if self._num_steps else 1.0
 
-    def _stretch(self, plan: StepPlan) -> float:
-        cost = self._costs.recent_cost() if any(item.drafts for item in plan.items) else None
+    def _stretch(self, plan: StepPlan, drawing_s: float) -> float:
+        has_drafts = drawing_s or any(item.drafts for item in plan.items)
+        cost = self._costs.recent_cost() if has_drafts else None
         if cost is None:
             return 1.0
         work = StepWork.of_plan(plan)
-        return 1.0 + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s) / cost.step_s(work)
+        extra_s = drawing_s + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s)
+        return 1.0 + extra_s / cost.step_s(work)
 
     def ended(self, seq: Sequence) -> None:
         """`seq` generates no more here."""
         self._states.pop(seq, None)
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.ended(seq)
 
     def _fixed_drafts(self, candidates: list[Candidate], each: int, most: int) -> dict[Sequence, Draft]:
@@ -243,16 +262,19 @@ class Speculation:
             state = self._states[seq] = _State(tried_in=self._step)
         return state
 
-    def _propose(self, seq: Sequence, most: int) -> Draft | None:
-        """Of the first drafter that is likely right, or else of the one that is most likely so."""
-        state, best, best_rate = self._state(seq), None, -1.0
-        for drafter in self._drafters:
+    def _propose(self, seq: Sequence, most: int, plain_s: float = math.inf) -> Draft | None:
+        """Of the first drafter that is likely right, or else of the one that is most likely so. What is to be drawn has
+        to be the more so, by what drawing takes of a step without drafts."""
+        state, best, best_worth = self._state(seq), None, -math.inf
+        for drafter in self.drafters:
             draft = drafter.propose(seq, most)
             if draft is None or not draft.token_ids:
                 continue
-            rate = self._rate(state, _Source.of(draft))
-            if rate > best_rate:
-                best, best_rate = draft, rate
+            worth = rate = self._rate(state, _Source.of(draft))
+            if draft.drawing is not None:
+                worth -= draft.drawing.pass_s / plain_s
+            if worth > best_worth:
+                best, best_worth = draft, worth
             if rate >= _LIKELY:
                 break
         return best
@@ -262,18 +284,29 @@ class Speculation:
         return state.acceptances.get(source, _Acceptance()).rate(of_all, _PRIOR)
 
     def _try(
-        self, hopeless: list[Candidate], drafts: dict[Sequence, Draft], draft_s: float, plain_s: float
+        self,
+        hopeless: list[Candidate],
+        drafts: dict[Sequence, Draft],
+        row_s: float,
+        plain_s: float,
+        longest_s: float,
     ) -> dict[Sequence, Draft]:
         """One draft of whoever has waited longest for a try, where the time for that has come together."""
-        self._tried_s = min(self._tried_s, max(draft_s, _TRIED * plain_s))
-        if self._tried_s < draft_s:
+        self._tried_s = min(self._tried_s, max(row_s, self._dearest_s, _TRIED * plain_s))
+        if self._tried_s < max(row_s, self._dearest_s):
             return {}
         waiting = [c.seq for c in hopeless] + list(drafts)
         for seq in sorted(waiting, key=lambda seq: self._state(seq).tried_in):
+            draft = drafts.get(seq) or self._propose(seq, 1, plain_s)
+            bill = _Bill(lambda count: count * row_s, {0: None if draft is None else draft.drawing})
+            bill.add(0)
+            self._dearest_s = bill.now_s  # to be waited for, where it is to be drawn
+            if draft is not None and self._tried_s < bill.now_s:
+                return {}
             self._state(seq).tried_in = self._step
-            draft = drafts.get(seq) or self._propose(seq, 1)
-            if draft is not None:
-                self._tried_s -= draft_s
+            if draft is not None and plain_s + bill.now_s <= longest_s:
+                self._tried_s -= bill.now_s
+                self._dearest_s = 0.0
                 return {seq: _first(draft, 1)}
         return {}
 
@@ -283,16 +316,51 @@ class Speculation:
         return {seq: draft.token_ids for seq, draft in drafts.items()}
 
 
+class _Bill:
+    """Seconds that slots add to a step, as they are added one by one: of their rows, and of drawing by index, where
+    that is to be. `now_s`: in this step; `due_s`: what counts against its tokens, where some of it serves later ones.
+    """
+
+    def __init__(self, rows_s: Callable[[int], float], drawings: Mapping[int, Drawing | None]) -> None:
+        self._rows_s = rows_s
+        self._drawings = drawings
+        self._num_rows = self._num_passes = 0
+        self._drawn: dict[int, int] = {}  # slots of each index
+        self._now_s = self._due_s = 0.0  # of drawing
+
+    def add(self, index: int) -> None:
+        self._num_rows += 1
+        drawing = self._drawings[index]
+        if drawing is None:
+            return
+        count = self._drawn[index] = self._drawn.get(index, 0) + 1
+        added_s = drawing.each_s
+        if count > self._num_passes:
+            self._num_passes = count
+            added_s += drawing.pass_s
+        self._now_s += added_s + (drawing.before_s if count == 1 else 0.0)
+        self._due_s += added_s + (drawing.before_s / drawing.spread if count == 1 else 0.0)
+
+    @property
+    def now_s(self) -> float:
+        return self._rows_s(self._num_rows) + self._now_s
+
+    @property
+    def due_s(self) -> float:
+        return self._rows_s(self._num_rows) + self._due_s
+
+
 def _worth(
-    slots: list[tuple[float, int]], num_decodes: int, plain_s: float, extra_s: Callable[[int], float]
+    slots: list[tuple[float, int]], num_decodes: int, plain_s: float, longest_s: float, bill: _Bill
 ) -> dict[int, int]:
-    """How many slots of each index bring the most tokens a second, of `slots` in falling order. Those of an index fall,
-    so its first ones do."""
+    """How many slots of each index bring the most tokens a second, of `slots` in falling order, in a step of
+    `longest_s` at most. Those of an index fall, so its first ones do."""
     tokens, best, best_count = float(num_decodes), num_decodes / plain_s, 0
-    for count, (probability, _) in enumerate(slots, 1):
+    for count, (probability, index) in enumerate(slots, 1):
         tokens += probability
-        rate = tokens / (plain_s + extra_s(count))
-        if rate > best:
+        bill.add(index)
+        rate = tokens / (plain_s + bill.due_s)
+        if rate > best and plain_s + bill.now_s <= longest_s:
             best, best_count = rate, count
     counts: dict[int, int] = {}
     for _, index in slots[:best_count]:
@@ -301,4 +369,4 @@ def _worth(
 
 
 def _first(draft: Draft, count: int) -> Draft:
-    return draft if count >= len(draft.token_ids) else Draft(draft.token_ids[:count], draft.drafter, draft.num_matched)
+    return draft if count >= len(draft.token_ids) else replace(draft, token_ids=draft.token_ids[:count])

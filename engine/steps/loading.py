@@ -21,6 +21,7 @@ from engine.checkpoint.weights import LoadProgress, Weights, load_weights
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
+from engine.drafting.draft_model import DraftModel
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
@@ -37,6 +38,7 @@ from engine.steps.decode_graphs import DecodeGraphLimits
 from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_with
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
+from engine.text.tokenizer import vocabulary
 from kernels.cpu.memory import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels
@@ -93,6 +95,9 @@ class EngineConfig:
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
     share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.packed_weights`
     activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
+    draft_ref: str | None = (
+        None  # a smaller model of the same vocabulary, that drafts; its KV is taken out of this one's
+    )
 
 
 def load_runner(
@@ -333,6 +338,7 @@ class LoadedModel:
     max_model_len: int
     prefix_caching: bool
     costs: StepCosts
+    draft_model: DraftModel | None = None
 
     @property
     def kv_cache(self) -> KVCache:
@@ -375,7 +381,14 @@ def load_model(
     told how much of the checkpoint is loaded; of a group, by its first process.
     """
     folder = resolve_model(config.model_ref)
+    draft = None
+    if config.draft_ref is not None:
+        draft, config = _load_draft(config, config.draft_ref, folder)
     runner = load_runner(folder, config, host_memory, progress)
+    draft_model = None
+    if draft is not None:
+        draft_model = DraftModel(draft, frozenset(runner.config.eos_token_ids))
+        runner.draw = draft_model.draw
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
@@ -388,6 +401,48 @@ def load_model(
         ),
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
+        draft_model=draft_model,
+    )
+
+
+def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedModel, EngineConfig]:
+    """The model that drafts for the one in `folder`, by one process, and what `config` leaves to that one: both hold KV
+    of as many tokens. Raises ValueError, before anything is loaded, where the two do not go together."""
+    draft_folder = resolve_model(ref)
+    require_same_vocabulary(folder, draft_folder)
+    if config.kv_share is not None:
+        raise ValueError(
+            "with a draft model the KV memory of decode workers has to be given as a size or in blocks, not as a share"
+            " of the device's: set kv.decode.memory to 8GiB, for example"
+        )
+    alone = replace(config, model_ref=ref, draft_ref=None, max_model_len=None, layers_per_group=None)
+    alone = replace(alone, host_bytes=0, staging_bytes=0, tensor_parallel=1, batch_invariant=False)
+    if config.kv_bytes is not None:
+        own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
+        alone = replace(alone, kv_bytes=config.kv_bytes * own // (own + others))
+        config = replace(config, kv_bytes=config.kv_bytes - config.kv_bytes * own // (own + others))
+    return load_model(alone), config
+
+
+def _bytes_per_column(folder: Path, engine: EngineConfig) -> int:
+    layout = layout_of(ModelConfig.from_folder(folder), engine, dtype_of(engine.dtype, folder))
+    return layout.block_bytes * layout.num_layer_groups
+
+
+def require_same_vocabulary(folder: Path, draft_folder: Path) -> None:
+    """Raises ValueError where a token of one model is not the same token of the other."""
+    sizes = [ModelConfig.from_folder(path).vocab_size for path in (folder, draft_folder)]
+    if sizes[0] != sizes[1]:
+        reason = f"one has {sizes[0]} tokens, the other {sizes[1]}"
+    else:
+        ids, draft_ids = (vocabulary(path) for path in (folder, draft_folder))
+        different = sorted(token for token in ids.keys() | draft_ids.keys() if ids.get(token) != draft_ids.get(token))
+        if not different:
+            return
+        reason = f"{different[0]!r} is {ids.get(different[0])} in one and {draft_ids.get(different[0])} in the other"
+    raise ValueError(
+        f"the draft model in {draft_folder} has another vocabulary than the model in {folder}: {reason}; choose a"
+        " smaller model of the same family, or leave decode.draft_model out"
     )
 
 

@@ -73,6 +73,7 @@ class InFlightStep:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.work = StepWork.of_plan(plan)
+        self.drawing_s = 0.0  # of its time, what went into drawing drafts
         self.submitted_at = time.perf_counter()
         self.result: asyncio.Future[StepOutput]
         self._prepared: PreparedStep | None = None
@@ -118,6 +119,12 @@ class InFlightStep:
             return pending
 
         self.result = asyncio.ensure_future(_output_of(compute.submit(run), waiting))
+
+    def note(self, output: StepOutput) -> None:
+        """What it turned out to be, where drafts were drawn."""
+        if output.drawing_s:
+            self.drawing_s = output.drawing_s
+            self.work = StepWork.of_plan(self.plan)
 
     def complete(self) -> None:
         """The sequences are as the step left them."""
@@ -293,7 +300,7 @@ class StepLoop:
                 succeeded = await self._complete(step, max(began, step.submitted_at))
                 ended = time.perf_counter()
                 if succeeded:
-                    self.costs.observe(step.work, ended - began)
+                    self.costs.observe(step.work, ended - began - step.drawing_s)
                     self._count(step.work)
                 if following is None:
                     return
@@ -319,7 +326,7 @@ class StepLoop:
         for item in plan.items:
             item.seq.begin()
         step, on_layer = InFlightStep(plan), self._listener(plan)
-        if self._plan_ahead is None:
+        if self._plan_ahead is None or plan.has_undrawn:
             step.submit(self._runner, self._compute, on_layer)
         else:
             step.submit_async(self._runner, self._compute, self._waiting, on_layer, after)
@@ -339,6 +346,7 @@ class StepLoop:
             self._step_began = None
             self._watch.end()
         self._num_failures = 0
+        step.note(output)
         self._finish(step.plan, output)
         step.complete()
         return True

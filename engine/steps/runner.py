@@ -118,6 +118,9 @@ class ModelRunner:
         self.sampler = sampler
         self._threads = threads
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
+        self.draw: Callable[[StepPlan], float] = lambda plan: (
+            0.0
+        )  # its undrawn drafts; returns the seconds that it took
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
@@ -203,9 +206,11 @@ class ModelRunner:
         `on_layer(l)` is called when layer l's KV of all items stands where it rests, in the order of the layers: from
         this thread, or, where an item rests on the host, from the one that copies. On a device it is always this one,
         and the KV may not stand yet: see `StoredLayers`. Raises ValueError if the plan's host-resident sequences exceed
-        `staging_columns`.
+        `staging_columns`. A plan with undrawn drafts is for this alone, not for `prepare`.
         """
-        return self.run(self.prepare(plan), on_layer).output()
+        drawing_s = self.draw(plan)
+        output = self.run(self.prepare(plan), on_layer).output()
+        return replace(output, drawing_s=drawing_s) if drawing_s else output
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan, after: PreparedStep | None = None) -> PreparedStep:

@@ -238,6 +238,12 @@ def tokenizer_json(folder: Path) -> str:
     return backend
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """The id of each token of a checkpoint folder, added ones included."""
+    ids: dict[str, int] = tokenizers.Tokenizer.from_str(tokenizer_json(folder)).get_vocab(with_added_tokens=True)
+    return ids
+
+
 def _known(folder: Path) -> Json:
     return remembered("tokenizer", _files(folder), lambda: _read(folder))
 

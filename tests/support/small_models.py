@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llguidance import LLMatcher
+from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from decode_workers.local_engine import LocalEngine
@@ -93,6 +96,18 @@ class SmallModel:
             model_ref=str(self.folder), model_name="small", dtype=self.dtype, kv_blocks=64, num_threads=1
         )
         return LocalEngine(load_model(config))
+
+
+def shallower(model: SmallModel, folder: Path, num_layers: int = 3) -> Path:
+    """A checkpoint of the model's first layers alone, which often says the same: for drafts."""
+    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    weights = load_file(folder / "model.safetensors")
+    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(dropped)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 class MaskProcessor(LogitsProcessor):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from decode_workers.local_engine import LocalEngine
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import Emission
+from engine.drafting.draft_model import DraftModel
 from engine.drafting.drafter import Draft, Drafter, DrafterName
 from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
@@ -24,7 +26,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, load_model
 from kernels.native.library import native_library
-from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.small_models import SmallModel, greedy, random_prompts, shallower
 
 NUM_TOKENS = 20
 DRAWN = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
@@ -115,14 +117,22 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 def engine(
-    model: SmallModel, drafter: Drafter | type[GrammarDrafter] | None = None, *, fixed: int = 4, **memory: Any
+    model: SmallModel,
+    drafter: Drafter | type[GrammarDrafter] | None = None,
+    *,
+    fixed: int | None = 4,
+    draft: Path | None = None,
+    **memory: Any,
 ) -> LocalEngine:
+    """`draft`: the folder of a model that drafts, in place of a `drafter`."""
     wanted = {"dtype": model.dtype, "num_threads": 1, "block_size": 4, "kv_blocks": 400} | memory
-    config = EngineConfig(model_ref=str(model.folder), model_name="small", **wanted)
+    draft_ref = None if draft is None else str(draft)
+    config = EngineConfig(model_ref=str(model.folder), model_name="small", draft_ref=draft_ref, **wanted)
     loaded = load_model(config)
     if isinstance(drafter, type):
         assert loaded.runner.sampler.masks is not None
         drafter = drafter(loaded.runner.sampler.masks)
+    drafter = loaded.draft_model or drafter
     speculation = None if drafter is None else Speculation([drafter], loaded.costs, fixed=fixed)
     layerkv = LayerKvConfig() if "host_bytes" in memory else None
     return LocalEngine(loaded, token_budget=64, layerkv=layerkv, speculation=speculation)
@@ -153,9 +163,17 @@ def generate(
     }
 
 
-def alone(model: SmallModel) -> dict[str, Answer]:
+def check_idle(engine: LocalEngine) -> None:
+    """Nothing is left behind in the KV of the model that drafts."""
+    assert engine.speculation is not None
+    [drafter] = engine.speculation.drafters
+    assert isinstance(drafter, DraftModel)
+    drafter.check_idle()
+
+
+def alone(model: SmallModel, **memory: Any) -> dict[str, Answer]:
     """Without drafts, each by itself."""
-    plain = engine(model)
+    plain = engine(model, **memory)
     return {request[0]: generate(plain, [request])[request[0]] for request in requests()}
 
 
@@ -204,6 +222,25 @@ def test_drafts_change_no_token_and_no_logprob(
     assert drafter != "an oracle" or counts.accepted == counts.drafted
     assert place != "preempted" or drafting.scheduler.num_preemptions
     assert drafter in ("chance", "history", "lookup") or counts.accepted > 0, "no draft was ever right"
+
+
+@pytest.fixture(scope="module")
+def draft(model: SmallModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shallower(model, tmp_path_factory.mktemp("draft"))
+
+
+@pytest.mark.parametrize("place", [*MEMORY, "of two ranks"])
+def test_nor_do_those_of_a_model(model: SmallModel, plain: dict[str, Answer], draft: Path, place: str) -> None:
+    ranks = {"of two ranks": {"tensor_parallel": 2}}
+    drafting = engine(model, draft=draft, **(MEMORY | ranks)[place])
+    expected = alone(model, **ranks[place]) if place in ranks else plain
+    for _ in range(2):
+        check(generate(drafting, requests()), expected)
+    assert drafting.speculation is not None
+    counts = drafting.speculation.counts["model"]
+    assert counts.accepted > counts.drafted / 4, "a few layers less say mostly something else"
+    assert place != "preempted" or drafting.scheduler.num_preemptions
+    check_idle(drafting)
 
 
 @pytest.mark.parametrize("drafter", ["an oracle", "chance"])

@@ -337,6 +337,17 @@ def test_who_guesses_tokens() -> None:
     assert [drafter.name for drafter in drafters_of(made.drafters)] == ["prediction"]
 
 
+def test_who_loads_a_draft_model() -> None:
+    wanted = {"draft_model": "/models/small"}
+    assert engine_config("decode", load_config({})).draft_ref is None
+    config = load_config({"decode": wanted})
+    assert engine_config("decode", config).draft_ref == "/models/small"
+    assert engine_config("prefill", config).draft_ref is None
+    flipping = load_config({"decode": wanted, "scheduler": {"role_flips": True}})
+    assert engine_config("prefill", flipping).draft_ref == "/models/small"
+    assert engine_config("decode", load_config({"decode": wanted | {"speculation": "off"}})).draft_ref is None
+
+
 def test_every_setting_is_described() -> None:
     rows = list(setting_rows())
     assert all(description.endswith(".") for _, _, _, description in rows)

@@ -9,7 +9,7 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.row_costs import RowCosts
 from engine.cost_model.step_cost import StepCost, StepWork
-from engine.drafting.drafter import Draft, DrafterName
+from engine.drafting.drafter import Draft, DrafterName, Drawing
 from engine.drafting.speculation import Candidate, Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -24,10 +24,11 @@ class Repeating:
 
     name: DrafterName = "prediction"
     num_asked: int = 0
+    drawing: Drawing | None = None
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         self.num_asked += 1
-        return Draft((5,) * most, self.name, 2)
+        return Draft((5,) * most, self.name, 2, self.drawing)
 
     def ended(self, seq: Sequence) -> None:
         pass
@@ -62,7 +63,7 @@ class Workbench:
             if seq in drafts:
                 wanted = right if isinstance(right, int) else right.get(n, 0)
                 num_right = min(wanted, len(drafts[seq]))
-                self.speculation.verified(seq, num_right)
+                self.speculation.verified(seq, len(drafts[seq]), num_right)
                 self.num_tokens += num_right
             self.num_tokens += 1
         self.seconds += seconds
@@ -121,6 +122,50 @@ def test_no_step_is_longer_than_promised_gaps_bear() -> None:
     bound = bench.speculation.plan(candidates, work, most=64, longest_s=plain_s + 4.5 * ROW_S)
     assert 1 <= sum(map(len, bound.values())) <= 6 < num_free
     assert bench.speculation.plan(candidates, work, most=64, longest_s=plain_s) == {}
+
+
+@pytest.mark.parametrize(("pass_s", "num_drafts"), [(0.0005, range(3, 16)), (0.003, range(1, 3)), (0.02, range(1))])
+def test_what_is_drawn_has_to_bring_more_than_it_takes(pass_s: float, num_drafts: range) -> None:
+    """Steps take 8 ms; of three drafts two are right."""
+    bench = Workbench(1)
+    bench.drafter.drawing = Drawing(pass_s, 0.0)
+    drafted = [bench.step({0: 2 if n % 2 else 1})[0] for n in range(1200)]
+    assert sorted(drafted)[600] in num_drafts
+    assert sum(map(bool, drafted)) > 0, "it is tried now and then"
+    assert pass_s < 0.02 or sum(drafted) * pass_s < 0.01 * len(drafted) * COST.step_s(StepWork(decodes=1))
+
+
+def test_a_pass_is_for_all_who_are_drawn_for() -> None:
+    drafted = {}
+    for num_seqs in (1, 12):
+        bench = Workbench(num_seqs, free_rows=100)
+        for _ in range(20):  # rows are free
+            bench.costs.rows.observe(num_seqs, num_seqs, 0.0, ROW_S)
+        bench.drafter.drawing = Drawing(0.0, 0.0)
+        for _ in range(50):  # and drafts are right
+            bench.step(15)
+        bench.drafter.drawing = Drawing(0.009, 0.0)
+        drafted[num_seqs] = sum(sum(bench.step(15)) for _ in range(100)) / num_seqs
+    assert drafted[12] > 50 > drafted[1]
+
+
+def test_what_is_lacked_is_no_longer_than_gaps_bear_and_counts_little_by_little() -> None:
+    bench = Workbench(1)
+    work, candidates = StepWork(decodes=1), [Candidate(bench.seqs[0], 15)]
+    bench.drafter.drawing = Drawing(0.0005, 0.0, before_s=0.1, spread=1)
+    assert bench.speculation.plan(candidates, work, most=64) == {}, "one token is not worth 100 ms"
+    bench.drafter.drawing = Drawing(0.0005, 0.0, before_s=0.1, spread=100)
+    assert bench.speculation.plan(candidates, work, most=64, longest_s=0.1) == {}
+    assert bench.speculation.plan(candidates, work, most=64, longest_s=0.2) != {}
+
+
+def test_copies_come_before_what_is_to_be_drawn() -> None:
+    bench = Workbench(1)
+    drawn = Repeating("model", drawing=Drawing(0.004, 0.0))
+    bench.speculation = Speculation([bench.drafter, drawn], bench.costs)
+    for _ in range(20):
+        bench.step(15)
+    assert drawn.num_asked == 0 and bench.drafter.num_asked > 0
 
 
 def test_nothing_is_drafted_before_steps_cost_something() -> None:

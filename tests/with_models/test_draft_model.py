@@ -1,0 +1,154 @@
+"""A model that drafts: with the other one's noise, caught up with whatever its KV lacks, and never in anybody's way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from decode_workers.local_engine import LocalEngine
+from engine.drafting import draft_model
+from engine.drafting.draft_model import DraftModel
+from engine.drafting.speculation import DraftCounts, Speculation
+from engine.sampling.params import SamplingParams
+from engine.sequence import Sequence
+from engine.steps.calibration import calibrate
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from tests.support.small_models import SmallModel, greedy, random_prompts, shallower
+
+DRAWN = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=3, presence_penalty=0.4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
+
+
+def loaded(model: SmallModel, draft: Path, **changes: Any) -> LoadedModel:
+    wanted: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 4, "kv_blocks": 400} | changes
+    return load_model(EngineConfig(model_ref=str(model.folder), model_name="small", draft_ref=str(draft), **wanted))
+
+
+def drafter_of(model: LoadedModel) -> DraftModel:
+    assert model.draft_model is not None
+    return model.draft_model
+
+
+def drafting(model: LoadedModel, fixed: int | None = 3) -> LocalEngine:
+    return LocalEngine(model, speculation=Speculation([drafter_of(model)], model.costs, fixed=fixed))
+
+
+def generate(engine: LocalEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    seqs = [
+        Sequence(request_id=f"r{n}", attempt=0, params=replace(params, seed=params.seed + n), prompt_token_ids=prompt)
+        for n, prompt in enumerate(prompts)
+    ]
+    for _ in engine.run(seqs):
+        pass
+    return [seq.output_token_ids for seq in seqs]
+
+
+def counts_of(engine: LocalEngine) -> DraftCounts:
+    return engine.scheduler.draft_counts["model"]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(llama: SmallModel) -> None:
+    """Whatever is drawn: by the same noise, of the same position, with what the drafts so far do to penalties."""
+    engine = drafting(loaded(llama, llama.folder))
+    generate(engine, random_prompts([5, 30, 61]), DRAWN)
+    counts = counts_of(engine)
+    assert counts.accepted == counts.drafted > 40
+    drafter_of_engine(engine).check_idle()
+
+
+def drafter_of_engine(engine: LocalEngine) -> DraftModel:
+    assert engine.speculation is not None
+    [drafter] = engine.speculation.drafters
+    assert isinstance(drafter, DraftModel)
+    return drafter
+
+
+def test_one_pass_draws_for_all_sequences(llama: SmallModel) -> None:
+    model = loaded(llama, llama.folder)
+    engine = drafting(model, fixed=2)
+    with mock.patch.object(type(model.runner), "execute", autospec=True, side_effect=type(model.runner).execute) as run:
+        generate(engine, random_prompts([9] * 6), replace(DRAWN, max_tokens=1 + 3 * 4))
+    passes = [call.args[1] for call in run.call_args_list if call.args[0] is drafter_of(model).model.runner]
+    assert [len(plan.items) for plan in passes] == [6] * 8
+
+
+def test_a_long_prompt_is_caught_up_with_in_parts(llama: SmallModel) -> None:
+    prompts = random_prompts([130, 20])
+    model = loaded(llama, llama.folder)
+    engine = drafting(model)
+    with (
+        mock.patch.object(draft_model, "CATCH_UP_TOKENS", 32),
+        mock.patch.object(type(model.runner), "execute", autospec=True, side_effect=type(model.runner).execute) as run,
+    ):
+        found = generate(engine, prompts, greedy())
+    passes = [call.args[1] for call in run.call_args_list if call.args[0] is drafter_of(model).model.runner]
+    assert 32 <= max(plan.num_tokens for plan in passes) <= 32 + 16
+    assert counts_of(engine).accepted == counts_of(engine).drafted > 10
+    assert found == [llama.hugging_face(prompt, 24) for prompt in prompts]
+
+
+def test_who_is_drawn_for_takes_the_room_of_who_is_not(llama: SmallModel) -> None:
+    """Sequences that take turns, with KV for some of them only."""
+    model = loaded(llama, llama.folder)
+    drafter = drafter_of(model)
+    pool = drafter.model.block_pool
+    held = pool.lease(pool.num_available - 40)
+    speculation = Speculation([drafter], model.costs, fixed=3)
+    engine = LocalEngine(model, max_num_seqs=2, speculation=speculation)
+    prompts = random_prompts([60] * 4)
+    assert generate(engine, prompts, greedy()) == [llama.hugging_face(prompt, 24) for prompt in prompts]
+    assert counts_of(engine).drafted > 0
+    pool.release(held)
+    drafter.check_idle()
+
+
+def test_a_model_that_fails_costs_its_drafts_and_no_step(llama: SmallModel, caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded(llama, llama.folder)
+    engine = drafting(model)
+    prompts = random_prompts([9, 33])
+    with mock.patch.object(drafter_of(model).model.runner, "prepare", side_effect=RuntimeError("out of memory")):
+        found = generate(engine, prompts, greedy())
+    assert found == [llama.hugging_face(prompt, 24) for prompt in prompts]
+    assert counts_of(engine).drafted == 0
+    assert caplog.text.count("the draft model failed") == 3
+    drafter_of(model).check_idle()
+
+
+def test_its_kv_is_a_part_of_what_was_given(llama: SmallModel, tmp_path: Path) -> None:
+    model = loaded(llama, shallower(llama, tmp_path, 1), kv_blocks=None, kv_bytes=4 << 20)
+    draft = drafter_of(model).model
+    num_bytes = model.kv_cache.num_bytes + draft.kv_cache.num_bytes
+    assert (4 << 20) * 0.99 < num_bytes <= 4 << 20
+    assert model.block_pool.num_available == pytest.approx(draft.block_pool.num_available, abs=1)
+    with pytest.raises(ValueError, match=r"set kv\.decode\.memory to"):
+        loaded(llama, llama.folder, kv_blocks=None, kv_share=0.5)
+
+
+def test_what_its_passes_take_is_known_from_the_start(llama: SmallModel) -> None:
+    model = loaded(llama, llama.folder)
+    model.costs.seed(calibrate(model, budget_s=0.1))
+    assert drafter_of(model).model.costs.is_seeded
+
+
+def test_another_vocabulary_is_refused_before_anything_is_loaded(llama: SmallModel, tmp_path: Path) -> None:
+    smaller = SmallModel("llama", tmp_path / "smaller", vocab_size=200).folder
+    other = shallower(llama, tmp_path / "other", 1)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    first, second = sorted(ids)[:2]
+    ids[first], ids[second] = ids[second], ids[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with mock.patch("engine.steps.loading.load_runner", side_effect=AssertionError("loaded")):
+        with pytest.raises(ValueError, match=r"one has \d+ tokens, the other 200; choose a smaller model"):
+            loaded(llama, smaller)
+        with pytest.raises(ValueError, match=r"is \d+ in one and \d+ in the other; .* leave decode.draft_model out"):
+            loaded(llama, other)
