@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: setup serve cluster test test-fast test-long test-operators test-wheel check bench bench-peers gpu-check clean
+.PHONY: setup serve cluster test test-fast test-long test-clients test-operators test-wheel check bench bench-peers gpu-check clean
 
 setup: $(STAMP)
 
@@ -46,9 +46,24 @@ test-fast: setup
 ROUNDS ?= 5
 test-long: setup
 	$(PYTEST) --hypothesis-profile=random tests/interpreted
+	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray/test_ray_cluster.py -k batch
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
 	done
+
+# Clients that others wrote, unchanged, against a cluster. They have an environment of their own, which `make test` does
+# not need. TESTS="tests/clients/test_litellm.py" runs some.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
+INSTRUCTOR := instructor==1.17.0
+$(CLIENTS_STAMP): tests/clients/requirements.txt Makefile
+	test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --no-input install -r tests/clients/requirements.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(INSTRUCTOR)
+	touch $@
+
+test-clients: setup $(CLIENTS_STAMP)
+	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python $(TESTS)
 
 # What operators look at, by the programs that they look with; `make test` needs neither. On Debian, and without starting what they install as
 # services: apt-get install --no-install-recommends prometheus chromium chromium-driver

@@ -28,7 +28,8 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile("repeatable")
 
 RAY_TESTS = "tests/ray/"
-OPERATORS = Path(__file__).with_name("operators")
+# What needs programs or packages that Legato's own environment has not.
+ASKED_FOR = tuple(Path(__file__).with_name(name) for name in ("clients", "operators"))
 ON_GPU = Path("/dev/nvidiactl").exists()
 _MOST_WORKERS = 4  # more of them make nothing quicker: the longest files take a quarter of the whole
 _WORKER_BYTES = 4 * 2**30  # one file loads two real models in float32
@@ -65,11 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What needs programs that no Python package brings runs where it is asked for by name: `make test-operators`."""
-    if collection_path != OPERATORS:
+    """These run where they are asked for by name: `make test-clients`, `make test-operators`."""
+    if collection_path not in ASKED_FOR:
         return None
     asked = (Path(config.invocation_params.dir, name.partition("::")[0]).resolve() for name in config.args)
-    return None if any(path.is_relative_to(OPERATORS) for path in asked) else True
+    return None if any(path.is_relative_to(collection_path) for path in asked) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -463,12 +463,12 @@ def test_errors_of_the_cluster(
     generator.script = Script(reply="It rains.", fail_after=2, error=error)
     events: list[Any] = streamed(client)
     assert (events[-2].type, events[-2].code, events[-2].message) == ("error", error.code, str(error))
-    kept = client.responses.retrieve(events[-1].response.id)
+    kept: Any = client.responses.retrieve(events[-1].response.id)
     assert kept == events[-1].response and kept.output[0].status == "incomplete"
     with pytest.raises(openai.APIStatusError) as whole:
         create(client)
     assert whole.value.status_code == status and whole.value.request_id is not None
-    unseen = client.responses.retrieve(whole.value.request_id)
+    unseen: Any = client.responses.retrieve(whole.value.request_id)
     after = ended(client, create(client, background=True).id)
     checked(client.responses.retrieve(after.id, stream=True))
     ends = ((before, ""), (kept, "It rains"), (unseen, ""), (after, "It rains"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import openai
 import pytest
 from llguidance import LLMatcher
@@ -15,13 +17,16 @@ from cluster.http.openai.events import Reading
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
 from cluster.http.openai.tools import constrained
-from engine.sampling.grammar import grammar_tokenizer
+from cluster.http.parse import prepare_chat
+from engine.sampling.grammar import GrammarMasks, allowed_by, grammar_tokenizer
+from engine.sequence import Sequence
 from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
 from engine.text.output import OutputParser
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server
+from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.thinker import thinker as thinker_in
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.model
@@ -378,7 +383,7 @@ def test_a_budget_that_cannot_be_kept(thinker: Target, target: Target, generator
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not among"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice",
          "list of `tools`"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice",
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"json_object": True}}, "tool_choice",
          "both asked"),
         ({"tools": TOOLS, "structured_outputs": {"json": "{"}}, "structured_outputs", "cannot be followed"),
         ({"tools": TOOLS, "structured_outputs": {"json": "[" * 50_000}}, "structured_outputs", "cannot be followed"),
@@ -396,3 +401,40 @@ def test_refusals(target: Target, fields: dict[str, Any], param: str, mention: s
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert any(words in error["message"] for words in mention.split("|")), json.dumps(error)
+
+
+async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
+    """Added tokens that are not special, as Qwen's: a budget ends the reasoning under a schema by the mark's token."""
+    tokenizer = Tokenizer(thinker_in(tmp_path / "thinker"))
+    api = scripted_api(ScriptedGenerator(tokenizer), tokenizer, reasoning_format="think")
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    body = ChatBody.model_validate(
+        {
+            "model": MODEL,
+            "messages": MESSAGES,
+            "reasoning_effort": "low",
+            "thinking_token_budget": 3,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        }
+    )
+    params = (await prepare_chat(body, api, "auto", "")).choices[0].spec.params
+    masks = GrammarMasks(tmp_path / "thinker", tokenizer.vocab_size, tokenizer.eos_token_ids)
+    closing = tokenizer.added_id_of("</think>")
+    assert closing is not None
+    seq = Sequence(request_id="thinks", attempt=0, params=params, prompt_token_ids=[1])
+    written = [*tokenizer.encode(" It rains there")[:3], closing, *tokenizer.encode('{"a":1}')]
+    for token_id in written:
+        bits = masks.bits(seq)
+        assert bits is not None
+        allowed = np.flatnonzero(allowed_by(bits, tokenizer.vocab_size))
+        assert token_id in allowed
+        assert (len(seq.output_token_ids) == 3) == (allowed.tolist() == [closing])
+        seq.output_token_ids.append(token_id)
+
+
+def test_a_call_that_must_be_made_leaves_no_room_for_a_format(target: Target, generator: ScriptedGenerator) -> None:
+    """As clients send both: agents whose output is a model and who must call a tool first."""
+    generator.script = Script()
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    (choice,) = target.chat(tools=TOOLS, tool_choice="required", response_format=schema, max_tokens=1024).choices
+    assert choice.finish_reason == "tool_calls" and not choice.message.content and choice.message.tool_calls

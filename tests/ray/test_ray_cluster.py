@@ -33,10 +33,12 @@ from tests.ray.http_generation import Answer, complete, complete_all, greedy_bod
 from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
 from tests.support.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.support.openai_conformance import CHECKS, Target
+from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 64
+NUM_LINES = 1000 if THOROUGH else 200  # of a batch
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     # The device alone: sequences that do not fit are preempted and computed again. test_ray_tiers has the other tiers.
@@ -343,7 +345,7 @@ def _wait_for_transfer(cluster: ServedCluster, answer: Answer) -> None:
 
 def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> None:
     """Each line is answered once, in order, with the tokens that it gets alone."""
-    names = [f"line-{number}" for number in range(200)]
+    names = [f"line-{number}" for number in range(NUM_LINES)]
     bodies = {name: {"model": MODEL, "prompt": f"{name} says", "max_tokens": 8, "temperature": 0} for name in names}
     url = "/v1/completions"
     text = "".join(f"{json.dumps({'custom_id': name, 'url': url, 'body': bodies[name]})}\n" for name in names)
@@ -366,14 +368,15 @@ def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> No
 
     wait_for(10)
     cluster.kill("decode")
-    wait_for(90)
+    wait_for(NUM_LINES * 9 // 20)
     cluster.kill_gateway()
-    cluster.wait_until(lambda: found()["status"] == "completed", "the batch is completed", timeout_s=240)
+    cluster.wait_until(lambda: found()["status"] == "completed", "the batch is completed", timeout_s=900)
     ended = found()
-    assert ended["request_counts"] == {"total": 200, "completed": 200, "failed": 0} and ended["error_file_id"] is None
+    assert ended["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+    assert ended["error_file_id"] is None
     rows = [json.loads(row) for row in ask("GET", f"/v1/files/{ended['output_file_id']}/content").text.splitlines()]
     assert [row["custom_id"] for row in rows] == names
-    for row in rows[::20]:
+    for row in rows[:: NUM_LINES // 10]:
         alone = ask("POST", url, json=bodies[row["custom_id"]]).json()
         assert row["response"]["body"]["choices"] == alone["choices"]
     cluster.wait_for_workers(prefill=1, decode=1)

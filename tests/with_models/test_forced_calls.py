@@ -24,7 +24,7 @@ from tests.support.http_server import MODEL, scripted_api
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.thoroughness import THOROUGH
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]  # of a machine that does other work, too
 
 NUM_ANSWERS: Final = 500 if THOROUGH else 16
 MAX_TOKENS: Final = 512

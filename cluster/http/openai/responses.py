@@ -27,6 +27,7 @@ from cluster.http.openai.fields import (
     parse_tool_choice,
 )
 from cluster.http.openai.schemas import (
+    INT32_MAX,
     INT64_MAX,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -57,7 +58,7 @@ _NAMED: Final = re.compile(rf"(^|\bthe |\b[Ll]ower )({'|'.join(_NAMES)})\b")
 _SAME: Final = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "thinking_token_budget",
 )  # fmt: skip
 
 
@@ -359,6 +360,7 @@ class ResponsesBody(SampledBody):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata = None
     chat_template_kwargs: TemplateKwargs = Field({})
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
     conversation: Unsupported = None
     prompt: Unsupported = None
     context_management: Unsupported = None
@@ -420,7 +422,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     chat["parallel_tool_calls"] = body.parallel_tool_calls
     if (text := body.text) is not None:
         chat["verbosity"] = text.verbosity
-        wanted = None if text.format is None or _must_call(body) else parse_response_format(_chat_format(text.format))
+        wanted = None if text.format is None else parse_response_format(_chat_format(text.format))
         chat["response_format"] = None if wanted is None else replace(wanted, param="text.format")
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
@@ -430,11 +432,6 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         raise in_its_own_words(_refusal(error)) from None
-
-
-def _must_call(body: ResponsesBody) -> bool:
-    """Then no text is written, whose format would matter; clients send both."""
-    return parse_tool_choice(_chat_tool_choice(body.tool_choice)).mode == "required"
 
 
 def in_its_own_words(error: ApiError) -> ApiError:

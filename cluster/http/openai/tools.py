@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -84,6 +85,8 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
     forced, strict = body.tool_choice.mode == "required", any(tool.function.strict for tool in tools)
     if reading is None or not (forced or strict or answer is not None):
         return None
+    if forced and answer is not None and answer.param != "structured_outputs":
+        answer = None  # no text is written, whose format would matter; clients send both
     if tools and answer is not None and (forced or answer.kind != "json"):
         raise _refusal(
             f"A call and {answer.param} are both asked for, and one answer cannot be both. Send one of them.",
@@ -176,13 +179,19 @@ class _CallGrammar:
         return f"json_{len(self.schemas) - 1}"
 
     def _mark(self, mark: str) -> str:
-        """A special token has no text of its own."""
-        ids = self._tokenizer.special_ids_of([mark])
-        return f"<[{min(ids)}]>" if ids else json.dumps(mark)
+        token_id = self._token_of(mark)
+        return json.dumps(mark) if token_id is None else f"<[{token_id}]>"
+
+    def _token_of(self, mark: str) -> int | None:
+        """Of one that has no text of its own in a grammar: llguidance takes an added token for that which is special,
+        and any that is called `<...>`, as Qwen's marks are."""
+        token_id = self._tokenizer.added_id_of(mark)
+        is_apart = re.fullmatch("<.*>", mark) is not None or bool(self._tokenizer.special_ids_of([mark]))
+        return token_id if is_apart else None
 
     def _up_to(self, rule: str, mark: str) -> str:
         """Any text up to the first of this mark."""
-        lazy = "" if self._tokenizer.special_ids_of([mark]) else "[lazy]"
+        lazy = "[lazy]" if self._token_of(mark) is None else ""
         return f"{rule}{lazy}: TEXT {self._mark(mark)}"
 
 
