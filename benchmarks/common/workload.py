@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from typing import Any, Final
 
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -13,6 +14,18 @@ MODEL = "smollm2-135m-instruct"
 # Ids of ordinary words and pieces; below are control tokens and single bytes.
 TOKEN_IDS = range(1_000, 40_000)
 _seeds = itertools.count(1)
+_RECORD: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "kind", "tags"],
+}
+RECORDS: Final = {"type": "array", "items": _RECORD, "minItems": 64}
+"""A JSON schema of answers that do not end within some hundred tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from benchmarks.common.local import load_default_model, local_engine
 from benchmarks.common.part import GateError, note, run_part
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json, spread
-from benchmarks.common.workload import MODEL, draw_prompts
+from benchmarks.common.workload import MODEL, RECORDS, draw_prompts
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Wanted, compiled
 from decode_workers.local_engine import LocalEngine
@@ -35,24 +35,13 @@ PROMPT_TOKENS: Final = 128
 OUTPUT_TOKENS: Final = 64
 ROUNDS: Final = 5
 SCHEMAS: Final = ROOT / "tests/http/schemas/jsonschemabench.jsonl.gz"
-RECORD: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer"},
-        "kind": {"enum": ["cat", "dog"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "age", "kind", "tags"],
-}
-LIST: Final = {"type": "array", "items": RECORD, "minItems": 64}
 
 
 def measure() -> Json:
     model = load_default_model("bfloat16", num_threads=NUM_THREADS)
     tokenizer = Tokenizer(resolve_model(MODEL))
     llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
-    grammar = compiled(Wanted("json", json.dumps(LIST), ""), llg)
+    grammar = compiled(Wanted("json", json.dumps(RECORDS), ""), llg)
     engine = local_engine(model)
     prompts = draw_prompts(NUM_STREAMS, PROMPT_TOKENS)
     rows = []

@@ -127,6 +127,16 @@ AIMS = (
         tail=True,
     ),
     *(
+        Aim(
+            work=f"{num} concurrent 128 -> 64 under a schema",
+            figure="share_kept",
+            ours=("legato",),
+            others=("vllm",),
+            least=1.0,
+        )
+        for num in (1, 8, 32)
+    ),
+    *(
         Aim(work="the same answer in company", figure=figure, ours=LEGATOS, others=(), least=0, less_is_better=True)
         for figure in ("greedy_changed", "seeded_changed")
     ),

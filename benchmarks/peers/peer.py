@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.common.workload import TOKEN_IDS
 from cluster.load.timing import RequestTiming
@@ -24,11 +24,15 @@ class PeerUnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt as token ids and an answer of exactly so many tokens; greedy without a seed, else at temperature 1."""
+    """A prompt as token ids and an answer of exactly so many tokens; greedy without a seed, else at temperature 1.
+
+    `schema`: a JSON schema that the answer follows as far as it comes, for servers that take `structured_outputs`.
+    """
 
     prompt: list[int]
     num_tokens: int
     seed: int | None = None
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from benchmarks.peers.works import GROUPS
 SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
 ASKED = (*SPEED, "company")
 SERVED = (*ASKED, "guidellm")
+SCHEMED = (*SERVED, "schema")  # by `structured_outputs`
 # `generate` pads a batch and knows no seed for each request, and has no prefix cache over requests.
 PLAIN = ("one_stream", "prefill", "concurrent")
 LIGHT = ("one_stream",)
@@ -21,12 +22,12 @@ LIGHT = ("one_stream",)
 
 def peers() -> tuple[Peer, ...]:
     return (
-        legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SERVED, "steady")),
+        legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SCHEMED, "steady")),
         legato("legato-1p1d", "1 prefill + 1 decode worker, a core each, over HTTP, bf16", APART, (*SERVED, "steady")),
         in_process("legato-in-process", "legato", "Legato's engine, bf16", ASKED),
         llama_cpp("llama.cpp", "BF16", SERVED),
         openvino("openvino", "fp16", SERVED),
-        vllm("vllm", SERVED),
+        vllm("vllm", SCHEMED),
         in_process("transformers", "transformers", "transformers `generate`, bf16", PLAIN),
         legato("legato-int8", "one worker for both, over HTTP, int8", quantised("int8"), SPEED),
         legato("legato-int4", "one worker for both, over HTTP, int4", quantised("int4"), LIGHT),
@@ -75,6 +76,7 @@ PIECES = (
         groups=("company",),
         rounds=1,
     ),
+    Piece(name="schema", peers=("legato", "vllm"), groups=("schema",)),
     Piece(name="guidellm", peers=_SERVERS, groups=("guidellm",), rounds=1),
 )
 PART = "part"  # the name of one put together on the command line

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.summary import Json
 from benchmarks.common.waves import Wave
+from benchmarks.common.workload import RECORDS
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
 from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt
@@ -73,6 +74,15 @@ def _concurrent(num: int, asker: Asker, draw: Draw) -> Json:
     }
 
 
+def _under_schema(num: int, asker: Asker, draw: Draw) -> Json:
+    """Tokens/s of the same wave with nothing asked of its answers, and under a schema: the share that is kept."""
+    rates = []
+    for schema in (None, RECORDS):
+        requests = [Request(prompt=draw(128), num_tokens=64, schema=schema) for _ in range(num)]
+        rates.append(Wave(tuple(answer.timing for answer in asker.wave(requests))).tokens_per_s)
+    return {"free_tokens_per_s": rates[0], "schema_tokens_per_s": rates[1], "share_kept": rates[1] / rates[0]}
+
+
 def _shared_prefix(asker: Asker, draw: Draw) -> Json:
     """One after the other, each with an end of its own; the first finds nothing."""
     prefix = draw(PREFIX_TOKENS)
@@ -108,6 +118,15 @@ WORKS = (
     Work(name="prefill 8000", group="prefill", measure=functools.partial(_prefill, 8000)),
     Work(name="8 concurrent 256 -> 128", group="concurrent", measure=functools.partial(_concurrent, 8)),
     Work(name="32 concurrent 256 -> 128", group="concurrent", measure=functools.partial(_concurrent, 32)),
+    *(
+        Work(
+            name=f"{num} concurrent 128 -> 64 under a schema",
+            group="schema",
+            measure=functools.partial(_under_schema, num),
+            repeats=3,
+        )
+        for num in (1, 8, 32)
+    ),
     Work(name="shared prefix of 1500", group="shared_prefix", measure=_shared_prefix),
     Work(name="4 decodes beside prompts of 4000", group="steady", measure=steady),
     Work(name="the same answer in company", group="company", measure=company, once=True),

@@ -109,6 +109,8 @@ def _body(model: str, request: Request) -> bytes:
     }
     if request.seed is not None:
         fields["seed"] = request.seed
+    if request.schema is not None:
+        fields["structured_outputs"] = {"json": request.schema}
     return json.dumps(fields).encode()
 
 
