@@ -263,7 +263,7 @@ def test_duration_seed_and_chat(bench: Bench, generator: ScriptedGenerator) -> N
     bench.run(*words, "--chat")
     assert sorted(request.prompt_token_ids for request in generator.requests) == sorted(first)
     report, _ = bench.run("--concurrency", "2", "--duration", "0.2", "--output-tokens", "2", "--sigma", "0.5")
-    assert report["requests"] >= 2 and report["duration_s"] >= 0.2
+    assert report["requests"] >= 2
 
 
 def test_plots(bench: Bench, tmp_path: Path) -> None:
