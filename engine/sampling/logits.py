@@ -63,7 +63,7 @@ def adjusted(row: Row, seq: TokensSoFar, eos_token_ids: frozenset[int], allowed:
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         _penalise_output(changed, seq)
     if allowed is not None:
-        changed = masked(changed, allowed)
+        changed[~allowed_by(allowed, len(row))] = -np.inf
     if params.allowed_token_ids:
         _ban(changed, np.delete(np.arange(len(row)), within_vocabulary(params.allowed_token_ids, len(row))))
     if banned := banned_ids(seq, eos_token_ids):

@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from llguidance import LLMatcher, LLTokenizer
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structural_tags import MAX_DEPTH
 from cluster.http.openai.structured import Wanted, compiled
-from engine.sampling.grammar import grammar_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
@@ -24,16 +22,6 @@ from tests.support.schema_answers import drawn_answer
 from tests.support.scripted_generator import ScriptedGenerator
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_folder: Path) -> Tokenizer:
-    return Tokenizer(smollm2_folder)
-
-
-@pytest.fixture(scope="module")
-def llg(tokenizer: Tokenizer) -> LLTokenizer:
-    return grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
 
 def grammar_of(llg: LLTokenizer, tree: object) -> str:
@@ -220,13 +208,8 @@ def test_drawn_answers_follow_the_tags(llg: LLTokenizer) -> None:
 
 
 @pytest.fixture(scope="module")
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(generator, tokenizer) as target:
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer) as target:
         yield target
 
 
@@ -245,17 +228,17 @@ FORMAT = {
 }
 
 
-def test_every_spelling_is_one_grammar(target: Target, generator: ScriptedGenerator) -> None:
+def test_every_spelling_is_one_grammar(target: Target, shared_generator: ScriptedGenerator) -> None:
     """Of `response_format`, and of `structured_outputs`, where vLLM has it as a text."""
-    generator.requests.clear()
+    shared_generator.requests.clear()
     for spelling in (STRUCTURES, FORMAT):
         target.chat(response_format=spelling, max_tokens=3)
         target.complete(extra_body={"response_format": spelling}, max_tokens=3)
         for wish in (spelling, json.dumps(spelling)):
             target.chat(extra_body={"structured_outputs": {"structural_tag": wish}}, max_tokens=3)
-    assert len(generator.requests) == 8
-    assert len({request.params.grammar for request in generator.requests}) == 1
-    assert generator.requests[0].params.grammar is not None
+    assert len(shared_generator.requests) == 8
+    assert len({request.params.grammar for request in shared_generator.requests}) == 1
+    assert shared_generator.requests[0].params.grammar is not None
 
 
 @pytest.mark.parametrize(

@@ -241,27 +241,22 @@ async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None
 
 
 @pytest.fixture(scope="module")
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(generator, tokenizer) as target:
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    with running_server(shared_generator, tokenizer) as target:
         yield target
 
 
-def test_workers_get_the_grammar_and_nothing_else(target: Target, generator: ScriptedGenerator) -> None:
+def test_workers_get_the_grammar_and_nothing_else(target: Target, shared_generator: ScriptedGenerator) -> None:
     schema = {"name": "a", "schema": {"type": "integer", "maximum": 5, "minimum": 0}, "strict": True}
     target.chat(response_format={"type": "json_schema", "json_schema": schema}, n=2, max_tokens=9)
-    grammars = {request.params.grammar for request in generator.requests}
+    grammars = {request.params.grammar for request in shared_generator.requests}
     (grammar,) = grammars
     assert grammar is not None
     assert json.loads(grammar)["grammars"][0]["json_schema"]["maximum"] == 5
-    generator.requests.clear()
+    shared_generator.requests.clear()
     target.chat(response_format={"type": "text"}, max_tokens=2)
     target.chat(extra_body={"structured_outputs": None}, max_tokens=2)
-    assert [request.params.grammar for request in generator.requests] == [None, None]
+    assert [request.params.grammar for request in shared_generator.requests] == [None, None]
 
 
 @pytest.mark.parametrize(
