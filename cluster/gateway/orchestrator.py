@@ -152,8 +152,6 @@ class Orchestrator:
     async def _attempt(self, run: RequestRun) -> AsyncGenerator[Tokens, None]:
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
-        if not self._quarantine.allows(run):
-            raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
         spec = run.spec()
         if placement.prefill is None:
             await self._start(run, placement.decode, Start(request=spec, ticket=None))
@@ -176,9 +174,13 @@ class Orchestrator:
 
     async def _start(self, run: RequestRun, worker_id: str, start: Start) -> None:
         """Have the prompt computed; or, where it is computed already, handed over."""
+        if not self._quarantine.allows(run):
+            raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
+        is_first = run.state in (RequestState.PLACING, RequestState.RESERVING)
+        if is_first:
+            run.state = RequestState.PREFILLING  # from here on it can be recalled from workers
         await self._post(run, worker_id, start)
-        if run.state in (RequestState.PLACING, RequestState.RESERVING):
-            run.state = RequestState.PREFILLING
+        if is_first:
             run.timeline.started()
 
     def _read_news(self, run: RequestRun) -> Reserved | RoomAwaited | None:
@@ -409,13 +411,17 @@ class Orchestrator:
         self._recall_copies()
 
     def _recall_copies(self) -> None:
+        """Also from workers that have not begun with them: they may before they hear of it, unless they are in a step
+        that does not end."""
         left: set[str] = set()
+        late = self.links.suspects()
         for run in self.runs.values():
-            if self._quarantine.recall(run, run.computing_on):
-                left |= run.computing_on
+            workers = run.computing_on | (run.about_to_compute_on - late)
+            if self._quarantine.recall(run, workers):
+                left |= workers
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
-        for worker_id in left & self.links.suspects():  # it has said so before, and will not again
+        for worker_id in left & late:  # it has said so before, and will not again
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 

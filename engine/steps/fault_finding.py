@@ -36,12 +36,13 @@ class FaultFinder:
     def failed(self, plan: StepPlan, error: Exception) -> Sequence | None:
         """A step did. Who is accused of it, because it was in it alone; None: all of them are to compute alone now."""
         self.why = f"{type(error).__name__}: {error}"
-        self._failed.update(item.seq.key for item in plan.items)
+        if not self._failed:  # who comes later may only have found the device broken
+            self._failed.update(item.seq.key for item in plan.items)
         seq = plan.items[0].seq if plan.items else None
         return seq if seq is not None and seq.num_alone else None
 
     def was_there(self, key: SequenceKey) -> bool:
-        """In a step that failed, since one that did not."""
+        """In the first step that failed, since one that did not."""
         return key in self._failed
 
     def is_accused(self, key: SequenceKey) -> bool:

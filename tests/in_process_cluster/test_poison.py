@@ -14,6 +14,7 @@ from typing import Literal
 import pytest
 
 from cluster.errors import PoisonRequestError
+from cluster.gateway.request_state import RequestState
 from cluster.gateway.worker_connections import WorkerLinks
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.cost_model.step_cost import StepWork
@@ -204,3 +205,42 @@ async def test_nor_where_two_hang_in_the_same_moment(llama: SmallModel, monkeypa
     monkeypatch.setattr(step_loop, "_HUNG_S", 2.0)
     async with cluster_of(llama, num_prefill=2, num_decode=2, overdue_s=1.0) as cluster:
         await innocents_beside_poison(cluster, llama, "hangs", "first decode", at_once=True, one_by_one=False)
+
+
+async def test_copies_that_only_wait_for_their_turn_are_recalled_as_well(llama: SmallModel) -> None:
+    """Else they come to a worker's shared step while another copy is tried: a third worker would be lost."""
+    may_strike, may_prefill = threading.Event(), threading.Event()
+    strikes_now = strikes("deep in decode")
+    async with cluster_of(llama, num_prefill=1, num_decode=2) as cluster:
+        trap = Trap(cluster, "breaks", lambda item: strikes_now(item) and may_strike.wait(), one_by_one=True)
+        runs = cluster.orchestrator.runs
+        try:
+            first = asyncio.create_task(poisoned(cluster, "first"))
+            await eventually(lambda: "first" in runs and len(runs["first"].emitted) > 2)
+            runner = cluster.prefills[0].model.runner
+            run = runner.run
+
+            def held(step: PreparedStep, *hooks: object) -> PendingOutput:
+                may_prefill.wait()
+                return run(step, *hooks)  # type: ignore[arg-type]
+
+            runner.run = held  # type: ignore[method-assign,assignment]
+            innocent = asyncio.create_task(cluster.generate("innocent", INNOCENTS[0], greedy(NUM_TOKENS)))
+            await eventually(lambda: "innocent" in runs and bool(runs["innocent"].computing_on))
+            names = [f"copy{n}" for n in range(4)]
+            copies = [asyncio.create_task(poisoned(cluster, name)) for name in names]
+            await eventually(lambda: all(n in runs and runs[n].state is RequestState.PREFILLING for n in names))
+            assert not any(runs[name].computing_on for name in names)
+            striking = runs["first"].about_to_compute_on
+            elsewhere = [name for name in names if not runs[name].about_to_compute_on & striking]
+            assert elsewhere, "decode workers take turns"
+            may_strike.set()
+            await eventually(lambda: all(runs[name].attempt > 0 for name in elsewhere))
+            may_prefill.set()
+            await asyncio.gather(first, *copies)
+            assert tokens_of(await innocent) == llama.local(INNOCENTS[0], greedy(NUM_TOKENS)).tokens
+        finally:
+            may_strike.set()
+            may_prefill.set()
+            await trap.end()
+        assert len(trap.lost) == 2
