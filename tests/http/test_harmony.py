@@ -62,7 +62,8 @@ def test_reasoning_and_a_call(target: Target, generator: ScriptedGenerator, said
     for answer in (whole, streamed):
         assert answer.finish_reason == "tool_calls"
         assert (answer.message.content or "") == ("I will look." if said_before else "")
-        (call,) = answer.message.tool_calls or ()
+        assert answer.message.tool_calls is not None
+        (call,) = answer.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("weather", '{"place":"Oslo"}')
     assert whole.message.reasoning == "Is it rain? <b>"
 
