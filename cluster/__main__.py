@@ -53,6 +53,12 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _train_heads(arguments: argparse.Namespace) -> int:
+    from cluster.command.train_heads import run
+
+    return run(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from cluster.command.check import run
 
@@ -136,6 +142,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "top": _top,
     "bench": _bench,
     "run-batch": _run_batch,
+    "train-heads": _train_heads,
     "check": _check,
     "doctor": _doctor,
     "environment": _environment,

@@ -98,11 +98,12 @@ class HeadTraining:
         self._model = model
         self._token_map = token_map
         self._output_layer = output_layer
-        self._output = output_layer.float()
+        self._output = output_layer.to(model.kv_cache.device)
         self._softcap = model.runner.config.logit_softcap
         self._heads = nn.ModuleDict({"blocks": nn.ModuleList(_Head(config) for _ in range(config.num_heads))})
         if begun is not None:
             self._heads.load_state_dict({name: begun[name] for name in self._heads.state_dict()})
+        self._heads.to(model.kv_cache.device)
         self._optimiser = torch.optim.AdamW(self._heads.parameters(), lr=learning_rate, weight_decay=0.0)
 
     def step(self, texts: list[Tokens], done: float) -> HeadScores:
@@ -121,7 +122,7 @@ class HeadTraining:
         return self._scores(texts, learn=False)
 
     def _scores(self, texts: list[Tokens], *, learn: bool) -> HeadScores:
-        hidden = [states.to("cpu", torch.float32, copy=True) for states in self._hidden(sorted(texts, key=len))]
+        hidden = [states.to(torch.float32, copy=True) for states in self._hidden(sorted(texts, key=len))]
         with torch.no_grad():
             said = [functional.log_softmax(self._logits(states), dim=-1) for states in hidden]
         blocks = self._heads["blocks"]
@@ -142,7 +143,7 @@ class HeadTraining:
         return HeadScores(divergence, agreement)
 
     def _logits(self, states: Tensor) -> Tensor:
-        logits = functional.linear(states, self._output)
+        logits = functional.linear(states.to(self._output.dtype), self._output).float()
         cap = self._softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 
@@ -178,7 +179,7 @@ class HeadTraining:
     def save(self, folder: Path) -> None:
         """As `engine.drafting.heads` loads it, with its config, which is written last."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: weight.detach().contiguous() for name, weight in self._heads.state_dict().items()}
+        tensors = {name: weight.detach().cpu().contiguous() for name, weight in self._heads.state_dict().items()}
         tensors["lm_head.weight"] = self._output_layer.contiguous()
         if self.config.num_tokens != self.config.vocab_size:
             tensors["token_map"] = self._token_map
