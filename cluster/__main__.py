@@ -129,6 +129,7 @@ def _what_if(arguments: argparse.Namespace) -> int:
                 ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
                 tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
                 gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+                acceptance=arguments.acceptance,
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -246,10 +246,10 @@ def _train(training: HeadTraining, texts: _Texts, folder: Path, bounds: _Bounds)
             num_steps, num_tokens = num_steps + 1, num_tokens + sum(map(len, batch))
             now = time.monotonic()
             if now - told > _TOLD_S:
-                left_s = (now - began) * (1 / max(bounds.done(now - began, num_steps), 1e-9) - 1)
+                left_s = round((now - began) * (1 / max(bounds.done(now - began, num_steps), 1e-9) - 1))
                 print(
                     f"  step {num_steps}, {_told(scores)}, {num_tokens / (now - began):,.0f} tokens/s,"
-                    f" {left_s / 60:.0f}:{left_s % 60:02.0f} left",
+                    f" {left_s // 60}:{left_s % 60:02} left",
                     flush=True,
                 )
                 told = now

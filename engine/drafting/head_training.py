@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -119,7 +120,12 @@ class HeadTraining:
 
     @torch.no_grad()
     def scores(self, texts: list[Tokens]) -> HeadScores:
-        return self._scores(texts, learn=False)
+        """The mean over texts, which are read one by one."""
+        each = [self._scores([text], learn=False) for text in texts]
+        return HeadScores(
+            divergence=[fmean(of_head) for of_head in zip(*(scores.divergence for scores in each), strict=True)],
+            agreement=[fmean(of_head) for of_head in zip(*(scores.agreement for scores in each), strict=True)],
+        )
 
     def _scores(self, texts: list[Tokens], *, learn: bool) -> HeadScores:
         hidden = [states.to(torch.float32, copy=True) for states in self._hidden(sorted(texts, key=len))]
