@@ -13,6 +13,7 @@ from cluster.__main__ import main
 from cluster.command import train_heads
 from engine.drafting.head_training import HeadTraining
 from engine.drafting.heads import is_heads
+from engine.text.tokenizer import Tokenizer
 from tests.support.small_models import SmallModel
 
 
@@ -94,7 +95,7 @@ def test_ctrl_c_keeps_what_is_learnt(
 def test_each_text_is_read_once_and_a_part_held_out(
     llama: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = train_heads._tokenised(train_heads.Tokenizer(llama), [texts, texts / "lines.jsonl"])
+    found = train_heads._tokenised(Tokenizer(llama), [texts, texts / "lines.jsonl"])
     assert "of 3 of 3 texts" in capsys.readouterr().out
     learnt, held_out = (sum(map(len, part)) for part in (found.learnt, found.held_out))
     assert learnt + held_out == pytest.approx(28 * 200 + 6 * 90 + 10 + 7 * 80, rel=0.05)
