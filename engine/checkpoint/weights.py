@@ -93,6 +93,14 @@ def load_weights(
     return weights
 
 
+def load_output_layer(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """`[vocabulary, hidden size]`, alone. Raises ValueError as `load_weights` does."""
+    wanted = _EMBEDDING if config.tied_embeddings else _HEAD
+    read = (_part_of(stored, (), None, name) for name, stored in _stored(folder, config, None, CPU) if name == wanted)
+    layer = next(read)
+    return layer.dequantise(dtype) if isinstance(layer, QuantisedWeight) else layer.to(dtype)
+
+
 class _Counted(dict[str, Tensor | QuantisedWeight]):
     """Weights that tell how many of them were put in, and taken out again. Counted by tensors' sizes in the model: what
     each takes in a file is its format's affair."""

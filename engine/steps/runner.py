@@ -121,6 +121,9 @@ class ModelRunner:
         self.draw: Callable[[StepPlan], float] = lambda plan: (
             0.0
         )  # its undrawn drafts; returns the seconds that it took
+        # Told, before they sample, of the final hidden states `[R, E]` that items of a step sample from, one and one
+        # for each of their drafts; good as long as the step.
+        self.keep_hidden: Callable[[list[ScheduledSequence], Tensor], None] = lambda items, hidden: None
         with torch.inference_mode():
             kernels = kernels or kernels_for(kv_cache.device)
             model = Model(config, weights, kernels, None if group is None else group.ranks)
@@ -288,7 +291,9 @@ class ModelRunner:
         pooled = _pooled(plan, batch, hidden)
         if not num_samples:
             return PendingOutput(prompt_logprobs=prompt_logprobs, pooled=pooled, check=self._check)
-        rows, drafts = _sampled_rows([plan.items[index] for index in batch.sampling_items])
+        items = [plan.items[index] for index in batch.sampling_items]
+        self.keep_hidden(items, hidden[:num_samples])
+        rows, drafts = _sampled_rows(items)
         tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows, drafts)
         self._sampled = tokens
         return PendingOutput(
