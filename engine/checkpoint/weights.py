@@ -127,6 +127,11 @@ class _Counted(dict[str, Tensor | QuantisedWeight]):
         return self._progress.total_bytes * num_values // self._num_values
 
 
+def canonical_name(given: str) -> str:
+    """What a tensor of a checkpoint is called in `expected_shapes`."""
+    return _MIXTRALS.sub(lambda match: _OTHERS[match[0]], given)
+
+
 def is_projection(name: str) -> bool:
     """Whether a tensor of this name is multiplied with activations, and so may be quantised."""
     return name.endswith("_proj.weight") or name == _HEAD
@@ -245,7 +250,7 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     found: set[str] = set()
     unknown: list[str] = []
     for given, tensor in stored:
-        name = _MIXTRALS.sub(_as_others, given)
+        name = canonical_name(given)
         # A model that was saved without its head, as most that are made for embeddings.
         name = f"{_BASE}{name}" if f"{_BASE}{name}" in expected else name
         if name in expected:
@@ -259,10 +264,6 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
             unknown.append(name)
     _complain(where, "lacks", sorted(expected.keys() - found))
     _complain(where, "has unknown", unknown)
-
-
-def _as_others(match: re.Match[str]) -> str:
-    return _OTHERS[match[0]]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -91,8 +91,8 @@ def _gemma3(**changes: Any) -> Any:
     return Gemma3ForCausalLM(config)
 
 
-def _mixtral() -> Any:
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=8, num_experts_per_tok=2))
+def _mixtral(**changes: Any) -> Any:
+    return MixtralForCausalLM(MixtralConfig(**_COMMON | changes, num_local_experts=8, num_experts_per_tok=2))
 
 
 def _qwen3_moe(**changes: Any) -> Any:

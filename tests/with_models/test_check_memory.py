@@ -20,11 +20,11 @@ from engine.steps.loading import LoadedModel, load_model
 from tests.support.model_families import build_oracle
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen2", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose projections can be rounded in groups."""
-    folder = tmp_path_factory.mktemp("qwen2")
-    build_oracle("qwen2", folder, intermediate_size=128, tie_word_embeddings=True)
+    folder = tmp_path_factory.mktemp(request.param)
+    build_oracle(request.param, folder, intermediate_size=128, tie_word_embeddings=True)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
