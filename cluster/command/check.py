@@ -119,9 +119,9 @@ def find_model(ref: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
-    """Of one worker, on all of its devices. `token_bytes`: of the weights, what one token is multiplied by, which is less
-    where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host memory, on
-    top. `kv_bytes` None: what the rest leaves of the share of a GPU that the configuration names."""
+    """Of one worker, on all of its devices. `token_bytes`: of the weights, what one token is multiplied by, which is
+    less where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host
+    memory, on top. `kv_bytes` None: what the rest leaves of the share of a GPU that the configuration names."""
 
     weight_bytes: int
     token_bytes: int
@@ -258,7 +258,7 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
     where = f"{pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}" if pool.num_gpus else "the CPU"
     step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
     yield f"Each {role} worker, on {where}:"
-    chosen = f"{found.token_bytes / 1e9:.1f} GB for each token" if found.token_bytes < found.weight_bytes else ""
+    chosen = f"{found.token_bytes / 2**20:,.0f} MiB for each token" if found.token_bytes < found.weight_bytes else ""
     yield _row("weights", found.weight_bytes, ", ".join(filter(None, (config.model.quantization, chosen))))
     yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
     yield _row("KV", found.kv_bytes, f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens")
