@@ -141,7 +141,8 @@ OUTPUT_TOKENS = 24
 def require_agreement(folder: Path) -> Json:
     """Compare a few prompts of mixed lengths in one batch. Raises GateError."""
     prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
-    engine = local_engine(load_default_model("float32", num_threads=torch.get_num_threads()))
+    model = load_default_model("float32", num_threads=torch.get_num_threads(), model_ref=str(folder))
+    engine = local_engine(model)
     ours = greedy_tokens(engine, prompts, OUTPUT_TOKENS)
     peer = HuggingFace(folder, torch.float32)
     compared = near_ties = 0
