@@ -191,7 +191,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, per
     (num_experts, N, K), num_pairs = weight.shape, len(order)
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == K
     out = torch.empty(num_pairs, N, dtype=x.dtype, device=x.device)
-    shipped = _grouped(x.dtype, num_pairs >= num_experts * _WIDE_ROWS, gathers, _most(num_experts))
+    # In float32, wide tiles have no registers left for places and rows on Blackwell.
+    wide = num_pairs >= num_experts * _WIDE_ROWS and x.dtype != torch.float32
+    shipped = _grouped(x.dtype, wide, gathers, _most(num_experts))
     tile = shipped.constants
     most_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)  # each expert's last one may be cut
     shipped.launch(
@@ -291,6 +293,7 @@ def shipped() -> list[Shipped]:
             for wide in both
             for gathers in both
             for most in _MOST_EXPERTS
+            if not (wide and dtype == torch.float32)
         ),
         *(_summing(dtype, adds) for dtype in TYPE_NAMES for adds in both),
     ]
