@@ -62,8 +62,8 @@ class GrammarMasks:
 
     def of(self, rows: Rows) -> list[Bits | None]:
         """What may come after the output so far of each row of a step; None: anything, by its request. A sequence's
-        rows of drafts follow its own, each with one draft more; behind a draft that its grammar forbids nothing may
-        come. Raises GrammarError."""
+        rows of drafts follow its own, each with one draft more, or one stands alone; behind a draft that its grammar
+        forbids nothing may come. Raises GrammarError."""
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         found = [None if row.params.grammar is None else mask for row, mask in zip(rows, bits, strict=True)]
         address, size = bits.ctypes.data, bits.strides[0]
@@ -74,6 +74,10 @@ class GrammarMasks:
                     bits[index] = self._only(*self._eos_token_ids)  # it is over, and samples once more for nothing
                 elif isinstance(row, Sequence):
                     self._fill(row, _drafts_after(rows, index), address + index * size, size)
+                elif isinstance(row, DraftedSequence) and not _is_behind_its_own(rows, index):  # a drafter's
+                    masks = np.zeros((1 + len(row.drafts), bits.shape[1]), dtype=np.int32)
+                    self._fill(row.seq, row.drafts, masks.ctypes.data, masks.strides[0])
+                    bits[index] = masks[-1]
             if row.params.thinking_budget is not None:
                 found[index] = self._within_budget(row, found[index])
         return found
@@ -155,6 +159,13 @@ class GrammarMasks:
                 text = tokenizer_json(self._folder)
                 self._tokenizer = grammar_tokenizer(text, self._vocab_size, self._eos_token_ids)
             return self._tokenizer
+
+
+def _is_behind_its_own(rows: Rows, index: int) -> bool:
+    """Whether the row before is of the same sequence, whose first one wrote the masks of all."""
+    row, before = rows[index], rows[index - 1] if index else None
+    assert isinstance(row, DraftedSequence)
+    return before is row.seq or (isinstance(before, DraftedSequence) and before.seq is row.seq)
 
 
 def _drafts_after(rows: Rows, index: int) -> tuple[int, ...]:
