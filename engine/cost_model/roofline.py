@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import ModelConfig
+from engine.model.config import DecoderConfig
 
 # Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
 ROOFLINE_ERROR = 0.3
@@ -31,7 +31,7 @@ class ModelShape:
     bytes_per_value: int = 2  # of weights and of KV
 
     @classmethod
-    def of(cls, config: ModelConfig, *, bytes_per_value: int) -> ModelShape:
+    def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
         return cls(
             name=config.architecture,
             num_layers=config.num_layers,

@@ -26,7 +26,8 @@ from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runne
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import tokenizer_json
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.model_families import VOCAB_SIZE, build_oracle
+from tests.support.decoders import build_decoder
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
 
 EOS = 2  # of all families
 
@@ -53,12 +54,15 @@ class Generated:
 
 
 class SmallModel:
-    """A random model of one family, its config changed, in `folder`; `dtype` is what the local engine computes in."""
+    """A random model of one family, its config changed, in `folder`; `dtype` is what the local engine computes in.
+
+    Of those without a native model, a family is what transformers calls `model_type`.
+    """
 
     def __init__(self, family: str, folder: Path, *, dtype: DtypeName = "float32", **changes: Any) -> None:
         self.folder = folder
         self.dtype = dtype
-        self._oracle = build_oracle(family, folder, **changes)
+        self._oracle = (build_oracle if family in FAMILIES else build_decoder)(family, folder, **changes)
         write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from cluster.config.settings import LegatoConfig
 from engine.checkpoint.quantisation import QuantisationName
 from engine.steps.loading import LoadedModel, load_model
 from tests.support.model_families import build_oracle
+from tests.support.small_models import SmallModel
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_a_model_that_is_damaged_or_unknown(
     (damaged / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "is in none of the *.safetensors" in told(damaged)
     (damaged / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
-    assert "has the architecture OtherForCausalLM; supported are" in told(damaged)
+    assert "(OtherForCausalLM), which is no language model" in told(damaged)
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in told(tmp_path / "empty")
 
@@ -107,3 +109,20 @@ def test_a_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main() == 0
     out = capsys.readouterr().out
     assert "Each prefill worker, on" in out and "Each decode worker, on" in out and "  weights " in out
+
+
+def test_a_model_by_the_code_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = SmallModel("deepseek_v2", tmp_path)
+    config = configured(model.folder)
+    said, found = worker_memory("decode", config, model.folder), loaded(config)
+    assert said.weight_bytes == found.runner.weight_bytes and said.context == found.max_model_len
+    assert said.kv_bytes == found.runner.num_pool_blocks * found.layout.block_bytes
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(model.folder)])
+    assert main() == 0
+    assert "the code of transformers computes it: DeepseekV2ForCausalLM." in capsys.readouterr().out
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    assert main() == 1
+    assert "cannot be served: its layers keep a state beside KV" in capsys.readouterr().err
