@@ -351,6 +351,7 @@ class HuggingFaceModel:
         self._kernels = kernels
         model = _loaded(config.architecture, folder, dtype).to(device)
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        _take_kernels(model, kernels)
         self._body = _body(model)
         self._states = _GivenStates()
         self._whole = model
@@ -381,6 +382,59 @@ class HuggingFaceModel:
             for window in set(self.config.layer_windows)
         }
         return tuple(planned[window] for window in self.config.layer_windows)
+
+
+class _Projection(nn.Module):
+    """In place of a `torch.nn.Linear`: the device's kernel, with the weight laid out for it."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self._packed = kernels.pack_linear(
+            linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        )
+        self._width = linear.out_features
+        self.weight = linear.weight.detach().to("meta")  # for who asks for its type
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._packed(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], self._width)
+
+
+class _RmsNorm(nn.Module):
+    """In place of a norm that computes the same: the device's kernel, in one pass over memory for six."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self._eps = eps
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self.weight, self._eps).view(x.shape)
+
+
+def _take_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """The device's, for what its code computes by operators of torch."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, _Projection(child, kernels))
+            elif (norm := _as_rms_norm(child, kernels)) is not None:
+                setattr(module, name, norm)
+
+
+def _as_rms_norm(module: nn.Module, kernels: Kernels) -> _RmsNorm | None:
+    """None where it computes something else, as seen by what it makes of numbers."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weights = dict(module.named_parameters())
+    if not (isinstance(eps, float) and "Norm" in type(module).__name__ and weights.keys() == {"weight"}):
+        return None
+    norm = _RmsNorm(weights["weight"], eps, kernels)
+    x = torch.randn(3, norm.weight.numel(), generator=torch.Generator().manual_seed(0))
+    x = (x * torch.tensor([[1.0], [1e-2], [1e-3]])).to(norm.weight)  # down to where eps decides
+    expected = module(x)
+    close = {torch.float32: 1e-5}.get(x.dtype, 2e-2)  # who rounds before the weight, or after it, is off by a bit
+    same = expected.dtype == x.dtype and torch.allclose(norm(x).float(), expected.float(), rtol=close, atol=close)
+    return norm if same else None
 
 
 def _loaded(architecture: str, folder: Path, dtype: torch.dtype) -> Any:
