@@ -31,6 +31,7 @@ PARTS = {
     "sampling": ("benchmarks.engine.sampling", 300),
     "grammars": ("benchmarks.engine.grammars", 600),
     "engine": ("benchmarks.engine.speed", 600),
+    "experts": ("benchmarks.engine.experts", 900),
     "quantisation": ("benchmarks.engine.quantisation", 900),
     "speculation": ("benchmarks.engine.speculation", 900),
     "draft_model": ("benchmarks.engine.draft_model", 900),

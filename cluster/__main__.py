@@ -53,6 +53,12 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _train_heads(arguments: argparse.Namespace) -> int:
+    from cluster.command.train_heads import run
+
+    return run(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from cluster.command.check import run
 
@@ -123,6 +129,7 @@ def _what_if(arguments: argparse.Namespace) -> int:
                 ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
                 tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
                 gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+                acceptance=arguments.acceptance,
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -136,6 +143,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "top": _top,
     "bench": _bench,
     "run-batch": _run_batch,
+    "train-heads": _train_heads,
     "check": _check,
     "doctor": _doctor,
     "environment": _environment,

@@ -8,7 +8,7 @@ G layer groups, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -58,7 +58,7 @@ class KVSlots:
 
 
 class Linear(Protocol):
-    """A projection whose weight is laid out for the device once."""
+    """A projection, or several with what lies between them, whose weights are laid out for the device once."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`"""
@@ -82,6 +82,31 @@ class PagedAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """Of all rows of a layer, or one of its experts."""
+
+    gate_up: Linear  # E -> 2 * width
+    down: Linear  # width -> E
+    activation: Activation
+    activate: Callable[[Tensor, Activation], Tensor]  # the device's `gated_activation`
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activate(self.gate_up(x), self.activation))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.down.add_to(residual, self.activate(self.gate_up(x), self.activation))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """How a router's logits become a row's experts: those of the largest, of equal ones the first, and by how much each
+    counts: its softmax among all, or where `normalised` among those chosen, in float32."""
+
+    per_row: int
+    normalised: bool
+
+
 class Kernels(Protocol):
     """The operators of one device. A module with these functions satisfies it."""
 
@@ -91,6 +116,12 @@ class Kernels(Protocol):
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Of activations of `dtype`. Where a device has no kernel for such weights, their values in that type."""
+        ...
+
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+        """A layer's mixture, E -> E, of MLPs whose projections these kernels have packed; `router` is
+        E -> as many as there are experts. A row is computed by those that the router chooses for it, and by no other.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -181,8 +212,7 @@ class Layer:
     output: Linear  # Q * D -> E
     attention_output_norm: Tensor | None  # [E]
     mlp_norm: Tensor  # [E]
-    gate_up: Linear  # E -> 2 * intermediate
-    down: Linear  # intermediate -> E
+    mlp: Linear  # E -> E: a `GatedMlp`, or what `Kernels.pack_experts` made
     mlp_output_norm: Tensor | None  # [E]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.block_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
-from kernels.interface import Activation, CacheGeometry, KVSlots, Segment
+from kernels.interface import Activation, CacheGeometry, ExpertChoice, GatedMlp, KVSlots, Linear, Segment
 from kernels.quantised_weight import QuantisedWeight
 
 
@@ -34,6 +34,45 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> PlainLinear:
     return PlainLinear(weight.dequantise(dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """Expert after expert, each of the rows that chose it. Their outputs are added up in float32, by their rank."""
+
+    router: Linear
+    experts: Sequence[GatedMlp]
+    choice: ExpertChoice
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sum(x).to(x.dtype)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return (residual + self._sum(x)).to(residual.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """`[T, E]` float32"""
+        numbers, shares = choose_experts(self.router(x), self.choice)
+        outputs = torch.empty(*numbers.shape, x.shape[1], dtype=x.dtype, device=x.device)
+        for number in set(numbers.flatten().tolist()):
+            rows, ranks = torch.where(numbers == number)
+            outputs[rows, ranks] = self.experts[number](x[rows])
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for rank in range(self.choice.per_row):
+            total += shares[:, rank, None] * outputs[:, rank].float()
+        return total
+
+
+def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+    """Of each row of `logits [T, experts]`: its experts' numbers `[T, per_row]` and how much each counts, likewise."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : choice.per_row]
+    if choice.normalised:
+        return order, logits.gather(1, order).float().softmax(-1)
+    return order, logits.float().softmax(-1).gather(1, order)
+
+
+def pack_experts(router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+    return PlainExperts(router, experts, choice)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -25,6 +25,7 @@ from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL
 from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, QUESTIONS, Work, chat, compared
 from engine.checkpoint.store import resolve_model
+from engine.drafting.draft_model import DraftModel
 from engine.drafting.speculation import Speculation
 from engine.steps.calibration import calibrate
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
@@ -46,7 +47,7 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
             deepened(folder, Path(made), strength)
             model = _load(Path(made))
             model.costs.seed(calibrate(model))
-            assert model.draft_model is not None
+            assert isinstance(model.draft_model, DraftModel)
             ratio_of_bytes = model.draft_model.model.runner.weight_bytes / model.runner.weight_bytes
             for num_streams in streams:
                 prompts = [chat(tokenizer, QUESTIONS[n]) for n in range(num_streams)]

@@ -40,7 +40,7 @@ def measure() -> Json:
     gate = require_agreement(folder)
     model = load_default_model("bfloat16", num_threads=NUM_THREADS)
     engine, peer = local_engine(model), HuggingFace(folder, torch.bfloat16)
-    _warm_up(engine, peer)
+    warm_up(engine, peer)
     quiet = QuietMachine()
     single = _single_stream(engine, peer, quiet)
     return {
@@ -49,14 +49,14 @@ def measure() -> Json:
         "dtype": "bfloat16",
         "threads": NUM_THREADS,
         "single_stream": single,
-        "concurrent": [_concurrent(engine, peer, quiet, load, repeats) for load, repeats in CONCURRENT],
-        "prefill": [_prefill(engine, peer, quiet, num_tokens) for num_tokens in PREFILL_TOKENS],
+        "concurrent": [compared(engine, peer, quiet, load, repeats) for load, repeats in CONCURRENT],
+        "prefill": [prefill(engine, peer, quiet, num_tokens) for num_tokens in PREFILL_TOKENS],
         "ceiling": quiet.run(lambda: _ceiling(model)),
         "quiet": quiet.report(),
     }
 
 
-def _warm_up(engine: LocalEngine, peer: HuggingFace) -> None:
+def warm_up(engine: LocalEngine, peer: HuggingFace) -> None:
     load = Load(num_requests=4, prompt_tokens=64, output_tokens=4)
     local_wave(engine, load)
     peer.wave(load)
@@ -86,7 +86,7 @@ def _single_stream(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine) 
     return {"load": "128 -> 128", **described, "speedup": {"ttft": ttft, "tpot": tpot}}
 
 
-def _concurrent(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int) -> Json:
+def compared(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, load: Load, repeats: int) -> Json:
     ours, theirs = _waves(engine, peer, quiet, load, repeats)
     speedup = ratio(throughputs(ours), throughputs(theirs))
     row = {
@@ -101,7 +101,7 @@ def _concurrent(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, loa
     return row
 
 
-def _prefill(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, num_tokens: int) -> Json:
+def prefill(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, num_tokens: int) -> Json:
     load = Load(num_requests=1, prompt_tokens=num_tokens, output_tokens=2)
     ours: list[float] = []
     theirs: list[float] = []
@@ -141,7 +141,8 @@ OUTPUT_TOKENS = 24
 def require_agreement(folder: Path) -> Json:
     """Compare a few prompts of mixed lengths in one batch. Raises GateError."""
     prompts = [draw_prompts(1, num_tokens)[0] for num_tokens in PROMPT_TOKENS]
-    engine = local_engine(load_default_model("float32", num_threads=torch.get_num_threads()))
+    model = load_default_model("float32", num_threads=torch.get_num_threads(), model_ref=str(folder))
+    engine = local_engine(model)
     ours = greedy_tokens(engine, prompts, OUTPUT_TOKENS)
     peer = HuggingFace(folder, torch.float32)
     compared = near_ties = 0

@@ -315,7 +315,22 @@ def _engine(results: Report) -> str:
             ("TPOT, ms", "tpot_ms", single["speedup"]["tpot"]),
         )
     ]
-    rows += [
+    rows += _beside_hugging_face(results)
+    bound = (
+        f"Memory reads at {ceiling['memory_read_gb_per_s']} GB/s, so one stream could decode at most "
+        f"{ceiling['single_stream_bound_tokens_per_s']} tokens/s; bfloat16 products at "
+        f"{ceiling['matmul_bf16_tflops']} TFLOP/s.\n"
+    )
+    return table(["bf16, 2 threads", "Legato", "Hugging Face", "times as fast"], rows) + "\n" + bound
+
+
+def _experts(results: Report) -> str:
+    columns = [f"{results['model']}; bf16, 2 threads", "Legato", "Hugging Face", "times as fast"]
+    return table(columns, _beside_hugging_face(results))
+
+
+def _beside_hugging_face(results: Report) -> list[list[object]]:
+    rows: list[list[object]] = [
         [
             f"{row['concurrent']} concurrent {row['load']}: output tokens/s",
             spread(row["legato"]["output_tokens_per_s"]),
@@ -333,12 +348,7 @@ def _engine(results: Report) -> str:
         ]
         for row in results["prefill"]
     ]
-    bound = (
-        f"Memory reads at {ceiling['memory_read_gb_per_s']} GB/s, so one stream could decode at most "
-        f"{ceiling['single_stream_bound_tokens_per_s']} tokens/s; bfloat16 products at "
-        f"{ceiling['matmul_bf16_tflops']} TFLOP/s.\n"
-    )
-    return table(["bf16, 2 threads", "Legato", "Hugging Face", "times as fast"], rows) + "\n" + bound
+    return rows
 
 
 def _cluster(results: Report) -> str:
@@ -498,6 +508,10 @@ def _transports(results: Report) -> str:
     return table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
 
 
+def _speedups(results: Report) -> Json:
+    return {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]}
+
+
 def _cluster_headline(results: Report) -> Json:
     return {f"{shape['shape']}, share at 32": shape["rows"][-1]["share_of_in_process"] for shape in results["shapes"]}
 
@@ -509,6 +523,7 @@ def _handoff_headline(results: Report) -> Json:
 
 _TABLES: dict[str, Callable[[Report], str]] = {
     "engine": _engine,
+    "experts": _experts,
     "quantisation": quantisation_table,
     "speculation": speculation_table,
     "draft_model": speculation_table,
@@ -531,7 +546,8 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "peers": peers_tables,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
-    "engine": lambda results: {f"speedup at {row['concurrent']}": row["speedup"] for row in results["concurrent"]},
+    "engine": _speedups,
+    "experts": _speedups,
     "quantisation": quantisation_headline,
     "speculation": speculation_headline,
     "draft_model": speculation_headline,

@@ -32,6 +32,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     _add_top(command("top", "watch a cluster in the terminal: workers, promises, goodput"))
     _add_bench(command("bench", "load any OpenAI-compatible server, and say what its clients saw"))
     _add_run_batch(command("run-batch", "answer a file of requests into another file"))
+    _add_train_heads(command("train-heads", "train heads that guess a model's next tokens, on texts like its answers"))
     _add_check(command("check", "say what is wrong with a configuration, and what memory its workers take"))
     _add_doctor(command("doctor", "say what this machine has, what it lacks, and what to do"))
     add_plan_arguments(command("plan", "the fewest GPUs that serve a trace within its targets"))
@@ -119,6 +120,29 @@ def _add_run_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--output-file", type=Path, required=True, metavar="FILE", help="answers")
     parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help="of the server; default: %(default)s")
     parser.add_argument("--concurrency", type=_whole(1), default=64, metavar="N", help="at a time; default: 64")
+
+
+def _add_train_heads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    parser.add_argument(
+        "texts",
+        type=Path,
+        nargs="+",
+        metavar="TEXT",
+        help="files, or folders of files, like what the model answers: plain text, or .jsonl with a `text`, or"
+        " `messages`, or a `prompt` and a `completion` in each line",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for decode.draft_model")
+    parser.add_argument("--heads", type=_whole(1), default=4, metavar="K", help="tokens ahead, 15 at most; default: 4")
+    parser.add_argument(
+        "--vocabulary",
+        type=_whole(1),
+        default=8192,
+        metavar="N",
+        help="tokens that heads guess, the most frequent ones of the texts; fewer are drawn faster; default: 8192",
+    )
+    parser.add_argument("--minutes", type=_positive, metavar="M", help="of training; default: 10, if no --steps")
+    parser.add_argument("--steps", type=_whole(1), metavar="N", help="of 1,024 tokens each, at most")
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

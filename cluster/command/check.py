@@ -132,10 +132,12 @@ def find_model(ref: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
-    """Of one worker, on all of its devices. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host
+    """Of one worker, on all of its devices. `token_bytes`: of the weights, what one token is multiplied by, which is
+    less where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host
     memory, on top. `kv_bytes` None: what the rest leaves of the share of a GPU that the configuration names."""
 
     weight_bytes: int
+    token_bytes: int
     step_bytes: int
     staging_bytes: int
     host_bytes: int
@@ -188,7 +190,11 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         ring_groups=engine.ring_groups,
     )
     found = WorkerBytes(
-        weight_bytes=weights, step_bytes=step, staging_bytes=engine.staging_bytes, host_bytes=engine.host_bytes
+        weight_bytes=weights,
+        token_bytes=round(weights * shape.share_of_a_token),
+        step_bytes=step,
+        staging_bytes=engine.staging_bytes,
+        host_bytes=engine.host_bytes,
     )
     made_for = model.max_position_embeddings
     if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU
@@ -210,12 +216,13 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
 def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
     """What the weights take once they are loaded. Raises ValueError where some are missing, or the files damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
-    from engine.checkpoint.weights import expected_shapes, is_projection
+    from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
     if (folder / GGUF_NAME).exists():
         return (folder / GGUF_NAME).stat().st_size
-    tensors = {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {canonical_name(name): fields for path in files for name, fields in _header(path).items()}
     if not isinstance(model, ModelConfig):  # its own code knows which they are: all that are stored
         return sum(prod(map(int, fields["shape"])) for fields in tensors.values()) * value_bytes
     if model.packing is not None:
@@ -268,7 +275,8 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
     where = f"{pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}" if pool.num_gpus else "the CPU"
     step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
     yield f"Each {role} worker, on {where}:"
-    yield _row("weights", found.weight_bytes, config.model.quantization or "")
+    chosen = f"{found.token_bytes / 2**20:,.0f} MiB for each token" if found.token_bytes < found.weight_bytes else ""
+    yield _row("weights", found.weight_bytes, ", ".join(filter(None, (config.model.quantization, chosen))))
     yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
     yield _row("KV", found.kv_bytes, f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens")
     if found.staging_bytes:

@@ -281,7 +281,8 @@ class DecodeSettings(PoolSettings):
         None,
         min_length=1,
         description="Like `model.ref`: a much smaller model of the same vocabulary, loaded beside it, that guesses"
-        " tokens for steps to check; empty: none. A part of `kv.decode.memory` is its KV's.",
+        " tokens for steps to check; a part of `kv.decode.memory` is its KV's. Or a local folder of heads that were"
+        " trained for the model (`legato train-heads`). Empty: neither.",
     )
 
 

@@ -74,13 +74,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="prefill workers fetch prefixes from others' host memory; with --share-links and --host-kv-tokens",
     )
-    workers.add_argument(
-        "--acceptance",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="decode workers guess tokens, of which so many are right, such as 0.7; default: they do not",
-    )
+    _add_acceptance(workers)
     workers.add_argument(
         "--half-speed-tokens",
         type=float,
@@ -128,6 +122,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument(
         "--ring-gb", type=float, default=0.0, help="staging ring on each device, for KV in host memory"
     )
+    _add_acceptance(workers)
     _add_worker_limits(workers, noise=0.1)
     parser.add_argument("--time-s", type=float, default=300.0, help="after so long, the best known is printed")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of tables")
@@ -147,10 +142,21 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=int, help="workers")
     parser.add_argument("--decode", type=int, help="workers")
+    _add_acceptance(parser)
     parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
     parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
     parser.add_argument("--gap-ms", type=float, help="target of all classes that have any, for 99 of 100 gaps")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
+
+
+def _add_acceptance(workers: argparse._ActionsContainer) -> None:
+    workers.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="decode workers guess tokens, of which so many are right, such as 0.7; default: they do not",
+    )
 
 
 def _add_drawn(trace: argparse._ArgumentGroup) -> None:

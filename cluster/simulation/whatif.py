@@ -115,9 +115,11 @@ def what_if(
     ttft_s: float | None = None,
     tpot_s: float | None = None,
     gap_s: float | None = None,
+    acceptance: float = 0.0,
 ) -> WhatIf:
     """None: as it was. New targets are those of all classes that have such a target; that of gaps, which few have, of
-    all that have any target. Raises ValueError for an empty log, and for prefill workers where the log describes none.
+    all that have any target. `acceptance`: of the supposed decode workers' drafts, see `WorkerShape`. Raises ValueError
+    for an empty log, and for prefill workers where the log describes none.
     """
     if not requests:
         raise ValueError("the log holds no requests: there is nothing to replay")
@@ -133,7 +135,7 @@ def what_if(
     return WhatIf(
         measured=Seen.of_log(cluster, requests),
         replayed=Seen.of_simulation("replayed", _play(cluster, trace)),
-        supposed=Seen.of_simulation("supposed", _play(supposed, trace)),
+        supposed=Seen.of_simulation("supposed", _play(supposed, trace, acceptance=acceptance)),
     )
 
 
@@ -240,14 +242,18 @@ def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int 
 
 
 def _play(
-    cluster: LoggedCluster, trace: Sequence[TraceRequest], seed: int = 0, watch: Watch = lambda record: None
+    cluster: LoggedCluster,
+    trace: Sequence[TraceRequest],
+    seed: int = 0,
+    watch: Watch = lambda record: None,
+    acceptance: float = 0.0,
 ) -> SimulationResult:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
     config = SimulationConfig(
         num_prefill=cluster.num_prefill,
         num_decode=cluster.num_decode,
         prefill=_shape(cluster, prefill),
-        decode=_shape(cluster, cluster.decode),
+        decode=replace(_shape(cluster, cluster.decode), acceptance=acceptance),
         slo=cluster.slo,
         gateway_s=cluster.gateway_s,
         seed=seed,

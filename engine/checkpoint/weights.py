@@ -8,6 +8,7 @@ safetensors and GGUF files is ever opened.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation
 from engine.memory.devices import CPU
-from engine.model.config import ModelConfig
+from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.shards import WHOLE, Part, Shard
 from kernels.quantised_weight import QuantisedWeight
 
@@ -52,6 +53,9 @@ _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _BASE = "model."
+# What Mixtral calls otherwise than the others.
+_MIXTRALS = re.compile(r"\.block_sparse_moe\.|(?<=\.)w[123](?=\.)")
+_OTHERS = {".block_sparse_moe.": ".mlp.", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -80,7 +84,7 @@ def load_weights(
         is_quantised = quantisation is not None or isinstance(stored, QuantisedWeight)
         is_head_too = is_quantised and name == _EMBEDDING and config.tied_embeddings
         for target in (name, _HEAD) if is_head_too else (name,):
-            part = shard.part(target, config)
+            part = shard.part(target, tuple(stored.shape), config)
             if part is None:
                 weights.placed(target)
             else:
@@ -91,6 +95,14 @@ def load_weights(
                 weights[target] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
         weights.read(name)
     return weights
+
+
+def load_output_layer(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """`[vocabulary, hidden size]`, alone. Raises ValueError as `load_weights` does."""
+    wanted = _EMBEDDING if config.tied_embeddings else _HEAD
+    read = (_part_of(stored, (), None, name) for name, stored in _stored(folder, config, None, CPU) if name == wanted)
+    layer = next(read)
+    return layer.dequantise(dtype) if isinstance(layer, QuantisedWeight) else layer.to(dtype)
 
 
 class _Counted(dict[str, Tensor | QuantisedWeight]):
@@ -123,6 +135,11 @@ class _Counted(dict[str, Tensor | QuantisedWeight]):
         return self._progress.total_bytes * num_values // self._num_values
 
 
+def canonical_name(given: str) -> str:
+    """What a tensor of a checkpoint is called in `expected_shapes`."""
+    return _MIXTRALS.sub(lambda match: _OTHERS[match[0]], given)
+
+
 def is_projection(name: str) -> bool:
     """Whether a tensor of this name is multiplied with activations, and so may be quantised."""
     return name.endswith("_proj.weight") or name == _HEAD
@@ -137,24 +154,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = embedding
-    layer = dict(_layer_shapes(config))
-    for index in range(config.num_layers):
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    for index, layer in enumerate(config.layers):
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config, layer.experts)})
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, width = config.hidden_size, config.intermediate_size
+def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = (
+    projections = [
         ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q_size, config.output_bias),
-        ("mlp.gate_proj", width, hidden, config.mlp_bias),
-        ("mlp.up_proj", width, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, width, config.mlp_bias),
-    )
+    ]
+    width, mlps = config.intermediate_size, ["mlp"]
+    if experts is not None:
+        projections.append(("mlp.gate", experts.num_experts, hidden, False))
+        width, mlps = experts.width, [f"mlp.experts.{number}" for number in range(experts.num_experts)]
+    for mlp in mlps:
+        projections += [(f"{mlp}.{name}_proj", width, hidden, config.mlp_bias) for name in ("gate", "up")]
+        projections.append((f"{mlp}.down_proj", hidden, width, config.mlp_bias))
     for name, rows, columns, has_bias in projections:
         yield f"{name}.weight", (rows, columns)
         if has_bias:
@@ -238,8 +258,9 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     found: set[str] = set()
     unknown: list[str] = []
     for given, tensor in stored:
+        name = canonical_name(given)
         # A model that was saved without its head, as most that are made for embeddings.
-        name = f"{_BASE}{given}" if f"{_BASE}{given}" in expected else given
+        name = f"{_BASE}{name}" if f"{_BASE}{name}" in expected else name
         if name in expected:
             found.add(name)
             if (shape := tuple(tensor.shape)) != expected[name]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import DecoderConfig
+from engine.model.config import DecoderConfig, ExpertsConfig, ModelConfig
 
 # Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
 ROOFLINE_ERROR = 0.3
@@ -17,7 +17,7 @@ ROOFLINE_ERROR = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer with grouped-query attention and a gated MLP."""
+    """The sizes of a decoder-only transformer with grouped-query attention and gated MLPs."""
 
     name: str
     num_layers: int
@@ -29,9 +29,14 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool
     bytes_per_value: int = 2  # of weights and of KV
+    num_sparse_layers: int = 0  # whose MLP is a mixture of experts
+    experts: ExpertsConfig | None = None  # of such a layer
 
     @classmethod
     def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
+        """Of a mixture that transformers computes: as if it were dense."""
+        layers = config.layers if isinstance(config, ModelConfig) else ()
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
         return cls(
             name=config.architecture,
             num_layers=config.num_layers,
@@ -43,13 +48,43 @@ class ModelShape:
             vocab_size=config.vocab_size,
             tied_embeddings=config.tied_embeddings,
             bytes_per_value=bytes_per_value,
+            num_sparse_layers=len(mixtures),
+            experts=mixtures[0] if mixtures else None,
         )
 
     @property
     def layer_weights(self) -> int:
-        """Of all layers, which every token is multiplied by."""
+        """Of all layers, which every token is multiplied by: of a mixture, the experts that are chosen for it."""
+        return self._layer_weights(0 if self.experts is None else self.experts.per_token)
+
+    @property
+    def held_layer_weights(self) -> int:
+        """Of all layers with all experts: what memory holds, and what a step of many tokens reads."""
+        return self._layer_weights(0 if self.experts is None else self.experts.num_experts)
+
+    def _layer_weights(self, num_experts: int) -> int:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        sparse = 0
+        if self.experts is not None:
+            router = self.hidden_size * self.experts.num_experts
+            sparse = router + num_experts * 3 * self.hidden_size * self.experts.width
+        return (
+            self.num_layers * attention
+            + (self.num_layers - self.num_sparse_layers) * dense
+            + self.num_sparse_layers * sparse
+        )
+
+    @property
+    def share_of_a_token(self) -> float:
+        """Of all weights, those that one token reads or is multiplied by: 1 where it chooses among no experts."""
+        return 1 - (self.held_layer_weights - self.layer_weights) / self.num_weights
+
+    @property
+    def widest_mlp(self) -> int:
+        """Intermediate values of a token in one layer, those of all its experts together."""
+        sparse = 0 if self.experts is None else self.experts.per_token * self.experts.width
+        return max(sparse, self.intermediate_size if self.num_sparse_layers < self.num_layers else 0)
 
     @property
     def head_weights(self) -> int:
@@ -58,7 +93,7 @@ class ModelShape:
 
     @property
     def num_weights(self) -> int:
-        return self.layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
+        return self.held_layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
 
     @property
     def weight_bytes(self) -> int:
@@ -173,12 +208,13 @@ def roofline_cost(shape: ModelShape, device: Device, *, num_devices: int = 1) ->
     """The model split over `num_devices` tensor-parallel devices.
 
     `StepCost` adds where a device overlaps: a long prompt's step is charged for reading the weights on top of its
-    arithmetic (8 % of 2,048 tokens of an 8B model on an H100), which errs to the safe side.
+    arithmetic (8 % of 2,048 tokens of an 8B model on an H100), which errs to the safe side. So does a mixture's step of
+    few tokens, which is charged for reading all experts: n tokens that choose k of x read x (1 - (1 - k / x)^n).
     """
     _require_fit(shape, device, num_devices)
     flops = num_devices * device.flops
     bandwidth = num_devices * device.memory_bytes_per_s * device.memory_share
-    read_bytes = (shape.layer_weights + shape.head_weights) * shape.bytes_per_value
+    read_bytes = (shape.held_layer_weights + shape.head_weights) * shape.bytes_per_value
     reduced_s = _reduction_bytes_per_token(shape, num_devices) / device.link_bytes_per_s if num_devices > 1 else 0.0
     token_s = 2 * shape.layer_weights / (flops * device.matmul_share) + reduced_s
     return StepCost(

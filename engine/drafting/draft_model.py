@@ -13,7 +13,6 @@ that is much. One forward pass draws a draft for all of a step's sequences. How 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection
@@ -21,14 +20,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.drafter import Draft, DrafterName, Drawing
+from engine.drafting.drafter import Draft, DrafterName, Drawer, Drawing
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan, finish_reason
 
 if TYPE_CHECKING:
     from engine.steps.loading import LoadedModel  # which makes one of these
-
-logger = logging.getLogger(__name__)
 
 CATCH_UP_TOKENS: Final = 256
 """Of prompts and the like that a step computes before it draws, in the mean: beyond, others would wait for it."""
@@ -36,7 +33,6 @@ _FEW: Final = 16
 """Tokens of a sequence that are computed in any case: as many as a step may have brought."""
 _SPREAD_MOST: Final = 64
 """Tokens to come over which it is spread what catching up costs: sequences end, nobody knows when."""
-_MAX_FAILURES: Final = 3
 
 
 @dataclass(slots=True)
@@ -81,40 +77,19 @@ class DraftModel:
         self._eos_token_ids = eos_token_ids
         self._followers: OrderedDict[Sequence, _Follower] = OrderedDict()  # first those not drawn for the longest
         self._ended: list[Sequence] = []  # whose blocks a step may use still
-        self._num_failures = 0
+        self.draw = Drawer("the draft model", self._draw)
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""
         self._release_ended()
         most = min(most, self.model.max_model_len - seq.num_tokens)
-        if most < 1 or self._num_failures >= _MAX_FAILURES:
+        if most < 1 or self.draw.has_failed:
             return None
         return Draft((UNDRAWN,) * most, self.name, 0, self._drawing(seq))
 
     def ended(self, seq: Sequence) -> None:
         """Its blocks are free once no step can use them."""
         self._ended.append(seq)
-
-    def draw(self, plan: StepPlan) -> float:
-        """Put drafts in the place of the plan's undrawn ones, or none, and return the seconds that it took.
-
-        Whatever goes wrong here, the step goes on without these drafts; after some failures in a row none are drawn any
-        more.
-        """
-        if not plan.has_undrawn:
-            return 0.0
-        began = time.perf_counter()
-        items = [item for item in plan.items if UNDRAWN in item.drafts]
-        drawn: dict[Sequence, tuple[int, ...]] = {}
-        try:
-            drawn = self._draw({item.seq: len(item.drafts) for item in items})
-            self._num_failures = 0
-        except Exception as error:  # the boundary of a model that no answer depends on
-            self._num_failures += 1
-            logger.warning("the draft model failed, and the step goes on without its drafts", exc_info=error)
-        for item in items:
-            item.drafts = drawn.get(item.seq, ())
-        return time.perf_counter() - began
 
     def check_idle(self) -> None:
         """Raises AssertionError if a sequence that has ended holds blocks still."""

@@ -7,25 +7,33 @@ changes nothing but when a token comes (`engine.sequence.DraftedSequence`). Whoe
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
-from engine.sequence import Sequence
+from engine.sequence import UNDRAWN, Sequence, StepPlan
 
-DrafterName = Literal["prediction", "grammar", "lookup", "history", "model"]
+logger = logging.getLogger(__name__)
+
+DrafterName = Literal["prediction", "grammar", "lookup", "history", "model", "heads"]
 """What its client expects; what its grammar forces; what stands in its prompt and output already; what other sequences
-got before; what a smaller model would say."""
+got before; what a smaller model would say; what heads make of the model's own last hidden state."""
+
+_MAX_FAILURES: Final = 3
 
 
 class Drawing(NamedTuple):
     """Seconds that drawing drafts takes: of a pass over all sequences that are drawn for, one for each position, and of
-    each sequence in it; and of what a sequence lacks before it can be drawn for, which is `spread` over tokens to
-    come."""
+    each sequence in it; of what a sequence lacks before it can be drawn for, which is `spread` over tokens to come; and
+    of what a step's drawing takes once, however many are drawn."""
 
     pass_s: float
     each_s: float
     before_s: float = 0.0
     spread: int = 1
+    once_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +68,37 @@ class Drafter(Protocol):
     def ended(self, seq: Sequence) -> None:
         """`seq` generates no more here."""
         ...
+
+
+class Drawer:
+    """What a runner calls for its plans' undrawn drafts: `draw` says so many drafts of each sequence, or fewer.
+
+    Whatever goes wrong there, the step goes on without these drafts; after some failures in a row it `has_failed`, and
+    nobody should plan any more of them. `by`: who draws, for the log.
+    """
+
+    def __init__(self, by: str, draw: Callable[[dict[Sequence, int]], dict[Sequence, tuple[int, ...]]]) -> None:
+        self._by = by
+        self._draw = draw
+        self._num_failures = 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self._num_failures >= _MAX_FAILURES
+
+    def __call__(self, plan: StepPlan) -> float:
+        """Put drafts in the place of the plan's undrawn ones, or none, and return the seconds that it took."""
+        if not plan.has_undrawn:
+            return 0.0
+        began = time.perf_counter()
+        items = [item for item in plan.items if UNDRAWN in item.drafts]
+        drawn: dict[Sequence, tuple[int, ...]] = {}
+        try:
+            drawn = self._draw({item.seq: len(item.drafts) for item in items})
+            self._num_failures = 0
+        except Exception as error:  # the boundary of what no answer depends on
+            self._num_failures += 1
+            logger.warning("%s failed, and the step goes on without its drafts", self._by, exc_info=error)
+        for item in items:
+            item.drafts = drawn.get(item.seq, ())
+        return time.perf_counter() - began

@@ -35,6 +35,7 @@ _ASSUMED: Final[dict[DrafterName, float]] = {
     "lookup": 0.4,
     "history": 0.4,
     "model": 0.6,
+    "heads": 0.5,
 }
 _PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
@@ -49,7 +50,7 @@ _BEHIND: Final = 2.0
 def drafters_of(
     names: Iterable[DrafterName], masks: GrammarMasks | None = None, draft_model: Drafter | None = None
 ) -> list[Drafter]:
-    """`masks` None: nothing is sampled by a grammar. `draft_model` None: there is none."""
+    """`masks` None: nothing is sampled by a grammar. `draft_model`, or heads; None: there is neither."""
     makers: dict[DrafterName, Callable[[], Drafter]] = {
         "prediction": PredictionDrafter,
         "lookup": LookupDrafter,
@@ -58,16 +59,16 @@ def drafters_of(
     if masks is not None:
         makers["grammar"] = lambda: GrammarDrafter(masks)
     if draft_model is not None:
-        makers["model"] = lambda: draft_model
+        makers[draft_model.name] = lambda: draft_model
     return [makers[name]() for name in names if name in makers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """`drafters` in the order in which they are asked; `model` only where one is loaded. `fixed`: so many drafts for
-    everyone whenever there are some, for experiments; None: as it pays."""
+    """`drafters` in the order in which they are asked; `model` and `heads` only where they are loaded. `fixed`: so many
+    drafts for everyone whenever there are some, for experiments; None: as it pays."""
 
-    drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history", "model")
+    drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history", "model", "heads")
     fixed: int | None = None
 
 
@@ -272,7 +273,7 @@ class Speculation:
                 continue
             worth = rate = self._rate(state, _Source.of(draft))
             if draft.drawing is not None:
-                worth -= draft.drawing.pass_s / plain_s
+                worth -= (draft.drawing.pass_s + draft.drawing.once_s) / plain_s
             if worth > best_worth:
                 best, best_worth = draft, worth
             if rate >= _LIKELY:
@@ -333,8 +334,8 @@ class _Bill:
         drawing = self._drawings[index]
         if drawing is None:
             return
+        added_s = drawing.each_s + (0.0 if self._drawn else drawing.once_s)
         count = self._drawn[index] = self._drawn.get(index, 0) + 1
-        added_s = drawing.each_s
         if count > self._num_passes:
             self._num_passes = count
             added_s += drawing.pass_s

@@ -29,6 +29,8 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Gemma3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 
 # All of what decides how a config is read.
@@ -102,12 +104,30 @@ def read_config(folder: str | Path, backend: Backend = "auto") -> DecoderConfig:
         raise
 
 
+def native_config(config: DecoderConfig, what: str) -> ModelConfig:
+    """Raises ValueError where transformers' code computes the model, for which there is no `what`."""
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{what}: only for a model that Legato's own code computes; {config.architecture} is not one")
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A layer's mixture of experts: gated MLPs, of which a router chooses a few for each token."""
+
+    num_experts: int
+    per_token: int
+    width: int  # of each, as `ModelConfig.intermediate_size` is a dense MLP's
+    normalised: bool  # the weights of a token's experts sum to 1; else each is its share among all experts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """In what a layer may differ from the others of its model."""
 
     window: int | None  # tokens that attention sees, the newest included; None: all
     rope: RopeConfig
+    experts: ExpertsConfig | None = None  # None: one MLP for all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +166,11 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.window for layer in self.layers)
+
+    @property
+    def mlp_widths(self) -> frozenset[int]:
+        """Of all MLPs that it has: dense ones, and experts."""
+        return frozenset(layer.experts.width if layer.experts else self.intermediate_size for layer in self.layers)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -242,7 +267,7 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"),
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
         sandwich_norms=gemma,
         norm_weight_offset=1.0 if gemma else 0.0,
         embedding_scale=hf.hidden_size**0.5 if gemma else None,
@@ -261,7 +286,30 @@ def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
         raise ValueError(f"the model in {folder} has layers of the type {sorted(unknown)[0]}, which is not supported")
     ropes = {kind: _rope(hf, kind, folder) for kind in set(types)}
     return tuple(
-        LayerConfig(window=window if kind == "sliding_attention" else None, rope=ropes[kind]) for kind in types
+        LayerConfig(
+            window=window if kind == "sliding_attention" else None,
+            rope=ropes[kind],
+            experts=_experts(hf, index, folder),
+        )
+        for index, kind in enumerate(types)
+    )
+
+
+def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
+    num_experts = getattr(hf, "num_experts", 0)  # Mixtral's config calls it so, too
+    dense = getattr(hf, "mlp_only_layers", None) or []
+    if not num_experts or layer in dense or (layer + 1) % getattr(hf, "decoder_sparse_step", 1):
+        return None
+    if not 0 < hf.num_experts_per_tok <= num_experts:
+        raise ValueError(
+            f"the model in {folder} chooses {hf.num_experts_per_tok} of {num_experts} experts for each token, which"
+            " cannot be; fetch its config.json again"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        per_token=hf.num_experts_per_tok,
+        width=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral always does
     )
 
 

@@ -1,9 +1,9 @@
 """Which part of a model each rank of a tensor-parallel group has. Pure arithmetic.
 
-Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the MLP by its width, so that a layer takes
-two sums over the ranks, after attention's output projection and after the MLP's. The head is cut by the vocabulary;
-embedding and norms are whole on every rank. Where there are more ranks than key/value heads, ranks side by side have
-the same one.
+Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the MLP, or each of its experts, by its
+width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. The head
+is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank. Where there are more ranks
+than key/value heads, ranks side by side have the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+    from engine.model.config import LayerConfig, ModelConfig
 
 Part = tuple[slice, ...]
 """Of a tensor, by its leading dimensions; () is all of it."""
@@ -30,14 +30,19 @@ class Shard:
         return self.degree == 1
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """A model of this rank's heads and its part of the MLP's width; all else is as it was."""
-        heads, kv_heads, width = self.query_heads(config), self.kv_heads(config.num_kv_heads), self.mlp_width(config)
+        """A model of this rank's heads and its part of each MLP's width; all else is as it was."""
+        heads, kv_heads = self.query_heads(config), self.kv_heads(config.num_kv_heads)
         return replace(
             config,
             num_heads=heads.stop - heads.start,
             num_kv_heads=kv_heads.stop - kv_heads.start,
-            intermediate_size=width.stop - width.start,
+            intermediate_size=config.intermediate_size // self.degree,
+            layers=tuple(map(self._layer, config.layers)),
         )
+
+    def _layer(self, layer: LayerConfig) -> LayerConfig:
+        experts = layer.experts
+        return replace(layer, experts=experts and replace(experts, width=experts.width // self.degree))
 
     def query_heads(self, config: ModelConfig) -> slice:
         return self._equal(config.num_heads)
@@ -49,15 +54,12 @@ class Shard:
         head = self.rank * num_kv_heads // self.degree
         return slice(head, head + 1)
 
-    def mlp_width(self, config: ModelConfig) -> slice:
-        return self._equal(config.intermediate_size)
-
     def vocabulary(self, vocab_size: int) -> slice:
         """As equal as can be."""
         start, stop = (vocab_size * rank // self.degree for rank in (self.rank, self.rank + 1))
         return slice(start, stop)
 
-    def part(self, name: str, config: ModelConfig) -> Part | None:
+    def part(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> Part | None:
         """What this rank has of a tensor of the checkpoint; None: nothing."""
         if self.is_whole:
             return ()
@@ -70,13 +72,13 @@ class Shard:
             case "k_proj" | "v_proj":
                 return (_rows(self.kv_heads(config.num_kv_heads), config.head_dim),)
             case "gate_proj" | "up_proj":
-                return (self.mlp_width(config),)
+                return (self._equal(shape[0]),)
             case "o_proj" | "down_proj" if kind == "bias":
                 return () if self.rank == 0 else None  # what is summed over the ranks has it once
             case "o_proj":
                 return slice(None), _rows(self.query_heads(config), config.head_dim)
             case "down_proj":
-                return slice(None), self.mlp_width(config)
+                return slice(None), self._equal(shape[1])
             case _:
                 return ()
 
@@ -91,9 +93,10 @@ WHOLE = Shard(0, 1)
 def check_degree(config: ModelConfig, degree: int) -> None:
     """Raises ValueError if the model cannot be divided among so many ranks."""
     if degree not in (possible := possible_degrees(config)):
+        widths = " and ".join(map(str, sorted(config.mlp_widths)))
         raise ValueError(
             f"tensor_parallel is {degree}, but a model of {config.num_heads} query heads, {config.num_kv_heads}"
-            f" key/value heads and an MLP of {config.intermediate_size} can be divided equally only among"
+            f" key/value heads and an MLP of {widths} can be divided equally only among"
             f" {', '.join(map(str, possible))}; use one of these"
         )
 
@@ -108,7 +111,7 @@ def _divides(config: ModelConfig, degree: int) -> bool:
     return (
         config.num_heads % degree == 0
         and (kv_heads % degree == 0 or degree % kv_heads == 0)
-        and config.intermediate_size % degree == 0
+        and all(width % degree == 0 for width in config.mlp_widths)
     )
 
 

@@ -19,10 +19,10 @@ from torch.nn import functional
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
-from kernels.interface import Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.interface import ExpertChoice, GatedMlp, Kernels, Layer, LayersForm, Linear, PagedAttention
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
@@ -115,7 +115,9 @@ class Model:
         self.device = self._embedding.device
         self._final_norm = self._norm(weights, "model.norm")
         self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype)
-        self._layers = [self._layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
+        self._layers = [
+            self._layer(weights, f"model.layers.{index}.", layer) for index, layer in enumerate(config.layers)
+        ]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
@@ -235,13 +237,12 @@ class Model:
     def _mix(self, x: Tensor, attended: Tensor, layer: Layer, following: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream after attention's output and the MLP, and its norm by the `following` weight."""
         x, normed = self._add(x, layer.output, attended, layer.attention_output_norm, layer.mlp_norm)
-        activated = self._kernels.gated_activation(layer.gate_up(normed), self.config.activation)
-        return self._add(x, layer.down, activated, layer.mlp_output_norm, following)
+        return self._add(x, layer.mlp, normed, layer.mlp_output_norm, following)
 
     def _add(
         self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None, following: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`x` and the projection of `y`, which has its own norm in some families; then the norm of that sum."""
+        """`x` and what `linear` makes of `y`, which has its own norm in some families; then the norm of that sum."""
         if norm is None:
             x = linear.add_to(x, y)
             return x, self._rms_norm(x, following)
@@ -268,7 +269,7 @@ class Model:
         )
         return self._kernels.fuse_layers(self._layers, self._final_norm, form)
 
-    def _layer(self, weights: Weights, prefix: str) -> Layer:
+    def _layer(self, weights: Weights, prefix: str, config: LayerConfig) -> Layer:
         sandwich = self.config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return Layer(
@@ -278,9 +279,25 @@ class Model:
             output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
             attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
             mlp_norm=self._norm(weights, prefix + mlp_norm),
-            gate_up=self._linear(weights, prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
-            down=self._summed(self._linear(weights, prefix + "mlp.down_proj")),
+            mlp=self._summed(self._mlp_or_experts(weights, prefix + "mlp", config.experts)),
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
+        )
+
+    def _mlp_or_experts(self, weights: Weights, name: str, experts: ExpertsConfig | None) -> Linear:
+        if experts is None:
+            return self._mlp(weights, name)
+        return self._kernels.pack_experts(
+            self._linear(weights, f"{name}.gate"),
+            [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
+            ExpertChoice(per_row=experts.per_token, normalised=experts.normalised),
+        )
+
+    def _mlp(self, weights: Weights, name: str) -> GatedMlp:
+        return GatedMlp(
+            gate_up=self._linear(weights, f"{name}.gate_proj", f"{name}.up_proj"),
+            down=self._linear(weights, f"{name}.down_proj"),
+            activation=self.config.activation,
+            activate=self._kernels.gated_activation,
         )
 
     def _head_weight(self, weights: Weights) -> Tensor | QuantisedWeight:

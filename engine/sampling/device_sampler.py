@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.grammar import Bits, GrammarError, GrammarMasks
+from engine.sampling.grammar import Bits, GrammarMasks
 from engine.sampling.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, Rows
-from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, mask_of
+from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, masks_of
 from engine.sequence import DraftedSequence, SampledToken, TokenLogprobs, TokensSoFar
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
 from kernels.triton.sampling.rows import (
@@ -129,7 +129,8 @@ class DeviceSampler:
         it: also of those after `drafts`, which may be wrong. There must be rows. Raises GrammarError for one whose
         grammar fails."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        packed = pack_rows([self._options(seq) for seq in rows], self.vocab_size)
+        masks = masks_of(rows, self.masks)
+        packed = pack_rows([self._options(seq, bits) for seq, bits in zip(rows, masks, strict=True)], self.vocab_size)
         return PendingSample(rows, *sample(_rows_of(logits), packed, _uploaded(packed, logits.device)))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -151,8 +152,10 @@ class DeviceSampler:
         _require_tokens(checked, [f"prompt position {index}" for index in range(len(checked))])
         return [logprobs for logprobs in _logprobs(tensors, [num_top] * len(checked)) if logprobs is not None]
 
-    def _options(self, seq: TokensSoFar) -> RowOptions:
+    def _options(self, seq: TokensSoFar, bits: Bits | None) -> RowOptions:
         params = seq.params
+        if bits is not None and isinstance(seq, DraftedSequence) and not bits.any():
+            bits = None  # its grammar forbids the drafts: the row before this one gives another token
         return RowOptions(
             seed=params.seed,
             position=seq.num_tokens,
@@ -162,17 +165,9 @@ class DeviceSampler:
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             repetition=params.repetition_penalty,
             edits=edits_of(seq, self.eos_token_ids, self.vocab_size),
-            mask=self._mask(seq),
+            mask=bits,
             num_top=-1 if params.logprobs is None else params.logprobs,
         )
-
-    def _mask(self, seq: TokensSoFar) -> Bits | None:
-        try:
-            return mask_of(seq, self.masks)
-        except GrammarError:
-            if isinstance(seq, DraftedSequence):
-                return None  # its grammar forbids the drafts: the row before this one gives another token
-            raise
 
 
 def _rows_of(logits: Tensor) -> Tensor:

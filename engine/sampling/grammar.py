@@ -13,11 +13,13 @@ word i // 32 set if token i is allowed, which ids beyond the tokenizer's never a
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +29,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from engine.sampling.thinking import forced_token
 from engine.sequence import DraftedSequence, Sequence, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
+
+if TYPE_CHECKING:
+    from engine.sampling.pending_output import Rows  # with torch, which a gateway does without
+
+logger = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.int32]
 Allowed = npt.NDArray[np.bool_]  # [V]
@@ -42,38 +49,69 @@ class GrammarError(RuntimeError):
 
 
 class GrammarMasks:
-    """The masks of one model's sequences. One thread at a time may use it."""
+    """The masks of one model's sequences. One thread at a time may ask for some, beside `read_ahead`'s."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer: LLTokenizer | None = None
+        self._reading = threading.Lock()
         self._compiled = lru_cache(maxsize=_MAX_COMPILED)(self._compile)
         self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
 
-    def bits(self, row: TokensSoFar) -> Bits | None:
-        """What may come after the output so far; None: anything, by its request. Raises GrammarError."""
-        output_token_ids = row.output_token_ids
-        grammar, forced = row.params.grammar, forced_token(row.params, output_token_ids)
-        if grammar is None:
-            return None if forced is None else self._only(forced)
-        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
-        if output_token_ids and output_token_ids[-1] in self._eos_token_ids:
-            return self._only(*self._eos_token_ids)  # it is over; a step planned ahead samples once more, for nothing
-        seq = row.seq if isinstance(row, DraftedSequence) else row
-        assert isinstance(seq, Sequence), "grammars are followed by sequence"
+    def of(self, rows: Rows) -> list[Bits | None]:
+        """What may come after the output so far of each row of a step; None: anything, by its request. A sequence's
+        rows of drafts follow its own, each with one draft more; behind a draft that its grammar forbids nothing may
+        come. Raises GrammarError."""
+        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        found = [None if row.params.grammar is None else mask for row, mask in zip(rows, bits, strict=True)]
+        address, size = bits.ctypes.data, bits.strides[0]
+        for index, row in enumerate(rows):
+            if row.params.grammar is not None:
+                newest = row.drafts if isinstance(row, DraftedSequence) else row.output_token_ids
+                if newest and newest[-1] in self._eos_token_ids:
+                    bits[index] = self._only(*self._eos_token_ids)  # it is over, and samples once more for nothing
+                elif isinstance(row, Sequence):
+                    self._fill(row, _drafts_after(rows, index), address + index * size, size)
+            if row.params.thinking_budget is not None:
+                found[index] = self._within_budget(row, found[index])
+        return found
+
+    def _fill(self, seq: Sequence, drafts: tuple[int, ...], address: int, size: int) -> None:
+        """Write the mask of its next token, and behind it those of the tokens after `drafts`, `size` bytes each. Raises
+        GrammarError."""
+        matcher = self._matcher(seq)
+        matcher.unsafe_compute_mask_ptr(address, size)
+        num_taken = 0
+        for draft in drafts:
+            if matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
+                break
+            num_taken += 1
+            matcher.unsafe_compute_mask_ptr(address + num_taken * size, size)
+        if num_taken:
+            matcher.rollback(num_taken)
+        if matcher.is_error():
+            del self._followed[seq]  # it may be a draft that failed
+            why = matcher.get_error()
+            raise GrammarError(f"the grammar of request {seq.request_id} cannot be followed any further: {why}")
+
+    def _matcher(self, seq: Sequence) -> LLMatcher:
+        """In the state that the output so far leads to; what is wrong is told by its masks."""
+        assert seq.params.grammar is not None
         followed = self._followed.get(seq)
-        if followed is None or not followed.leads_to(output_token_ids):
-            followed = self._followed[seq] = _Followed(self._compiled(grammar).deep_copy())
-        followed.consume(output_token_ids)
-        followed.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if followed.matcher.is_error() or not bits.any():
-            why = followed.matcher.get_error() or "it allows no token"
-            raise GrammarError(f"the grammar of request {row.request_id} cannot be followed any further: {why}")
-        if forced is not None and (only := bits & self._only(forced)).any():
-            return only
-        return bits
+        if followed is None or not followed.leads_to(seq.output_token_ids):
+            followed = self._followed[seq] = _Followed(self._compiled(seq.params.grammar).deep_copy())
+        followed.consume(seq.output_token_ids)
+        return followed.matcher
+
+    def _within_budget(self, row: TokensSoFar, bits: Bits | None) -> Bits | None:
+        """The end of reasoning alone, where that is due and what a grammar allows has it."""
+        forced = forced_token(row.params, row.output_token_ids) if row.params.thinking_budget is not None else None
+        if forced is None:
+            return bits
+        only = self._only(forced)
+        return only if bits is None else both if (both := bits & only).any() else bits
 
     def forced_tokens(self, seq: Sequence) -> tuple[int, ...]:
         """What must come after the output so far, as the tokenizer cuts it, up to a choice or the end. Nothing where
@@ -95,12 +133,36 @@ class GrammarMasks:
         return bits
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def read_ahead(self) -> None:
+        """Have the tokenizer read in a thread of its own, so that the first grammar need not wait for it."""
+
+        def read() -> None:
+            try:
+                _ = self.tokenizer
+            except (ValueError, OSError) as error:  # gateways refuse grammars for the same reason
+                logger.info("this model's tokenizer cannot follow a grammar: %s", error)
+
+        threading.Thread(target=read, name="grammar-tokenizer", daemon=True).start()
+
+    @property
     def tokenizer(self) -> LLTokenizer:
-        """The first use takes up to a second."""
-        if self._tokenizer is None:
-            text = tokenizer_json(self._folder)
-            self._tokenizer = grammar_tokenizer(text, self._vocab_size, self._eos_token_ids)
-        return self._tokenizer
+        """The first use takes up to a second, in which the library keeps all other threads from running Python."""
+        with self._reading:
+            if self._tokenizer is None:
+                text = tokenizer_json(self._folder)
+                self._tokenizer = grammar_tokenizer(text, self._vocab_size, self._eos_token_ids)
+            return self._tokenizer
+
+
+def _drafts_after(rows: Rows, index: int) -> tuple[int, ...]:
+    """Those of the rows that follow a sequence's own."""
+    drafts: tuple[int, ...] = ()
+    while index + 1 < len(rows) and isinstance(row := rows[index + 1], DraftedSequence):
+        drafts, index = row.drafts, index + 1
+    return drafts
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from engine.sampling.logits import (
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sampling.philox import gumbel, noise
 from engine.sequence import SampledToken, TokenLogprobs, TokensSoFar
-from kernels.native.sampling import argmax_candidates, best_allowed
+from kernels.native.sampling import argmax_candidates, best_tokens
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
@@ -77,10 +77,10 @@ class Sampler:
         """None for rows that come after a wrong one of the `drafts`."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         logits_BV = _array(logits)
-        best_ids = logits_BV.argmax(axis=-1)  # ten times as fast as torch's; a NaN if there is one
-        best_values = logits_BV[np.arange(len(rows)), best_ids]
+        masks = masks_of(rows, self.masks)
+        best_ids, largest = _best(logits_BV, masks)
         if not drafts:
-            _require_distributions(best_values, lambda index: f"request {rows[index].request_id}")
+            _require_distributions(largest, lambda index: f"request {rows[index].request_id}")
         sampled: list[SampledToken | None] = []
         is_needed = True
         for index, (row, best, seq) in enumerate(zip(logits_BV, best_ids.tolist(), rows, strict=True)):
@@ -88,9 +88,9 @@ class Sampler:
                 sampled.append(None)
                 is_needed = index not in drafts
                 continue
-            if drafts and not np.isfinite(best_values[index]):
+            if drafts and not np.isfinite(largest[index]):
                 raise InvalidLogitsError([index], [f"request {seq.request_id}"])
-            token = self._sample_row(index, row, best, seq)
+            token = self._sample_row(index, row, best, seq, masks[index])
             sampled.append(token)
             is_needed = token.token_id == drafts.get(index, token.token_id)
         return sampled
@@ -106,17 +106,14 @@ class Sampler:
         _require_distributions(best_values, lambda index: f"prompt position {index}")
         return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
 
-    def _sample_row(self, index: int, row: Row, best: int, seq: TokensSoFar) -> SampledToken:
+    def _sample_row(self, index: int, row: Row, best: int, seq: TokensSoFar, bits: Bits | None) -> SampledToken:
+        """`best`: of the tokens that `bits` allow; -1: none is possible."""
         params = seq.params
-        bits = mask_of(seq, self.masks)
         changed = row
         if is_adjusted(seq, self.eos_token_ids):
             changed = adjusted(row, seq, self.eos_token_ids, bits)
             bits = None
             best = int(changed.argmax())
-        elif bits is not None:
-            found = best_allowed(row, bits)
-            best = int(masked(row, bits).argmax()) if found is None else found
         if best < 0 or changed[best] == -np.inf:
             raise InvalidLogitsError([index], [f"request {seq.request_id}"])
         token_id = best if params.greedy else _draw(changed, changed[best], seq, bits)
@@ -125,12 +122,26 @@ class Sampler:
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
 
 
-def mask_of(seq: TokensSoFar, masks: GrammarMasks | None) -> Bits | None:
-    """None: neither a grammar nor a budget of reasoning says what comes next."""
-    if seq.params.grammar is None and seq.params.thinking_budget is None:
-        return None
+def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
+    """None for rows of which neither a grammar nor a budget of reasoning says what comes next."""
+    if all(seq.params.grammar is None and seq.params.thinking_budget is None for seq in rows):
+        return [None] * len(rows)
     assert masks is not None, "this sampler was made for no masks"
-    return masks.bits(seq)
+    return masks.of(rows)
+
+
+def _best(logits_BV: npt.NDArray[np.float32], masks: list[Bits | None]) -> tuple[npt.NDArray[np.int64], Row]:
+    """Of each row: its best allowed token, -1 if none is possible; the largest of all its logits, NaN if one is."""
+    found = best_tokens(logits_BV, masks)
+    if found is not None:
+        return found
+    best = logits_BV.argmax(axis=-1)  # ten times as fast as torch's
+    largest = logits_BV[np.arange(len(best)), best]
+    for index, bits in enumerate(masks):
+        if bits is not None:
+            left = masked(logits_BV[index], bits)
+            best[index] = left.argmax() if left.max() > -np.inf else -1
+    return best, largest
 
 
 def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from engine.cost_model.fit import TELLING_STEPS, fit_steps, left_out_error
 from engine.cost_model.step_cost import StepCost, StepWork
+from engine.drafting.draft_model import DraftModel
 from engine.kv.block_pool import BlockLease
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
@@ -68,7 +69,7 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
     result is the median by which trials miss what the others predict, or a guess if they are few. Raises ValueError
     where no block is free.
     """
-    if model.draft_model is not None:
+    if isinstance(model.draft_model, DraftModel):
         budget_s /= 2
         draft = model.draft_model.model
         draft.costs.seed(calibrate(draft, budget_s=budget_s, clock=clock))

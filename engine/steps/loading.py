@@ -22,12 +22,13 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
 from engine.drafting.draft_model import DraftModel
+from engine.drafting.heads import HeadDrafter, HeadsConfig, is_heads, load_heads, require_heads_fit
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory.devices import pinning_for, require_device
 from engine.memory.host import keep_freed_memory, map_private_memory
-from engine.model.config import Backend, DecoderConfig, ModelConfig, read_config
+from engine.model.config import Backend, DecoderConfig, ModelConfig, native_config, read_config
 from engine.model.shards import WHOLE
 from engine.model.transformer import Model
 from engine.parallel.device_link import require_devices
@@ -97,9 +98,9 @@ class EngineConfig:
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
     share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.packed_weights`
     activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
-    draft_ref: str | None = (
-        None  # a smaller model of the same vocabulary, that drafts; its KV is taken out of this one's
-    )
+    # A smaller model of the same vocabulary, that drafts; its KV is taken out of this one's. Or the folder of heads for
+    # this model.
+    draft_ref: str | None = None
 
 
 def load_runner(
@@ -373,7 +374,7 @@ class LoadedModel:
     max_model_len: int
     prefix_caching: bool
     costs: StepCosts
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel | HeadDrafter | None = None
 
     @property
     def kv_cache(self) -> KVCache:
@@ -416,14 +417,18 @@ def load_model(
     told how much of the checkpoint is loaded; of a group, by its first process.
     """
     folder = resolve_model(config.model_ref)
-    draft = None
+    draft = heads = None
     if config.draft_ref is not None:
-        draft, config = _load_draft(config, config.draft_ref, folder)
+        heads = _heads_for(config.draft_ref, folder)
+        if heads is None:
+            draft, config = _load_draft(config, config.draft_ref, folder)
     runner = load_runner(folder, config, host_memory, progress)
-    draft_model = None
+    draft_model: DraftModel | HeadDrafter | None = None
     if draft is not None:
         draft_model = DraftModel(draft, frozenset(runner.config.eos_token_ids))
         runner.draw = draft_model.draw
+    elif heads is not None:
+        draft_model = attach_heads(runner, config, *heads, folder)
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
@@ -438,6 +443,42 @@ def load_model(
         costs=StepCosts(_estimated_cost(runner)),
         draft_model=draft_model,
     )
+
+
+def _heads_for(ref: str, folder: Path) -> tuple[Path, HeadsConfig] | None:
+    """The heads in a folder, for the model in `folder`; None: `ref` is a model. Raises ValueError, before anything is
+    loaded, where they are not for this model."""
+    heads_folder = Path(ref).expanduser()
+    if not is_heads(heads_folder):
+        return None
+    heads, model = HeadsConfig.from_folder(heads_folder), ModelConfig.from_folder(folder)
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    require_heads_fit(heads_folder, heads, **sizes, target=model_fingerprint(folder, None))
+    return heads_folder, heads
+
+
+def attach_heads(
+    runner: ModelRunner, engine: EngineConfig, heads_folder: Path, heads: HeadsConfig, folder: Path
+) -> HeadDrafter:
+    """Heads draft for the runner's model from now on, which is the one in `folder`. Raises ValueError for a folder that
+    does not hold what its config says."""
+    model, device = native_config(runner.config, "heads that draft"), runner.model.device
+    kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
+    with torch.inference_mode():
+        made = load_heads(
+            heads_folder,
+            heads,
+            kernels,
+            runner.model.logits,
+            dtype=runner.model.dtype,
+            device=device,
+            softcap=model.logit_softcap,
+        )
+    masks = GrammarMasks(folder, model.vocab_size, model.eos_token_ids)
+    sampler = sampler_for(device, model.vocab_size, model.eos_token_ids, masks)
+    drafter = HeadDrafter(made, sampler, model.eos_token_ids)
+    runner.draw, runner.keep_hidden = drafter.draw, drafter.keep
+    return drafter
 
 
 def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedModel, EngineConfig]:

@@ -124,6 +124,9 @@ class ModelRunner:
         self.draw: Callable[[StepPlan], float] = lambda plan: (
             0.0
         )  # its undrawn drafts; returns the seconds that it took
+        # Told, before they sample, of the final hidden states `[R, E]` that items of a step sample from, one and one
+        # for each of their drafts; good as long as the step.
+        self.keep_hidden: Callable[[list[ScheduledSequence], Tensor], None] = lambda items, hidden: None
         self.group = group
         self._check = nothing_to_check if group is None else group.check
         self.model: Model | GroupModel | HuggingFaceModel
@@ -294,7 +297,9 @@ class ModelRunner:
         pooled = _pooled(plan, batch, hidden)
         if not num_samples:
             return PendingOutput(prompt_logprobs=prompt_logprobs, pooled=pooled, check=self._check)
-        rows, drafts = _sampled_rows([plan.items[index] for index in batch.sampling_items])
+        items = [plan.items[index] for index in batch.sampling_items]
+        self.keep_hidden(items, hidden[:num_samples])
+        rows, drafts = _sampled_rows(items)
         tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows, drafts)
         self._sampled = tokens
         return PendingOutput(

@@ -22,12 +22,13 @@ class ToolFormat:
     "" means that the call's own end is its end.
 
     Bodies: `json`: an object of `name` and `arguments` (or `parameters`). `mistral`: a list of such objects, or a name
-    and the arguments' object. `gemma`: `call:name{key:value}`, whose texts stand in `quote`.
+    and the arguments' object. `gemma`: `call:name{key:value}`, whose texts stand in `quote`. `harmony`: see
+    `engine.text.harmony`.
     """
 
     opening: str
     closing: str = ""
-    body: Literal["json", "mistral", "gemma"] = "json"
+    body: Literal["json", "mistral", "gemma", "harmony"] = "json"
     bare: bool = False
     quote: str = ""
     template_words: tuple[str, ...]  # one of which a chat template has that writes this format
@@ -36,21 +37,32 @@ class ToolFormat:
     @property
     def marks(self) -> frozenset[str]:
         """Tokens that carry the format, which a tokenizer may count as special."""
+        if self.body == "harmony":
+            return HARMONY_MARKS
         inside = ("[ARGS]", "[CALL_ID]") if self.body == "mistral" else ()
         return frozenset(filter(None, (self.opening, self.closing, self.quote, *inside)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """The marks around what a model thinks before it answers."""
+    """The marks around what a model thinks before it answers. What stands `behind` it before anything else comes, and
+    before an `answer` that is no call, is written in `harmony` alone."""
 
     opening: str
     closing: str
+    behind: str = ""
+    answer: str = ""
+    body: Literal["text", "harmony"] = "text"
     template_words: tuple[str, ...]
 
     @property
     def marks(self) -> frozenset[str]:
-        return frozenset((self.opening, self.closing))
+        return HARMONY_MARKS if self.body == "harmony" else frozenset((self.opening, self.closing))
+
+
+HARMONY_MARKS: Final = frozenset(
+    {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"}
+)
 
 
 HERMES: Final = ToolFormat(
@@ -74,10 +86,24 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         bare=True,
         template_words=("<|python_tag|>", '{"name": function name, "parameters":'),
     ),
+    "harmony": ToolFormat(  # gpt-oss
+        opening="<|channel|>commentary to=functions.",
+        closing="<|call|>",
+        body="harmony",
+        template_words=("<|channel|>commentary",),
+    ),
 }
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "think": ReasoningFormat(opening="<think>", closing="</think>", template_words=("<think>", "</think>")),
     "mistral": ReasoningFormat(opening="[THINK]", closing="[/THINK]", template_words=("[THINK]",)),
+    "harmony": ReasoningFormat(
+        opening="<|channel|>analysis<|message|>",
+        closing="<|end|>",
+        behind="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        body="harmony",
+        template_words=("<|channel|>analysis",),
+    ),
 }
 
 
@@ -90,8 +116,8 @@ class OutputFormats:
     reasoning: ReasoningFormat | None
 
 
-ToolFormatName = Literal["auto", "hermes", "mistral", "gemma", "llama"]
-ReasoningFormatName = Literal["auto", "none", "think", "mistral"]
+ToolFormatName = Literal["auto", "hermes", "mistral", "gemma", "llama", "harmony"]
+ReasoningFormatName = Literal["auto", "none", "think", "mistral", "harmony"]
 
 
 def choose_tool_format(

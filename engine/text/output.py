@@ -170,7 +170,7 @@ class OutputParser:
     def _certain(self, mark: str) -> str:
         """What of the buffer cannot be the beginning of a mark, nor space before one; the rest stays."""
         text = self._buffer
-        end = len(text[: _mark_start(text, mark)].rstrip(_SPACE))
+        end = len(text[: mark_start(text, mark)].rstrip(_SPACE))
         self._buffer = text[end:]
         return text[:end]
 
@@ -187,7 +187,7 @@ class OutputParser:
             self._events.append(Event(kind, text, index))
 
 
-def _mark_start(text: str, mark: str) -> int:
+def mark_start(text: str, mark: str) -> int:
     """Where the longest beginning of `mark` that `text` ends with starts; its length where there is none."""
     at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while at >= 0:

@@ -14,11 +14,12 @@ from torch.nn import functional
 from kernels.cpu.attention import plan_attention
 from kernels.interface import Activation, KVSlots, Linear
 from kernels.quantised_weight import QuantisedWeight
-from kernels.reference import PlainLinear
+from kernels.reference import PlainLinear, pack_experts
 
 __all__ = [
     "add_rms_norm",
     "gated_activation",
+    "pack_experts",
     "pack_linear",
     "pack_quantised",
     "plan_attention",

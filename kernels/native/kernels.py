@@ -16,6 +16,8 @@ from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.interface import (
     Activation,
     CacheGeometry,
+    ExpertChoice,
+    GatedMlp,
     KVSlots,
     Layer,
     LayersForm,
@@ -24,6 +26,7 @@ from kernels.interface import (
     Segment,
 )
 from kernels.native import attention as native_attention
+from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, declare
 from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
@@ -72,6 +75,10 @@ class NativeCpuKernels:
         if can_pack_quantised(weight, dtype):
             return pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)
+
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+        packed = native_experts.pack_experts(self._library, router, experts, choice)
+        return cpu.pack_experts(router, experts, choice) if packed is None else packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normalise = self._functions.get(("rms_norm", x.dtype, weight.dtype))

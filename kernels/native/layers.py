@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.interface import Layer, LayersForm, Linear, PagedAttention
+from kernels.interface import GatedMlp, Layer, LayersForm, Linear, PagedAttention
 from kernels.native.attention import NativeAttention
+from kernels.native.experts import NativeExperts
 from kernels.native.library import Flag, Float, Pointer, Size, declare
-from kernels.native.linear import NativeLinear, QuantisedLinear
+from kernels.native.linear import NativeLinear, ProjectionRecord, projection_record
 
 _NAMES = {
     (torch.bfloat16, torch.bfloat16): "bf16_by_bf16",
@@ -19,30 +20,15 @@ _NAMES = {
     (torch.float32, torch.float32): "f32_by_f32",
 }
 _NORMS = ("attention_norm", "qk_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-_PROJECTIONS = ("qkv", "output", "gate_up", "down")
-
-
-class _Projection(ctypes.Structure):
-    """This and the following: those of `src/layers.cpp`, field by field."""
-
-    _fields_ = (
-        ("weight", Pointer),
-        ("bias", Pointer),
-        ("inputs", Size),
-        ("outputs", Size),
-        ("bits", Size),
-        ("group", Size),
-        ("lowest", Size),
-        ("wide_factors", Flag),
-        ("has_minimums", Flag),
-        ("x_bytes", Size),
-    )
 
 
 class _Layer(ctypes.Structure):
+    """This and the following: those of `src/layers.cpp`, field by field."""
+
     _fields_ = (
         *((name, Pointer) for name in _NORMS),
-        *((name, _Projection) for name in _PROJECTIONS),
+        *((name, ProjectionRecord) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", Pointer),
         ("rotation", Size),
         ("attention", Size),
     )
@@ -82,16 +68,24 @@ class _Step(ctypes.Structure):
 def fuse_layers(
     library: ctypes.CDLL, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
 ) -> NativeLayers | None:
-    """None where a weight is none of the C++ kernels'."""
-    linears = [getattr(layer, name) for layer in layers for name in _PROJECTIONS]
-    if not all(isinstance(linear, NativeLinear) for linear in linears):
+    """None where a weight is none of the C++ kernels', or a mixture of experts has a norm after it."""
+    linears = [linear for layer in layers for linear in _linears(layer)]
+    native = [linear for linear in linears if isinstance(linear, NativeLinear | NativeExperts)]
+    if len(native) < len(linears):
+        return None
+    if any(isinstance(layer.mlp, NativeExperts) and layer.mlp_output_norm is not None for layer in layers):
         return None
     norms = [final_norm, *(norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None)]
-    types = {(linear.dtype, norm.dtype) for norm in norms for linear in linears}
+    types = {(linear.dtype, norm.dtype) for norm in norms for linear in native}
     if len(types) > 1 or not types <= _NAMES.keys() or form.head_dim % 2:
         return None
     assert all(norm.is_contiguous() for norm in norms)
     return NativeLayers(library, _NAMES[types.pop()], layers, final_norm, form)
+
+
+def _linears(layer: Layer) -> list[Linear]:
+    mlp = layer.mlp
+    return [layer.qkv, layer.output, *((mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else (mlp,))]
 
 
 class NativeLayers:
@@ -167,22 +161,19 @@ class NativeLayers:
 
 
 def _layer(layer: Layer, rotation: int, attention: int) -> _Layer:
-    norms = {name: _address(getattr(layer, name)) for name in _NORMS}
-    projections = {name: _projection(getattr(layer, name)) for name in _PROJECTIONS}
-    return _Layer(**norms, **projections, rotation=rotation, attention=attention)
-
-
-def _projection(linear: Linear) -> _Projection:
-    assert isinstance(linear, NativeLinear)
-    projection = _Projection(
-        _address(linear.packed), _address(linear.bias), linear.num_inputs, linear.num_outputs, bits=0
+    record = _Layer(
+        **{name: _address(getattr(layer, name)) for name in _NORMS},
+        qkv=projection_record(layer.qkv),
+        output=projection_record(layer.output),
+        rotation=rotation,
+        attention=attention,
     )
-    if isinstance(linear, QuantisedLinear):
-        projection.bits, projection.group = linear.form.bits, linear.form.group_size
-        projection.lowest, projection.wide_factors = linear.form.lowest, linear.wide_factors
-        projection.has_minimums = linear.form.has_minimums
-        projection.x_bytes = linear.activation_bits // 8
-    return projection
+    if isinstance(layer.mlp, GatedMlp):
+        record.gate_up, record.down = projection_record(layer.mlp.gate_up), projection_record(layer.mlp.down)
+    else:
+        assert isinstance(layer.mlp, NativeExperts)
+        record.experts = layer.mlp.address
+    return record
 
 
 def _address(tensor: Tensor | None) -> int | None:

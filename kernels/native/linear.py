@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.memory import PackingMemory, private_memory
+from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
@@ -143,3 +144,33 @@ def pack_quantised(
 def _are_halves(factors: Tensor) -> bool:
     """Exact in float16."""
     return torch.equal(factors.half().float(), factors)
+
+
+class ProjectionRecord(ctypes.Structure):
+    """That of `src/calls.h`, field by field: for calls that compute more than one projection."""
+
+    _fields_ = (
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("inputs", Size),
+        ("outputs", Size),
+        ("bits", Size),
+        ("group", Size),
+        ("lowest", Size),
+        ("wide_factors", Flag),
+        ("has_minimums", Flag),
+        ("x_bytes", Size),
+    )
+
+
+def projection_record(linear: Linear) -> ProjectionRecord:
+    """Of one of the above, which has to outlive it."""
+    assert isinstance(linear, NativeLinear)
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    record = ProjectionRecord(linear.packed.data_ptr(), bias, linear.num_inputs, linear.num_outputs, bits=0)
+    if isinstance(linear, QuantisedLinear):
+        record.bits, record.group = linear.form.bits, linear.form.group_size
+        record.lowest, record.wide_factors = linear.form.lowest, linear.wide_factors
+        record.has_minimums = linear.form.has_minimums
+        record.x_bytes = linear.activation_bits // 8
+    return record

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ TOP_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
-    "best": ([Pointer, Size, Pointer], Size),
+    "best": ([Pointer, Size, Size, Pointer, Pointer, Pointer], None),
     "contenders": (
         [Pointer, Size, Pointer, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer],
         Size,
@@ -29,15 +30,21 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
 }
 
 
-def best_allowed(row: npt.NDArray[np.float32], allowed: npt.NDArray[np.int32]) -> int | None:
-    """The allowed token of the largest logit of the `row [V]`, the first one among equals; -1 if none is above minus
-    infinity. No logit is NaN. None: the machine has no C++ kernels."""
+def best_tokens(
+    logits: npt.NDArray[np.float32], allowed: Sequence[npt.NDArray[np.int32] | None]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+    """Of each row of `logits [B, V]`: of its allowed tokens (None: all) the one of the largest logit, the first one
+    among equals, -1 if none is above minus infinity; and the largest logit of all its tokens, NaN if one is. None: the
+    machine has no C++ kernels."""
     function = _function("best")
     if function is None:
         return None
-    assert row.dtype == np.float32 and row.flags.c_contiguous
-    best: int = function(row.ctypes.data, len(row), _address(allowed, len(row)))
-    return best
+    assert logits.dtype == np.float32 and logits.flags.c_contiguous
+    num_rows, vocab_size = logits.shape
+    bits = (Pointer * num_rows)(*[None if some is None else _address(some, vocab_size) for some in allowed])
+    best, largest = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
+    function(logits.ctypes.data, num_rows, vocab_size, bits, best.ctypes.data, largest.ctypes.data)
+    return best, largest
 
 
 def argmax_candidates(

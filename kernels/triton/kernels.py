@@ -17,6 +17,8 @@ from torch.nn import functional
 from kernels.interface import (
     Activation,
     CacheGeometry,
+    ExpertChoice,
+    GatedMlp,
     KVSlots,
     Linear,
     PagedAttention,
@@ -29,6 +31,7 @@ from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
 from kernels.triton.attention.tiles import Operands, architecture
 from kernels.triton.attention.work_lists import AttentionShape
+from kernels.triton.experts import pack_experts
 from kernels.triton.matmul import InvariantLinear
 
 
@@ -48,6 +51,11 @@ class CublasLinear:
         return total if self.bias is None else total.add_(self.bias)
 
 
+def _weight_of(linear: Linear) -> Tensor:
+    assert isinstance(linear, CublasLinear | InvariantLinear) and linear.bias is None
+    return linear.weight
+
+
 @dataclass(frozen=True, slots=True)
 class GpuKernels:
     """The kernels of one device.
@@ -64,6 +72,10 @@ class GpuKernels:
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
+
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+        weights = [_weight_of(linear) for expert in experts for linear in (expert.gate_up, expert.down)]
+        return pack_experts(router, experts, weights, choice)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)

@@ -191,7 +191,7 @@ def _suits_tma(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
     m: int
     n: int
     k: int  # the same for all tiles of a type
@@ -199,20 +199,20 @@ class _Tile:
     num_stages: int
 
 
-def _tile_of(dtype: torch.dtype, wide: bool, fetch: Fetch, crowded: bool) -> _Tile:
+def tile_of(dtype: torch.dtype, wide: bool, fetch: Fetch = "loads", crowded: bool = False) -> Tile:
     """`crowded`: with bias and residual, for which the widest tile leaves no registers on Hopper."""
     if dtype == torch.float32:
-        return _Tile(32, 64, 32, 4, 3) if wide else _Tile(16, 32, 32, 4, 3)
+        return Tile(32, 64, 32, 4, 3) if wide else Tile(16, 32, 32, 4, 3)
     if fetch == "tma":
-        return _Tile(128, 128 if crowded else 256, 64, 8, 4)
+        return Tile(128, 128 if crowded else 256, 64, 8, 4)
     if fetch == "tma-specialised":
-        return _Tile(128, 256, 64, 8, 3)
-    return _Tile(128, 128, 64, 8, 3) if wide else _Tile(64, 32, 64, 4, 5)
+        return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 8, 3) if wide else Tile(64, 32, 64, 4, 5)
 
 
 @functools.cache
 def configuration(dtype: torch.dtype, wide: bool, fetch: Fetch, has_bias: bool, adds: bool) -> Shipped:
-    element, tile = TYPE_NAMES[dtype], _tile_of(dtype, wide, fetch, has_bias and adds)
+    element, tile = TYPE_NAMES[dtype], tile_of(dtype, wide, fetch, has_bias and adds)
     pointers = dict.fromkeys(("bias", "residual", "out"), f"*{element}")
     constants: dict[str, int] = {"HAS_BIAS": has_bias, "ADDS": adds}
     constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": _GROUP}

@@ -33,6 +33,7 @@ CLEAR_S = 10.0  # for blocks to be let go that copies or a step in flight still 
 STOP_S = 30.0
 TARGET_HOLDS_S = 10.0  # the scheduler repeats it every second
 START_S = 60.0
+READ_AHEAD_S = 1.0  # after its start: by then the scheduler and Serve know of the worker, and a second more is no loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class WorkerReplica:
         self._is_ending = False
         self._failure: BaseException | None = None
         self._pool_target: tuple[int, float] | None = None  # and when it was heard
+        self._reading_ahead: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
@@ -85,6 +87,8 @@ class WorkerReplica:
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
             self._lower = self._tiers.open(self.model, self._events)
             self._worker = await self._begin()
+        if (masks := self.model.runner.sampler.masks) is not None:
+            self._reading_ahead = asyncio.get_running_loop().call_later(READ_AHEAD_S, masks.read_ahead)
 
     @property
     def worker(self) -> Worker | None:
@@ -126,6 +130,8 @@ class WorkerReplica:
     async def stop(self, drain_s: float) -> None:
         """Finish what is here as far as the time allows, then end everything."""
         self._is_ending = True
+        if self._reading_ahead is not None:
+            self._reading_ahead.cancel()
         if self._change is not None:
             if self._worker is not None:  # else it is between two workers: what it does there has deadlines
                 self._change.cancel()

@@ -424,7 +424,7 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
     seq = Sequence(request_id="thinks", attempt=0, params=params, prompt_token_ids=[1])
     written = [*tokenizer.encode(" It rains there")[:3], closing, *tokenizer.encode('{"a":1}')]
     for token_id in written:
-        bits = masks.bits(seq)
+        [bits] = masks.of([seq])
         assert bits is not None
         allowed = np.flatnonzero(allowed_by(bits, tokenizer.vocab_size))
         assert token_id in allowed

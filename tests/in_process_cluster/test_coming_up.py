@@ -60,6 +60,15 @@ async def test_a_gateway_hears_how_far_a_model_is_loaded(llama: SmallModel, monk
         await eventually(lambda: report.worker_id in gateway.workers and gateway.loading == [])
 
 
+async def test_the_first_grammar_finds_its_tokenizer_read(llama: SmallModel) -> None:
+    """Once the worker is there, whoever asks for what."""
+    async with replica_cluster(llama, num_prefill=1, num_decode=1) as cluster:
+        for replica in cluster.replicas:
+            masks = replica.model.runner.sampler.masks
+            assert masks is not None
+            await eventually(lambda masks=masks: masks.has_tokenizer)  # type: ignore[misc]
+
+
 async def test_ready_is_who_would_be_answered(llama: SmallModel) -> None:
     """A decode worker alone, which computes prompts as well; not one that takes nothing new."""
     async with cluster_of(llama, num_prefill=0, num_decode=1) as cluster:

@@ -151,6 +151,9 @@ CASES = {
     "transformers, split in one pool": Case(
         one_pool=True, family="olmo2", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
     ),
+    "experts, overlapped": Case(
+        family="qwen3-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
+    ),
     "one rank to two": Case(
         family="qwen3", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
     ),
@@ -161,6 +164,9 @@ CASES = {
         transfer=TCP,
         overlap=True,
         **FEW,
+    ),
+    "experts cut by their width, two ranks to one": Case(
+        family="mixtral", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), overlap=True, **FEW
     ),
     "two ranks to three": Case(
         changes=SIX_HEADS, prefill=ranks(2, block_size=8), decode=ranks(3, layers_per_group=2), overlap=True, **FEW
@@ -181,6 +187,12 @@ CASES = {
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
+    "experts, decoding on the host": Case(
+        family="mixtral",
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
     "of one pool": Case(one_pool=True, decode=blocks(5, 2), chunk_tokens=33, slab_bytes=10 * 256),
     "of one pool, overlapped": Case(
         drafts=0,
@@ -193,6 +205,9 @@ CASES = {
     ),
     "of one pool, windows in some layers": Case(
         one_pool=True, family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True
+    ),
+    "experts of one pool, two ranks each": Case(
+        one_pool=True, family="qwen3-moe", decode=ranks(2, block_size=8), chunk_tokens=64, overlap=True, **FEW
     ),
     "of one pool, two ranks each": Case(
         one_pool=True, family="qwen3", decode=ranks(2, block_size=8), chunk_tokens=64, overlap=True, **FEW

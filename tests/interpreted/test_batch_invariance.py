@@ -15,16 +15,12 @@ from tests.support.model_families import build_oracle
 NUM_NEW_TOKENS = 3
 
 
-@pytest.fixture(scope="module")
-def invariant_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen2")
+@pytest.fixture(scope="module", params=["qwen2-windowed", "mixtral"])
+def invariant_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    changes = {"max_window_layers": 1} if request.param == "qwen2-windowed" else {}
     build_oracle(
-        "qwen2-windowed",
-        folder,
-        num_hidden_layers=2,
-        max_window_layers=1,
-        vocab_size=SMALL_VOCABULARY,
-        intermediate_size=40,
+        request.param, folder, num_hidden_layers=2, vocab_size=SMALL_VOCABULARY, intermediate_size=40, **changes
     )
     return folder
 

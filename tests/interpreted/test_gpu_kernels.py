@@ -29,7 +29,13 @@ from tests.support.stepping import RecordingSampler, Stepper
 from tests.support.thoroughness import in_test_long
 
 # All that differ in kernels. What mistral and qwen3 have, gemma3 has too: windows, and norms of heads.
-FAMILIES = ("llama-tied-biased-llama3", "qwen2-windowed", "gemma3", *in_test_long("mistral", "qwen3"))
+FAMILIES = (
+    "llama-tied-biased-llama3",
+    "qwen2-windowed",
+    "gemma3",
+    "qwen3-moe",
+    *in_test_long("mistral", "qwen3", "mixtral"),
+)
 
 
 def after_prefix_of(donor: Sequence, num_columns: int, stepper: Stepper) -> Sequence:

@@ -18,10 +18,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 307
@@ -87,6 +91,21 @@ def _gemma3(**changes: Any) -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def _mixtral(**changes: Any) -> Any:
+    return MixtralForCausalLM(MixtralConfig(**_COMMON | changes, num_local_experts=8, num_experts_per_tok=2))
+
+
+def _qwen3_moe(**changes: Any) -> Any:
+    """Its first layer is dense."""
+    config = Qwen3MoeConfig(
+        **_COMMON
+        | {"head_dim": 32, "moe_intermediate_size": 48, "num_experts": 12, "num_experts_per_tok": 3}
+        | changes,
+        mlp_only_layers=[0],
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "llama-tied-biased-llama3": lambda: _llama(
@@ -99,6 +118,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
     "qwen3": _qwen3,
     "gemma3": _gemma3,
+    "mixtral": _mixtral,
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-normalised": lambda: _qwen3_moe(norm_topk_prob=True, tie_word_embeddings=True, num_experts_per_tok=8),
 }
 
 

@@ -19,10 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from decode_workers.local_engine import LocalEngine
+from engine.checkpoint.weights import load_output_layer
+from engine.drafting.head_training import HeadTraining, frequent_tokens
+from engine.drafting.heads import HeadsConfig
+from engine.model.config import native_config
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import SamplingParams
 from engine.sequence import Pooling, Sequence, TokenLogprobs
-from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runner
+from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runner, model_fingerprint
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import tokenizer_json
 from tests.support.byte_tokenizer import write_byte_tokenizer
@@ -112,6 +116,35 @@ def shallower(model: SmallModel, folder: Path, num_layers: int = 3) -> Path:
     kept = {name: weight for name, weight in weights.items() if not name.startswith(dropped)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def memorised(
+    model: SmallModel, texts: list[list[int]], folder: Path, *, num_tokens: int = VOCAB_SIZE, num_steps: int = 300
+) -> HeadTraining:
+    """Three heads for the model that know these few texts by heart, also in `folder`; of `num_tokens` frequent tokens.
+
+    Random models say what is hard to learn, so each head has several blocks.
+    """
+    engine = EngineConfig(
+        model_ref=str(model.folder), model_name="small", dtype=model.dtype, block_size=4, kv_blocks=400
+    )
+    loaded = load_model(engine)
+    config = loaded.runner.config
+    heads = HeadsConfig(
+        num_heads=3,
+        num_layers=8,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_tokens=num_tokens,
+        target=model_fingerprint(model.folder, None),
+    )
+    kept = frequent_tokens(texts, config.vocab_size, num_tokens)
+    layer = load_output_layer(model.folder, native_config(config, "a head"), loaded.layout.dtype)[kept]
+    training = HeadTraining(loaded, heads, layer, kept, learning_rate=0.01)
+    for number in range(num_steps):
+        training.step(texts, number / num_steps)
+    training.save(folder)
+    return training
 
 
 class MaskProcessor(LogitsProcessor):  # type: ignore[misc]

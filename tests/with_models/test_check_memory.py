@@ -17,16 +17,17 @@ from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
 from engine.checkpoint.quantisation import QuantisationName
+from engine.model.config import native_config
 from engine.steps.loading import LoadedModel, load_model
 from tests.support.model_families import build_oracle
 from tests.support.small_models import SmallModel
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen2", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose projections can be rounded in groups."""
-    folder = tmp_path_factory.mktemp("qwen2")
-    build_oracle("qwen2", folder, intermediate_size=128, tie_word_embeddings=True)
+    folder = tmp_path_factory.mktemp(request.param)
+    build_oracle(request.param, folder, intermediate_size=128, tie_word_embeddings=True)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -48,6 +49,8 @@ def test_what_a_worker_takes(folder: Path, quantization: QuantisationName | None
     said, model = worker_memory("decode", config, folder), loaded(config)
     layout, columns = model.layout, model.runner.num_pool_blocks // model.layout.num_layer_groups
     assert said.weight_bytes == pytest.approx(model.runner.weight_bytes, rel=0.15 if quantization else 0.001)
+    is_mixture = native_config(model.runner.config, "this").layers[0].experts is not None
+    assert (said.token_bytes < said.weight_bytes / 2) if is_mixture else (said.token_bytes == said.weight_bytes)
     assert said.kv_bytes == model.runner.num_pool_blocks * layout.block_bytes
     assert said.kv_tokens == columns * layout.block_size and said.context == model.max_model_len
     assert model.host_cache is not None and said.host_tokens == (

@@ -70,9 +70,9 @@ def test_logits_are_the_same_after_a_recovery(folder: Path, dtype: torch.dtype) 
 # --- bfloat16 through workers ---
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("llama", tmp_path_factory.mktemp("llama"), dtype="bfloat16")
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel(request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16")
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -89,12 +89,12 @@ async def answer(cluster: MiniCluster, name: str, prompt: list[int], params: Sam
 
 @pytest.mark.parametrize("num_prefill", [0, 2])
 async def test_answers_in_bfloat16_do_not_change_with_the_company_they_are_in(
-    llama: SmallModel, num_prefill: int
+    model: SmallModel, num_prefill: int
 ) -> None:
     """Prefix hits, hand-offs in small chunks, and too little memory to keep all of them."""
-    alone = [llama.local(prompt, params).tokens for prompt, params in requests()]
+    alone = [model.local(prompt, params).tokens for prompt, params in requests()]
     async with cluster_of(
-        llama,
+        model,
         num_prefill=num_prefill,
         num_decode=1,
         prefill=PrefillWorkerConfig(chunk_tokens=24),
@@ -110,9 +110,9 @@ async def test_answers_in_bfloat16_do_not_change_with_the_company_they_are_in(
         assert cluster.decodes[0].snapshot().tiers.num_preemptions > 0
 
 
-async def test_a_stream_in_bfloat16_goes_on_to_the_token_when_its_worker_is_gone(llama: SmallModel) -> None:
-    expected = llama.local(PROMPT, greedy(60)).tokens
-    async with cluster_of(llama, num_decode=2, prefill_engine=BFLOAT16, decode_engine=BFLOAT16) as cluster:
+async def test_a_stream_in_bfloat16_goes_on_to_the_token_when_its_worker_is_gone(model: SmallModel) -> None:
+    expected = model.local(PROMPT, greedy(60)).tokens
+    async with cluster_of(model, num_decode=2, prefill_engine=BFLOAT16, decode_engine=BFLOAT16) as cluster:
         stream = cluster.stream("r", PROMPT, greedy(60))
         found = [(await anext(stream)).token_id for _ in range(8)]
         await cluster.remove(next(worker for worker in cluster.decodes if worker.snapshot().num_running))

@@ -34,7 +34,7 @@ def loaded(model: SmallModel, draft: Path, **changes: Any) -> LoadedModel:
 
 
 def drafter_of(model: LoadedModel) -> DraftModel:
-    assert model.draft_model is not None
+    assert isinstance(model.draft_model, DraftModel)
     return model.draft_model
 
 

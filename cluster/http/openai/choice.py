@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.sequence import FinishReason
 from engine.text.formats import ReasoningFormat
+from engine.text.harmony import HarmonyParser, output_parser
 from engine.text.output import OutputParser
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
@@ -114,7 +115,7 @@ class Choice:
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
         self._num_read = 0  # characters that the detokeniser has given
         self._num_out = 0  # of those, characters given on
-        self._thought = None if reasoning is None else OutputParser(reasoning=reasoning, reasons=reasons)
+        self._thought = None if reasoning is None else output_parser(reasoning=reasoning, reasons=reasons)
         self.num_tokens = 0
         self.num_reasoning_tokens = 0  # with its marks
         self.num_cached_tokens = 0
@@ -172,7 +173,7 @@ class Choice:
             self.num_accepted_predictions += num_accepted - num_lost
             self.num_rejected_predictions += num_rejected + num_lost
 
-    def _follow(self, thought: OutputParser, text: str) -> None:
+    def _follow(self, thought: OutputParser | HarmonyParser, text: str) -> None:
         """Count the newest token where it is of the reasoning; what comes before that begins counts with it."""
         thought.feed(text)
         if thought.has_reasoned:

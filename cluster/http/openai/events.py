@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from cluster.http.openai.choice import Delta
 from engine.text.formats import ReasoningFormat, ToolFormat
-from engine.text.output import Event, OutputParser
+from engine.text.harmony import output_parser
+from engine.text.output import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class ChoiceEvents:
     """The events of one choice. Takes its deltas in order, all or the sum of all."""
 
     def __init__(self, reading: Reading) -> None:
-        self._parser = OutputParser(
+        self._parser = output_parser(
             tools=reading.tools,
             functions=reading.functions,
             single=reading.single,

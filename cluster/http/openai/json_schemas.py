@@ -33,12 +33,13 @@ _LACKING: Final = frozenset(
     {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains"}
     | {"maxContains", "propertyNames", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
 )
+_MARKED: Final = _REFUSED | _LACKING | {"multipleOf", "minProperties"}
 # These change nothing by the standard, whatever they say.
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
     | {"contentEncoding", "contentMediaType", "contentSchema", "$dynamicAnchor", "$recursiveAnchor", "x-guidance"}
 )
-_WITHOUT_EFFECT: Final = (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
+_WITHOUT_EFFECT: Final = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
@@ -111,11 +112,11 @@ class _Schemas:
 def _is_annotation(name: str, value: object) -> bool:
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS
-    return name in _ANNOTATIONS or any(name == other and value is idle for other, idle in _WITHOUT_EFFECT)
+    return name in _ANNOTATIONS or (name in _WITHOUT_EFFECT and value is _WITHOUT_EFFECT[name])
 
 
 def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
-    pattern = _EXACT_FORMATS.get(str(schema.get("format")))
+    pattern = _EXACT_FORMATS.get(str(schema["format"])) if "format" in schema else None
     if pattern is None:
         return schema
     rest = {name: value for name, value in schema.items() if name != "format"}
@@ -126,6 +127,8 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_enforced(schema: dict[str, Any], place: str) -> None:
+    if _MARKED.isdisjoint(schema):  # as nearly all schemas are
+        return
     for name, value in schema.items():
         if name in _REFUSED or (name in _LACKING and not _is_annotation(name, value)):
             raise UnsupportedGrammarError(f"At {place}: the keyword {name!r} cannot be enforced.")
@@ -145,7 +148,7 @@ def _texts(values: list[object]) -> Iterator[str]:
 
 
 def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+    return name.replace("~", "~0").replace("/", "~1") if "~" in name or "/" in name else name
 
 
 def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, str], Any]) -> dict[str, Any]:
@@ -207,9 +210,10 @@ class _Proof:
         branches = schema["oneOf"]
         around = self._parts({name: value for name, value in schema.items() if name != "oneOf"})
         own = [self._parts(branch) for branch in branches]
+        kinds = [self._kinds([*parts, *around]) for parts in own]
         impossible = set()
         for kind in _KINDS:
-            takers = [parts for parts in own if kind in self._kinds([*parts, *around])]
+            takers = [parts for parts, possible in zip(own, kinds, strict=True) if kind in possible]
             pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
             if all(self._apart_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
                 continue
@@ -249,7 +253,8 @@ class _Proof:
     def _kinds(self, parts: list[dict[str, Any]]) -> set[str]:
         kinds = set(_KINDS)
         for part in parts:
-            kinds &= {_kind_of_type(name) for name in _types(part)}
+            if "type" in part:
+                kinds &= {_kind_of_type(name) for name in _types(part)}
             if (values := self._values(part)) is not None:
                 kinds &= {_kind_of(value) for value in values}
         return kinds

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator
@@ -35,7 +34,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.openai import structural_tags
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
-from engine.sampling.grammar import LIMITS, allowed_by
+from engine.sampling.grammar import LIMITS
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
@@ -233,21 +232,25 @@ def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
         )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     for _ in range(_NUM_TRIED):
-        allowed = _allowed_ids(matcher, tokenizer.vocab_size)
-        if not len(allowed):
+        allowed = _first_allowed(matcher, tokenizer.vocab_size)
+        if allowed is None:
             raise UnsupportedGrammarError(_told(matcher.get_error() or "no token may come next"))
-        if allowed[0] in tokenizer.eos_tokens:
+        if allowed in tokenizer.eos_tokens:
             break
-        matcher.consume_token(int(allowed[0]))
+        matcher.consume_token(allowed)
     return grammar
 
 
-def _allowed_ids(matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.int64]:
-    """None where the matcher has failed."""
-    bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+def _first_allowed(matcher: LLMatcher, vocab_size: int) -> int | None:
+    """Of the tokens that may come next; None where none may, or the matcher has failed."""
+    bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     if not matcher.is_error():
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-    return np.flatnonzero(allowed_by(bits, vocab_size)) if not matcher.is_error() else np.empty(0, dtype=np.int64)
+    words = np.flatnonzero(bits)
+    if matcher.is_error() or not len(words):
+        return None
+    word = int(bits[words[0]])
+    return int(words[0]) * 32 + (word & -word).bit_length() - 1
 
 
 def _told(reason: str) -> str:
@@ -263,7 +266,7 @@ def _from_json(text: str) -> str:
     if not isinstance(schema, dict):
         raise UnsupportedGrammarError("The schema must be an object, and allow something.")
     kept = enforceable(schema)
-    return str(LLMatcher.grammar_from_json_schema(_compact(kept), overrides={"whitespace_flexible": False}))
+    return _compact({"grammars": [{"json_schema": {**kept, "x-guidance": {"whitespace_flexible": False}}}]})
 
 
 def _from_regex(text: str) -> str:

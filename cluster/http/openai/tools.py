@@ -122,15 +122,17 @@ class _CallGrammar:
         """Nothing but calls, or the answer; behind reasoning where the model reasons."""
         ways: list[str] = []
         rules = [_SPACES]
+        reasoning = self._reading.reasoning
         if tools:
             rules += self._calls(tools, forced=True)
             ways.append("calls")
         if answer is not None:
-            ways.append(self._json(json.loads(answer.text)))
+            mark = "" if reasoning is None else self._mark(reasoning.answer)
+            ways.append(f"{mark} {self._json(json.loads(answer.text))}")
         start = f"({' | '.join(ways)})"
-        if (reasoning := self._reading.reasoning) is not None:
+        if reasoning is not None:
             rules.append(self._up_to("thought", reasoning.closing))
-            thought = "thought SPACE"
+            thought = f"thought {self._mark(reasoning.behind) or 'SPACE'}"
             start = (
                 f"{thought} {start}"
                 if self._reading.reasons
@@ -161,10 +163,17 @@ class _CallGrammar:
         for tool in tools:
             function = tool.function
             schema = function.parameters if forced or function.strict else None
-            head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
             arguments = self._json({**(schema or {}), "type": "object"}, self._chars if forced else None)
+            if known.body == "harmony":  # which ends its answer with a call
+                objects.append(
+                    f"{self._mark(f'{known.opening}{function.name} <|constrain|>json<|message|>')} {arguments}"
+                )
+                continue
+            head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
             objects.append(f'{head} {arguments} "}}"')
         rules = ["object: " + " | ".join(objects)]
+        if known.body == "harmony":
+            return [*rules, "calls: object"]
         if known.bare:
             return [*rules, "calls: object"]
         opening, several = self._mark(known.opening), f"{{0,{self._max_calls - 1}}}"
@@ -179,8 +188,10 @@ class _CallGrammar:
         return f"json_{len(self.schemas) - 1}"
 
     def _mark(self, mark: str) -> str:
-        token_id = self._token_of(mark)
-        return json.dumps(mark) if token_id is None else f"<[{token_id}]>"
+        """Of which some parts may be tokens, some text, as in `<|channel|>final<|message|>`."""
+        parts = filter(None, re.split(r"(<\|[a-z]+\|>)", mark)) if self._token_of(mark) is None else [mark]
+        found = [(part, self._token_of(part)) for part in parts]
+        return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in found)
 
     def _token_of(self, mark: str) -> int | None:
         """Of one that has no text of its own in a grammar: llguidance takes an added token for that which is special,
@@ -215,6 +226,8 @@ def told_calls(message: ChatMessage, formats: OutputFormats) -> dict[str, Any]:
     members: dict[str, Any] = {}
     if message.tool_calls:
         members["tool_calls"] = [_told_call(call, formats) for call in message.tool_calls]
+        if formats.tools.body == "harmony" and not message.content:  # whose template takes either, under this name
+            members["thinking"] = message.reasoning or message.reasoning_content
     if message.tool_call_id is not None:
         members["tool_call_id"] = _id(message.tool_call_id, formats)
         members["name"] = message.name

@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -131,6 +131,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         ring_bytes=round(arguments.ring_gb * 1e9),
         noise=arguments.noise,
         block_size=arguments.block_size,
+        acceptance=arguments.acceptance,
     )
 
 
@@ -157,6 +158,7 @@ class Hardware:
     ring_bytes: int = 0
     noise: float = 0.1
     block_size: int = 64
+    acceptance: float = 0.0  # see `WorkerShape`
 
     def memory(self, role: str, num_devices: int) -> WorkerMemory:
         is_prefill = role == "prefill"
@@ -180,6 +182,7 @@ class Hardware:
             max_num_seqs=self.max_num_seqs,
             handoff_token_s=layer_bytes / self.link_bytes_per_s,
             step_noise=self.noise,
+            acceptance=self.acceptance,
         )
 
 
@@ -205,9 +208,10 @@ class Problem:
     def estimate(self, num_devices: int) -> Estimate:
         prefill = self.hardware.worker("prefill", num_devices)
         decode = self.hardware.worker("decode", num_devices)
+        most_a_step = 1 / (1 - decode.acceptance)  # tokens of a sequence: a guess may be too good, never too bad
         return estimate(
             self.demand,
-            self.targets,
+            replace(self.targets, tpot_s=self.targets.tpot_s * most_a_step),
             decode.cost,
             devices_per_worker=num_devices,
             chunk_tokens=prefill.token_budget,

@@ -12,21 +12,15 @@
 #include "team.h"
 
 using legato::bf16;
+using legato::Projection;
 
 namespace {
-
-struct Projection {
-  const void *weight, *bias;  // packed; null where there is none
-  int64_t inputs, outputs;
-  int64_t bits, group, lowest;  // of a quantised weight; no bits: it is none
-  bool wide_factors, has_minimums;
-  int64_t x_bytes;
-};
 
 // Norms that a family does not have are null.
 struct Layer {
   const void *attention_norm, *qk_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm;
   Projection qkv, output, gate_up, down;
+  const legato::Experts* experts;  // null: the MLP is `gate_up` and `down`
   int64_t rotation, attention;  // which of the step's
 };
 
@@ -66,6 +60,14 @@ void project(const Projection& projection, const bf16* x, int64_t rows, const bf
 void project(const Projection& projection, const float* x, int64_t rows, const float* residual, float* out) {
   linear_f32(x, rows, projection.inputs, static_cast<const float*>(projection.weight), projection.outputs,
               static_cast<const float*>(projection.bias), residual, out);
+}
+
+void mix(const legato::Experts* experts, const bf16* x, int64_t rows, bf16* residual) {
+  experts_bf16(experts, x, rows, residual, residual);
+}
+
+void mix(const legato::Experts* experts, const float* x, int64_t rows, float* residual) {
+  experts_f32(experts, x, rows, residual, residual);
 }
 
 void attend(const legato::Plan* plan, const bf16* q, const bf16* cache, int64_t group, const Shape& shape, bf16* out) {
@@ -130,17 +132,30 @@ class Pass {
     rotate_and_store(part, projected);
   }
 
-  // The only place where rows meet.
+  // Where rows meet; they do in experts, too.
   void attend_all() const {
     attend(step_.attention_plans[layer_.attention], scratch_.rotated, keys_, group_, shape_, scratch_.attended);
   }
 
-  // The rest of the layer.
+  void finish_attention(const Part& part) const {
+    add(part, layer_.output, scratch_.attended + part.first * widths_.attended, layer_.attention_output_norm,
+        static_cast<const W*>(layer_.mlp_norm));
+  }
+
+  // An expert's weights are read once for all rows.
+  void mix_all() const { mix(layer_.experts, static_cast<const X*>(step_.normed), step_.rows, static_cast<X*>(step_.x)); }
+
+  // What experts leave of the layer.
+  void finish_mixed(const Part& part, const W* following) const {
+    const int64_t width = layer_.output.outputs;
+    legato::rms_norm(row(step_.x, part), part.rows, width, 1, width, following, shape_.eps, row(step_.normed, part));
+  }
+
+  // What attention leaves of a layer without experts.
   void finish(const Part& part, const W* following) const {
     X* projected = scratch_.projected + part.at * widths_.projected;
     X* activated = scratch_.activated + part.at * widths_.activated;
-    add(part, layer_.output, scratch_.attended + part.first * widths_.attended, layer_.attention_output_norm,
-        static_cast<const W*>(layer_.mlp_norm));
+    finish_attention(part);
     project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected);
     activate(projected, part.rows, activated);
     add(part, layer_.down, activated, layer_.mlp_output_norm, following);
@@ -249,9 +264,15 @@ void run(const Shape& shape, const Step& step, const Layer* layers, int64_t firs
   const auto pass = [&](int64_t index) { return Pass<X, W>(shape, widths, step, layers[index], index); };
   parts.each([&](const Part& part) { pass(first).begin(part); });
   for (int64_t index = first; index < stop; ++index) {
+    const auto* following = static_cast<const W*>(layers[index + 1].attention_norm);
+    const bool has_experts = layers[index].experts;
     pass(index).attend_all();
+    if (has_experts) {
+      parts.each([&](const Part& part) { pass(index).finish_attention(part); });
+      pass(index).mix_all();
+    }
     parts.each([&](const Part& part) {
-      pass(index).finish(part, static_cast<const W*>(layers[index + 1].attention_norm));
+      has_experts ? pass(index).finish_mixed(part, following) : pass(index).finish(part, following);
       if (index + 1 < stop) pass(index + 1).begin(part);
     });
   }

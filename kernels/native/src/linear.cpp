@@ -3,6 +3,8 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
+#include <vector>
+
 #include "calls.h"
 #include "panels.h"
 
@@ -96,11 +98,29 @@ void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   }
 }
 
+// One projection, or several of equal sizes.
 template <typename T>
-void compute(const Linear<T>& job) {
-  const int64_t panels = num_panels(job.to.outputs), threads = team_size();
-  share(panels, panels_at_once(panels, job.rows <= kTile),
-        [&](int64_t panel) { compute_panel(job, panel, std::min(panel + threads, panels - 1)); });
+void compute(const Linear<T>* jobs, int64_t count) {
+  const int64_t panels = num_panels(jobs->to.outputs), threads = team_size();
+  const bool few_rows = std::all_of(jobs, jobs + count, [](const Linear<T>& job) { return job.rows <= kTile; });
+  share(count * panels, panels_at_once(count * panels, few_rows), [&](int64_t at) {
+    const int64_t panel = at % panels;
+    compute_panel(jobs[at / panels], panel, std::min(panel + threads, panels - 1));
+  });
+}
+
+template <typename T>
+void compute_groups(const RowGroups& groups, const T* x, T* out) {
+  static thread_local std::vector<Linear<T>> kept;
+  kept.clear();
+  for (int64_t i = 0; i < groups.count; ++i) {
+    const Projection& by = groups.projections[i];
+    const int64_t first = groups.starts[i], rows = groups.starts[i + 1] - first;
+    if (!rows) continue;
+    const Outputs<T> to{static_cast<const T*>(by.bias), nullptr, out + first * by.outputs, by.outputs};
+    kept.push_back({x + first * by.inputs, static_cast<const T*>(by.weight), rows, by.inputs, to});
+  }
+  if (!kept.empty()) compute(kept.data(), static_cast<int64_t>(kept.size()));
 }
 
 template <typename T>
@@ -121,6 +141,14 @@ void pack(const T* weight, int64_t inputs, int64_t outputs, T* packed) {
 
 }  // namespace
 
+namespace legato {
+
+void linear_groups(const RowGroups& groups, const bf16* x, bf16* out) { compute_groups(groups, x, out); }
+
+void linear_groups(const RowGroups& groups, const float* x, float* out) { compute_groups(groups, x, out); }
+
+}  // namespace legato
+
 extern "C" {
 
 // How many numbers packing writes: outputs are filled up to whole panels.
@@ -137,12 +165,14 @@ void linear_pack_f32(const float* weight, int64_t inputs, int64_t outputs, float
 
 void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,
                  const bf16* residual, bf16* out) {
-  compute(Linear<bf16>{x, weight, rows, inputs, {bias, residual, out, outputs}});
+  const Linear<bf16> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
+  compute(&job, 1);
 }
 
 void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
                 const float* residual, float* out) {
-  compute(Linear<float>{x, weight, rows, inputs, {bias, residual, out, outputs}});
+  const Linear<float> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
+  compute(&job, 1);
 }
 
 }  // extern "C"

@@ -7,6 +7,8 @@
 // The instruction multiplies unsigned bytes, the stored codes, and signed ones, the activations: what each code is too
 // high goes into a sum's first value. Activations of 16 bits are multiplied byte by byte.
 
+#include <vector>
+
 #include "calls.h"
 #include "panels.h"
 #include "quantised_activations.h"
@@ -21,7 +23,9 @@ constexpr int kTile = 6;  // rows of a tile: sums of a group and of all groups i
 
 struct Job {
   const WholeActivations& x;
+  Layout layout;
   const uint8_t* packed;  // [panels, groups] blocks: what `quantised_pack` made
+  int64_t first, stop;    // rows of `x`, and of what it becomes
   Outputs<bf16> to;
 };
 
@@ -117,7 +121,8 @@ inline __attribute__((always_inline)) void add_minimums(const Layout& layout, co
 }
 
 template <int kRows, class Codes, int kBytes>
-void compute_tile(const Layout& layout, const Job& job, int64_t panel, int64_t first_row) {
+void compute_tile(const Job& job, int64_t panel, int64_t first_row) {
+  const Layout& layout = job.layout;
   Totals<kRows> totals;
   for (int row = 0; row < kRows; ++row) totals.left[row] = totals.right[row] = _mm512_setzero_ps();
   for (int64_t at = 0; at < layout.groups(); ++at) {
@@ -138,27 +143,56 @@ void compute_tile(const Layout& layout, const Job& job, int64_t panel, int64_t f
 }
 
 template <int kRows, class Codes, int kBytes>
-void compute_rest(const Layout& layout, const Job& job, int64_t panel, int64_t first_row) {
-  if (job.x.rows - first_row == kRows) return compute_tile<kRows, Codes, kBytes>(layout, job, panel, first_row);
-  if constexpr (kRows > 1) compute_rest<kRows - 1, Codes, kBytes>(layout, job, panel, first_row);
+void compute_rest(const Job& job, int64_t panel, int64_t first_row) {
+  if (job.stop - first_row == kRows) return compute_tile<kRows, Codes, kBytes>(job, panel, first_row);
+  if constexpr (kRows > 1) compute_rest<kRows - 1, Codes, kBytes>(job, panel, first_row);
 }
 
 template <class Codes, int kBytes>
-void compute(const Layout& layout, const Job& job) {
-  share(layout.panels(), panels_at_once(layout.panels(), job.x.rows <= kTile), [&](int64_t panel) {
-    int64_t row = 0;
-    for (; row + kTile <= job.x.rows; row += kTile) compute_tile<kTile, Codes, kBytes>(layout, job, panel, row);
-    if (row < job.x.rows) compute_rest<kTile - 1, Codes, kBytes>(layout, job, panel, row);
-  });
+void compute_panel(const Job& job, int64_t panel) {
+  int64_t row = job.first;
+  for (; row + kTile <= job.stop; row += kTile) compute_tile<kTile, Codes, kBytes>(job, panel, row);
+  if (row < job.stop) compute_rest<kTile - 1, Codes, kBytes>(job, panel, row);
 }
 
 template <class Codes>
-void compute(const Layout& layout, const Job& job) {
-  if (job.x.bytes == 2) return compute<Codes, 2>(layout, job);
-  compute<Codes, 1>(layout, job);
+void compute_panel(const Job& job, int64_t panel) {
+  job.x.bytes == 2 ? compute_panel<Codes, 2>(job, panel) : compute_panel<Codes, 1>(job, panel);
+}
+
+// One projection, or several of equal sizes.
+void compute(const Job* jobs, int64_t count) {
+  const int64_t panels = jobs->layout.panels();
+  const bool few_rows = std::all_of(jobs, jobs + count, [](const Job& job) { return job.stop - job.first <= kTile; });
+  share(count * panels, panels_at_once(count * panels, few_rows), [&](int64_t at) {
+    const Job& job = jobs[at / panels];
+    job.layout.bits == 4 ? compute_panel<FourBits>(job, at % panels) : compute_panel<EightBits>(job, at % panels);
+  });
 }
 
 }  // namespace
+
+namespace legato {
+
+void quantised_groups(const RowGroups& groups, const bf16* x, bf16* out) {
+  const Projection& any = *groups.projections;
+  const WholeActivations& whole =
+      whole_activations(x, groups.starts[groups.count], any.inputs / any.group, any.group, any.x_bytes);
+  std::vector<Job> jobs;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    const Projection& by = groups.projections[i];
+    if (groups.starts[i] == groups.starts[i + 1]) continue;
+    jobs.push_back({whole,
+                    {by.inputs, by.outputs, by.group, by.bits, by.lowest, by.wide_factors, by.has_minimums},
+                    static_cast<const uint8_t*>(by.weight),
+                    groups.starts[i],
+                    groups.starts[i + 1],
+                    {static_cast<const bf16*>(by.bias), nullptr, out, by.outputs}});
+  }
+  if (!jobs.empty()) compute(jobs.data(), static_cast<int64_t>(jobs.size()));
+}
+
+}  // namespace legato
 
 extern "C" {
 
@@ -189,9 +223,9 @@ void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t
                       int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, int64_t x_bytes,
                       const bf16* bias, const bf16* residual, bf16* out) {
   const Layout layout{inputs, outputs, group, bits, lowest, wide_factors, has_minimums};
-  const Job job{whole_activations(x, rows, layout.groups(), group, x_bytes), packed, {bias, residual, out, outputs}};
-  if (bits == 4) return compute<FourBits>(layout, job);
-  compute<EightBits>(layout, job);
+  const WholeActivations& whole = whole_activations(x, rows, layout.groups(), group, x_bytes);
+  const Job job{whole, layout, packed, 0, rows, {bias, residual, out, outputs}};
+  compute(&job, 1);
 }
 
 }  // extern "C"

@@ -1,6 +1,5 @@
 // Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a draw
-// needs: the likely tokens, the mass of all, and the random words of those that are left. And the best token that a
-// grammar allows.
+// needs: the likely tokens, the mass of all, and the random words of those that are left. And the best tokens of all rows.
 //
 // Allowed: bit i % 16 of word i / 16 is set if token i is; null, if all are.
 //
@@ -13,6 +12,7 @@
 #include <cstdint>
 
 #include "sigmoid.h"
+#include "team.h"
 
 using legato::accurate_exp;
 
@@ -81,12 +81,16 @@ struct Row {
     return temperature == 1.0f ? below : _mm512_div_ps(below, _mm512_set1_ps(temperature));
   }
 
+  // Those of 16 tokens that there are.
+  __mmask16 within(int64_t first) const {
+    const int64_t left = tokens - first;
+    return static_cast<__mmask16>(left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1);
+  }
+
   // Those of 16 tokens that can be taken.
   __mmask16 present(int64_t first) const {
-    const int64_t left = tokens - first;
-    if (left <= 0) return 0;
-    const int some = left >= 16 ? 0xffff : (1 << left) - 1;
-    return static_cast<__mmask16>(allowed ? some & allowed[first / 16] : some);
+    const __mmask16 some = within(first);
+    return allowed && some ? static_cast<__mmask16>(some & allowed[first / 16]) : some;
   }
 };
 
@@ -119,37 +123,65 @@ struct Contenders {
   }
 };
 
+// See sampling_best. Four vectors at a time, none of which waits for another.
+inline int64_t best_of(const Row& row, float* largest) {
+  constexpr int kParts = 4;
+  __m512 all[kParts], best[kParts];
+  __m512i where[kParts];  // the first token of the 16 that each lane's best is of
+  __mmask16 unordered = 0;
+  for (int part = 0; part < kParts; ++part) {
+    all[part] = best[part] = _mm512_set1_ps(-INFINITY);
+    where[part] = _mm512_setzero_si512();
+  }
+  const auto take = [&](int64_t first, int part, __m512 values, __mmask16 present) {
+    unordered |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    all[part] = _mm512_max_ps(all[part], values);
+    const __mmask16 better = _mm512_mask_cmp_ps_mask(present, values, best[part], _CMP_GT_OQ);
+    best[part] = _mm512_mask_mov_ps(best[part], better, values);
+    where[part] = _mm512_mask_mov_epi32(where[part], better, _mm512_set1_epi32(static_cast<int>(first)));
+  };
+  int64_t first = 0;
+  for (; first + 16 * kParts <= row.tokens; first += 16 * kParts) {
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t at = first + 16 * part;
+      take(at, part, _mm512_loadu_ps(row.logits + at), row.allowed ? row.allowed[at / 16] : 0xffff);
+    }
+  }
+  for (; first < row.tokens; first += 16) {
+    const __m512 values = _mm512_mask_loadu_ps(all[0], row.within(first), row.logits + first);
+    take(first, 0, values, row.present(first));
+  }
+  int64_t found = -1;
+  float winner = -INFINITY;
+  for (int part = 0; part < kParts; ++part) {
+    all[0] = _mm512_max_ps(all[0], all[part]);
+    alignas(64) float value[16];
+    alignas(64) int32_t start[16];
+    _mm512_store_ps(value, best[part]);
+    _mm512_store_si512(start, where[part]);
+    for (int64_t lane = 0; lane < 16; ++lane) {
+      const int64_t token = start[lane] + lane;
+      if (value[lane] == -INFINITY || value[lane] < winner || (value[lane] == winner && token > found)) continue;
+      winner = value[lane];
+      found = token;
+    }
+  }
+  *largest = unordered ? NAN : _mm512_reduce_max_ps(all[0]);
+  return found;
+}
+
 }  // namespace
 
 extern "C" {
 
-// The token of the largest of the `logits [tokens]` that are allowed, the first one among equals. -1: none is, or all of
-// them are impossible. None is NaN.
-int64_t sampling_best(const float* logits, int64_t tokens, const uint16_t* allowed) {
-  const Row row{logits, tokens, 0.0f, 1.0f, allowed};
-  __m512 best = _mm512_set1_ps(-INFINITY);
-  __m512i where = _mm512_setzero_si512();  // the first token of the 16 that each lane's best is of
-  for (int64_t first = 0; first < tokens; first += 16) {
-    const __mmask16 present = row.present(first);
-    if (!present) continue;
-    const __m512 values = _mm512_maskz_loadu_ps(present, logits + first);
-    const __mmask16 better = _mm512_mask_cmp_ps_mask(present, values, best, _CMP_GT_OQ);
-    best = _mm512_mask_mov_ps(best, better, values);
-    where = _mm512_mask_mov_epi32(where, better, _mm512_set1_epi32(static_cast<int>(first)));
-  }
-  alignas(64) float value[16];
-  alignas(64) int32_t start[16];
-  _mm512_store_ps(value, best);
-  _mm512_store_si512(start, where);
-  int64_t found = -1;
-  float largest = -INFINITY;
-  for (int64_t lane = 0; lane < 16; ++lane) {
-    const int64_t token = start[lane] + lane;
-    if (value[lane] == -INFINITY || value[lane] < largest || (value[lane] == largest && token > found)) continue;
-    largest = value[lane];
-    found = token;
-  }
-  return found;
+// Of each row of `logits [rows, tokens]`: the token of the largest that is `allowed[row]`, the first one among equals, -1 if
+// none is or all of them are impossible; and the largest of all its logits, NaN if one is.
+void sampling_best(const float* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed, int64_t* best,
+                   float* largest) {
+  legato::share_evenly(rows, rows > 1, [&](int64_t row) {
+    best[row] = best_of({logits + row * tokens, tokens, 0.0f, 1.0f, allowed[row]}, largest + row);
+  });
 }
 
 // Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that are

@@ -158,6 +158,17 @@ def test_a_layout_is_enough_or_not() -> None:
     assert problem.play(Layout(1, 0, 1), load=0.1).summary.overall.attainment > few
 
 
+def test_drafts_keep_promises_that_no_step_alone_keeps() -> None:
+    """A step reads 16 GB, which takes 6 ms."""
+    requests = list(draw_requests(Workload(requests_per_s=4.0, num_requests=50), 0))
+    targets = Targets(ttft_s=1.0, tpot_s=0.005, share=0.9)
+    plain = Hardware(model=LLAMA_3_1_8B, device=H100_SXM)
+    assert Problem(requests, targets, plain).estimate(1).reachable == 0.0
+    drafting = Problem(requests, targets, replace(plain, acceptance=0.8))
+    assert drafting.estimate(1).reachable > 0.9
+    assert drafting.play(Layout(1, 1, 1)).summary.overall.attainment > 0.9
+
+
 def test_simulations_end_with_the_time_for_them() -> None:
     requests = list(draw_requests(Workload(requests_per_s=4.0, num_requests=50), 0))
     hardware = Hardware(model=LLAMA_3_1_8B, device=H100_SXM)

@@ -118,6 +118,13 @@ def test_fewer_workers_serve_fewer_and_stricter_targets_are_met_less() -> None:
     assert fewer.supposed.in_time < as_many.supposed.in_time < as_many.replayed.in_time == 1.0
 
 
+def test_right_drafts_make_tokens_come_sooner() -> None:
+    """In the supposed cluster; what happened is replayed without any."""
+    plain, drafting = (what_if(CLUSTER, lived(), acceptance=acceptance) for acceptance in (0.0, 0.8))
+    assert drafting.replayed == plain.replayed
+    assert drafting.supposed.tpot.p50 < 0.8 * plain.supposed.tpot.p50
+
+
 def test_gaps_are_judged_as_they_were_and_as_they_would_be() -> None:
     requests = lived()
     stalled = replace(requests[0], gap_p99_s=0.3)
@@ -179,6 +186,8 @@ def test_the_command_replays_a_log(
     assert all(word in out for word in ("measured", "replayed", "supposed", "Error of the simulation"))
     assert run("--layouts", "--newest", "20") == 0
     assert "Of 20 requests" in capsys.readouterr().out
+    assert run("--acceptance", "1.5") == 1
+    assert "acceptance is 1.5" in capsys.readouterr().err
     assert run("--prefill", "1") == 1
     assert "describes no prefill worker" in capsys.readouterr().err
     path.write_text(cluster_line(CLUSTER))

@@ -18,6 +18,7 @@ from engine.cost_model.roofline import (
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost, StepWork
+from engine.model.config import ExpertsConfig
 
 
 def decode_s(cost: StepCost, batch: int, context: int) -> float:
@@ -30,6 +31,19 @@ def test_sizes_are_the_published_ones() -> None:
     assert LLAMA_3_1_8B.kv_bytes_per_token == 128 * 1024
     assert LLAMA_3_1_70B.kv_bytes_per_token == 320 * 1024
     assert LLAMA_3_1_8B.weight_bytes == 2 * LLAMA_3_1_8B.num_weights
+
+
+def test_a_mixture_holds_all_experts_and_a_token_reads_those_it_chose() -> None:
+    """Mixtral 8x7B: 46.7 billion weights, 12.9 billion of them for a token (arXiv:2401.04088)."""
+    experts = ExpertsConfig(num_experts=8, per_token=2, width=14336, normalised=True)
+    mixtral = dataclasses.replace(
+        LLAMA_3_1_8B, vocab_size=32000, num_sparse_layers=LLAMA_3_1_8B.num_layers, experts=experts
+    )
+    assert mixtral.num_weights == pytest.approx(46.7e9, rel=0.001)
+    assert mixtral.num_weights * mixtral.share_of_a_token == pytest.approx(12.9e9, rel=0.002)
+    cost, dense = (roofline_cost(shape, A100_SXM, num_devices=2) for shape in (mixtral, LLAMA_3_1_8B))
+    assert 1.5 < cost.prefill_token_s / dense.prefill_token_s < 2
+    assert 4 < cost.base_s / dense.base_s < 7
 
 
 def test_prefill_of_8b_on_an_h100_runs_at_25000_tokens_per_second() -> None:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from engine.sampling.grammar import GrammarError, GrammarMasks, allowed_by
 from engine.sampling.params import MAX_GRAMMAR_CHARS, SamplingParams
 from engine.sampling.sampler import InvalidLogitsError, Sampler
-from engine.sequence import Sequence, finish_reason
+from engine.sequence import DraftedSequence, Sequence, finish_reason
 from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.sampling_twin import EOS, VOCAB, naive_draw, params_of, random_logits, sequence
 from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.waiting import wait_until
 
 DIGITS = "start: /[0-9]{2,4}/"
 
@@ -51,7 +52,7 @@ def sampler(masks: GrammarMasks) -> Sampler:
 
 
 def allowed(masks: GrammarMasks, seq: Sequence) -> set[int]:
-    bits = masks.bits(seq)
+    [bits] = masks.of([seq])
     assert bits is not None
     return set(np.flatnonzero(allowed_by(bits, VOCAB)).tolist())
 
@@ -64,7 +65,7 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end(masks: GrammarMask
         seq.output_token_ids.append(min(digits))
     seq.output_token_ids[-1] = EOS
     assert allowed(masks, seq) == {EOS}, "a step that was planned ahead samples once more"
-    assert masks.bits(sequence(params_of())) is None
+    assert masks.of([sequence(params_of())]) == [None]
 
 
 def test_masks_follow_the_output_whatever_becomes_of_it(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
@@ -77,7 +78,7 @@ def test_masks_follow_the_output_whatever_becomes_of_it(masks: GrammarMasks, tok
 
 def test_a_sequence_that_is_gone_leaves_nothing(masks: GrammarMasks) -> None:
     seq = sequence(params_of(grammar=DIGITS))
-    masks.bits(seq)
+    masks.of([seq])
     assert len(masks._followed) == 1
     gone = weakref.ref(seq)
     del seq
@@ -91,7 +92,7 @@ def test_what_a_grammar_forces(masks: GrammarMasks, tokenizer: Tokenizer) -> Non
     seq = sequence(params_of(grammar='start: "red" | "green" | "grey"'))
     for output, follows in (("g", "re"), ("gre", ""), ("gree", "n"), ("grey", "")):
         seq.output_token_ids[:] = tokenizer.encode(output)
-        masks.bits(seq)
+        masks.of([seq])
         assert masks.forced_tokens(seq) == tuple(tokenizer.encode(follows)), output
     seq.output_token_ids[:] = tokenizer.encode("re")
     assert masks.forced_tokens(seq) == (), "it is somewhere else by now"
@@ -99,6 +100,39 @@ def test_what_a_grammar_forces(masks: GrammarMasks, tokenizer: Tokenizer) -> Non
     assert masks.forced_tokens(seq) == tuple(tokenizer.encode("d"))
     assert masks.forced_tokens(sequence(params_of(grammar=DIGITS))) == ()
     assert masks.forced_tokens(sequence(params_of())) == ()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "output", "drafts", "follow"),
+    [
+        ('start: "red" | "green" | "grey"', "g", "reen", ["r", "e", "ey", "n", "$"]),
+        ('start: "red" | "green" | "grey"', "g", "rexy", ["r", "e", "ey", "", ""]),
+        ('start: "red" | "green" | "grey"', "gree", "n$", ["n", "$", "$"]),
+        ('start: "red" | "green" | "grey"', "", "g$", ["rg", "r", "$"]),
+        ("start: /[0-1]{2,3}/", "1", "1$", ["01", "01$", "$"]),
+    ],
+)
+def test_masks_behind_drafts(
+    masks: GrammarMasks, tokenizer: Tokenizer, grammar: str, output: str, drafts: str, follow: list[str]
+) -> None:
+    """Nothing behind what the grammar forbids, the end behind the end; and what comes next stays the same."""
+
+    def ids(text: str) -> list[int]:
+        return [EOS if character == "$" else tokenizer.encode(character)[0] for character in text]
+
+    seq, beside = (sequence(params_of(grammar=grammar), output=ids(output)) for _ in range(2))
+    drafted = [DraftedSequence(seq, tuple(ids(drafts[: count + 1]))) for count in range(len(drafts))]
+    for _ in range(2):
+        found = masks.of([seq, *drafted, beside])
+        allowed = [set(np.flatnonzero(allowed_by(bits, VOCAB)).tolist()) for bits in found if bits is not None]
+        assert allowed == [set(ids(text)) for text in [*follow, follow[0]]]
+
+
+def test_a_tokenizer_is_read_ahead(folder: Path) -> None:
+    masks = GrammarMasks(folder, VOCAB, [EOS])
+    assert not masks.has_tokenizer
+    masks.read_ahead()
+    wait_until(lambda: masks.has_tokenizer)
 
 
 @settings(max_examples=80, deadline=None)

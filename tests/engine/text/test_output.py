@@ -17,10 +17,12 @@ from engine.text.formats import (
     choose_tool_format,
     with_hermes_tools,
 )
-from engine.text.output import Event, OutputParser
+from engine.text.harmony import output_parser
+from engine.text.output import Event
 
 LLAMA, MISTRAL, GEMMA = (TOOL_FORMATS[name] for name in ("llama", "mistral", "gemma"))
 THINK = REASONING_FORMATS["think"]
+HARMONY: dict[str, Any] = {"tools": TOOL_FORMATS["harmony"], "reasoning": REASONING_FORMATS["harmony"]}
 FUNCTIONS = {"f", "g"}
 
 Said = list[tuple[str, str, int]]
@@ -37,7 +39,7 @@ def put_together(events: list[Event]) -> Said:
 
 
 def read(text: str, cuts: list[int], **settings: Any) -> Said:
-    parser = OutputParser(functions=FUNCTIONS, **settings)
+    parser = output_parser(functions=FUNCTIONS, **settings)
     edges = [0, *sorted(cuts), len(text)]
     events = [event for start, end in pairwise(edges) for event in parser.feed(text[start:end])]
     return put_together(events + parser.finish())
@@ -159,6 +161,50 @@ def call(index: int, name: str, arguments: str) -> Said:
             call(0, "f", '{"place": "Paris, {F}", "days": 3, "l": ["a", true], "o": {"x": null}}'),
             id="gemma",
         ),
+        pytest.param(
+            "<|channel|>analysis<|message|>Sum: <|b.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.",
+            HARMONY,
+            [("reasoning", "Sum: <|b.", 0), text("It is 4.")],
+            id="harmony",
+        ),
+        pytest.param(
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"q":"<|"}<|call|>',
+            HARMONY,
+            [("reasoning", "hm", 0), text("I look."), *call(0, "f", '{"q":"<|"}')],
+            id="harmony's calls, with what is said before",
+        ),
+        pytest.param(
+            ' to=functions.f<|channel|>commentary json<|message|>{"q":1}<|call|><|start|>assistant to=functions.g'
+            "<|channel|>analysis<|message|>",
+            HARMONY,
+            [*call(0, "f", '{"q":1}'), *call(1, "g", "{}")],
+            id="harmony's calls by the role, without arguments",
+        ),
+        pytest.param(
+            "hm<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>commentary to=functions.g<|message|>{}<|call|>",
+            {**HARMONY, "reasons": True, "single": True},
+            [("reasoning", "hm", 0), *call(0, "f", "{}")],
+            id="one of harmony's calls, the prompt began the reasoning",
+        ),
+        pytest.param(
+            "<|channel|>commentary to=functions.h<|message|>{}<|call|>",
+            HARMONY,
+            [text("<|channel|>commentary to=functions.h<|message|>{}")],
+            id="harmony's call of nobody",
+        ),
+        pytest.param(
+            "<|channel|>analysis<|message|>hm <|en", HARMONY, [("reasoning", "hm <|en", 0)], id="harmony cut off"
+        ),
+        pytest.param("<|channel|>final<|mess", HARMONY, [], id="harmony cut off in a header"),
+        pytest.param('{"a": "<|message|>"}', HARMONY, [text('{"a": "<|message|>"}')], id="harmony without a header"),
+        pytest.param(
+            "<|channel|>analysis<|message|>hm<|end|>",
+            {"tools": TOOL_FORMATS["harmony"]},
+            [text("hm")],
+            id="harmony whose reasoning is not told apart",
+        ),
     ],
 )
 def test_events(output: str, settings: dict[str, Any], expected: Said) -> None:
@@ -171,7 +217,7 @@ def test_events(output: str, settings: dict[str, Any], expected: Said) -> None:
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    parser = OutputParser(tools=HERMES, functions=FUNCTIONS)
+    parser = output_parser(tools=HERMES, functions=FUNCTIONS)
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"pla') == [
         Event("call", "f", 0),
         Event("arguments", '{"pla', 0),
@@ -180,14 +226,25 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.feed('is"}}') == [Event("arguments", 'is"}', 0)]
 
 
-@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+def test_harmonys_arguments_come_as_they_are_written() -> None:
+    parser = output_parser(functions=FUNCTIONS, **HARMONY)
+    assert parser.feed("<|channel|>commentary to=functions.f ") == []
+    assert parser.feed('<|constrain|>json<|message|>{"pla') == [
+        Event("call", "f", 0),
+        Event("arguments", '{"pla', 0),
+    ]
+    assert parser.feed('ce": "Par') == [Event("arguments", 'ce": "Par', 0)]
+    assert parser.is_past_reasoning and not parser.has_reasoned
+
+
+@pytest.mark.parametrize("tools", [known for known in TOOL_FORMATS.values() if known.body != "harmony"])
 def test_nothing_is_lost_of_what_is_no_call(tools: Any) -> None:
     """Whatever the text, it comes out again, but for space beside marks: no function has a name here."""
     rng = random.Random(11)
     pieces = [*sorted(tools.marks), "{", "}", "[", "]", '"name"', ":", ",", '"f"', "call:f", " ", "\n", "x", "\\", '"']
     for _ in range(300):
         output = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
-        parser = OutputParser(tools=tools)
+        parser = output_parser(tools=tools)
         events = [event for character in output for event in parser.feed(character)] + parser.finish()
         assert {event.kind for event in events} <= {"text"}
         assert "".join("".join(event.text for event in events).split()) == "".join(output.split())
@@ -199,12 +256,14 @@ def test_checkpoints_formats_are_recognised() -> None:
         "mistral": '{{ "[TOOL_CALLS]" + message.tool_calls }}',
         "gemma": "<start_function_call>call:",
         "llama": "{%- if builtin_tools %}<|python_tag|>",
+        "harmony": '{{- "<|start|>assistant to=functions." + name + "<|channel|>commentary json<|message|>" }}',
     }
     for name, template in templates.items():
         assert choose_tool_format("auto", template, None) is TOOL_FORMATS[name]
     assert choose_tool_format("auto", "<tool_call>\n<function=", None) is None
     assert choose_tool_format("llama", templates["hermes"], None) is LLAMA
     assert choose_reasoning_format("auto", "content.split('</think>')", None) is THINK
+    assert choose_reasoning_format("auto", "<|channel|>analysis<|message|>", None) is HARMONY["reasoning"]
     assert choose_reasoning_format("none", "<think>", None) is choose_reasoning_format("auto", "hello", None) is None
 
 

@@ -1,0 +1,144 @@
+"""Harmony, in which gpt-oss writes: an answer is a row of messages, each on a channel.
+
+    <|channel|>analysis<|message|>It asks for the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>
+
+What is said on `analysis` is reasoning, on `final` the answer. On `commentary` the model says to its user what it is
+about to do, or calls a function, whose name stands in the header, behind the channel's or the role's. The prompt ends
+with the first `<|start|>assistant`.
+
+`output_parser` makes the parser of a model, whether this is its format or another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Final, Literal
+
+from engine.text.formats import ReasoningFormat, ToolFormat
+from engine.text.output import Event, OutputParser, mark_start
+
+_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_MAX_HEADER_CHARS: Final = 256
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT: Final = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+
+
+def output_parser(
+    *,
+    tools: ToolFormat | None = None,
+    functions: Collection[str] = (),
+    single: bool = False,
+    reasoning: ReasoningFormat | None = None,
+    reasons: bool = False,
+) -> OutputParser | HarmonyParser:
+    """See `OutputParser`."""
+    if any(known is not None and known.body == "harmony" for known in (tools, reasoning)):
+        return HarmonyParser(functions=functions, single=single, is_split=reasoning is not None, reasons=reasons)
+    return OutputParser(tools=tools, functions=functions, single=single, reasoning=reasoning, reasons=reasons)
+
+
+class HarmonyParser:
+    """Reads one answer as `OutputParser` does. Without `is_split` what is on the channel of reasoning is text, too."""
+
+    def __init__(
+        self, *, functions: Collection[str] = (), single: bool = False, is_split: bool = True, reasons: bool = False
+    ) -> None:
+        self._functions, self._single, self._is_split = functions, single, is_split
+        self._part: Literal["header", "text", "reasoning", "arguments", "dropped"] = "header"
+        self._is_empty = False  # a call, so far
+        self._buffer = ""  # not decided yet
+        self._events: list[Event] = []
+        self.num_calls = 0
+        self.has_reasoned = False
+        self.is_past_reasoning = False
+        if reasons:
+            self._begin("<|channel|>analysis")
+
+    def feed(self, text: str) -> list[Event]:
+        self._buffer += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """What had to wait; nothing may follow. Of a header that was cut off nothing is told."""
+        if self._part != "header":
+            self._say(self._buffer)
+            self._end()
+        self._buffer = ""
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> bool:
+        """Do one thing about what waits; False where more has to come first."""
+        if not self._buffer:
+            return False
+        return self._in_header() if self._part == "header" else self._in_body()
+
+    def _in_header(self) -> bool:
+        header, mark, rest = self._buffer.partition(_MESSAGE)
+        if (
+            not any(start.startswith(header[: len(start)]) for start in _HEADER_STARTS)
+            or len(header) > _MAX_HEADER_CHARS
+        ):
+            self._begin("")  # a text without any
+            return True
+        if mark:
+            self._buffer = rest
+            self._begin(header)
+        return bool(mark)
+
+    def _begin(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        is_thought = channel is not None and channel[1] == "analysis"
+        if recipient is not None and recipient[1] in self._functions:
+            self.num_calls += 1
+            self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
+            if self._part == "arguments":
+                self._events.append(Event("call", recipient[1], self.num_calls - 1))
+            self._is_empty = True
+        elif is_thought and self._is_split and recipient is None:
+            self._part, self.has_reasoned = "reasoning", True
+        else:
+            self._part = "text"
+            if recipient is not None:  # nobody whom this request knows
+                self._say(header + _MESSAGE)
+        self.is_past_reasoning |= self._part != "reasoning"
+
+    def _in_body(self) -> bool:
+        found = [(at, end) for end in _ENDS if (at := self._buffer.find(end)) >= 0]
+        if found:
+            at, end = min(found)
+            self._say(self._buffer[:at])
+            self._buffer = self._buffer[at + len(end) :]
+            self._end()
+            self._part = "header"
+            return True
+        at = min(mark_start(self._buffer, end) for end in _ENDS)
+        self._say(self._buffer[:at])
+        self._buffer = self._buffer[at:]
+        return False
+
+    def _end(self) -> None:
+        """Of a message."""
+        if self._part == "arguments" and self._is_empty:
+            self._say("{}")
+
+    def _say(self, text: str) -> None:
+        if not text or self._part in ("header", "dropped"):
+            return
+        assert self._part != "header" and self._part != "dropped"
+        self._is_empty = False
+        index = self.num_calls - 1 if self._part == "arguments" else 0
+        last = self._events[-1] if self._events else None
+        if last is not None and (last.kind, last.index) == (self._part, index):
+            last.text += text
+        else:
+            self._events.append(Event(self._part, text, index))

@@ -1,0 +1,90 @@
+"""A layer's mixture of experts in one call of the C++ kernels: see `src/experts.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kernels.interface import ExpertChoice, GatedMlp, Linear
+from kernels.native.library import TYPE_NAMES, Flag, Pointer, Size, declare
+from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
+
+
+class _Experts(ctypes.Structure):
+    """That of `src/calls.h`, field by field."""
+
+    _fields_ = (
+        ("router", ProjectionRecord),
+        ("gate_up", ctypes.POINTER(ProjectionRecord)),
+        ("down", ctypes.POINTER(ProjectionRecord)),
+        ("count", Size),
+        ("per_row", Size),
+        ("normalised", Flag),
+        ("gelu_tanh", Flag),
+    )
+
+
+def pack_experts(
+    library: ctypes.CDLL, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice
+) -> NativeExperts | None:
+    """None where a weight is none of the C++ kernels', or experts are not quantised alike."""
+    gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
+    if not (isinstance(router, NativeLinear) and _are_alike(gate_up) and _are_alike(down)):
+        return None
+    return NativeExperts(library, router, experts, choice)
+
+
+def _are_alike(linears: Sequence[Linear]) -> bool:
+    kinds = {
+        (
+            linear.dtype,
+            (linear.form.group_size, linear.activation_bits) if isinstance(linear, QuantisedLinear) else None,
+        )
+        for linear in linears
+        if isinstance(linear, NativeLinear)
+    }
+    return len(kinds) == 1 and all(isinstance(linear, NativeLinear) for linear in linears)
+
+
+class NativeExperts:
+    """A row's result is the same to the bit whatever the other rows are. Not for two threads at once."""
+
+    def __init__(
+        self, library: ctypes.CDLL, router: NativeLinear, experts: Sequence[GatedMlp], choice: ExpertChoice
+    ) -> None:
+        self.router, self.experts, self.choice = router, experts, choice  # what the record points to
+        self.dtype = router.dtype
+        records = ProjectionRecord * len(experts)
+        self._record = _Experts(
+            router=projection_record(router),
+            gate_up=records(*(projection_record(expert.gate_up) for expert in experts)),
+            down=records(*(projection_record(expert.down) for expert in experts)),
+            count=len(experts),
+            per_row=choice.per_row,
+            normalised=choice.normalised,
+            gelu_tanh=experts[0].activation == "gelu_tanh",
+        )
+        name = f"experts_{TYPE_NAMES[self.dtype]}"
+        self._compute = declare(library, name, [Pointer, Pointer, Size, Pointer, Pointer])
+
+    @property
+    def address(self) -> int:
+        """Of the record that the C++ kernels read, while this lives."""
+        return ctypes.addressof(self._record)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sum(x, None)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._sum(x, residual.contiguous())
+
+    def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        assert x.dtype == self.dtype
+        out = x.new_empty(x.shape)
+        self._compute(
+            self.address, x.data_ptr(), len(x), None if residual is None else residual.data_ptr(), out.data_ptr()
+        )
+        return out

@@ -1,0 +1,129 @@
+// A layer's mixture of experts: each row goes through the few gated MLPs that a router chooses for it.
+//
+// Rows are put in the order of their experts, so that each expert's weights are read once for all of its rows, and the
+// experts' panels are shared among the threads as those of one projection. What an expert makes of a row depends on no
+// other row (linear.cpp, quantised.cpp), and a row's experts are summed by their rank: its result is the same to the bit
+// in any company.
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "calls.h"
+#include "elementwise.h"
+#include "team.h"
+
+namespace {
+
+using namespace legato;
+
+// Kept from call to call: such sizes would come from the system, and go back, each time.
+template <typename X>
+struct Memory {
+  std::vector<X> logits, x, gate_up, activated, out;  // [rows, experts]; the others: [rows * per_row, ...], sorted
+  std::vector<float> shares;                          // [rows, per_row]: how much an expert counts
+  std::vector<int64_t> numbers, places;               // [rows, per_row]: of a row's experts; where it is sorted to
+  std::vector<int64_t> starts;                        // [experts + 1]: where an expert's rows begin
+};
+
+// The largest logits of a row, of equal ones the first, and their softmax.
+template <typename X>
+void choose(const Experts& experts, const X* logits, int64_t* numbers, float* shares) {
+  static thread_local std::vector<float> kept;
+  kept.resize((experts.count + 15) / 16 * 32);
+  float *values = kept.data(), *powers = values + kept.size() / 2;
+  for (int64_t at = 0; at < experts.count; at += 16) {
+    const __mmask16 lanes = first_lanes(experts.count - at);
+    _mm512_storeu_ps(values + at, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, load(logits + at, lanes)));
+  }
+  const __m512 largest = _mm512_set1_ps(*std::max_element(values, values + experts.count));
+  float total = 0;
+  for (int64_t at = 0; at < experts.count; at += 16) {
+    const __m512 power = accurate_exp(_mm512_sub_ps(_mm512_loadu_ps(values + at), largest));
+    _mm512_storeu_ps(powers + at, power);
+    total += _mm512_mask_reduce_add_ps(first_lanes(experts.count - at), power);
+  }
+  float chosen = 0;
+  for (int64_t rank = 0; rank < experts.per_row; ++rank) {
+    const int64_t number = std::max_element(values, values + experts.count) - values;
+    numbers[rank] = number;
+    shares[rank] = powers[number];
+    chosen += powers[number];
+    values[number] = -INFINITY;
+  }
+  for (int64_t rank = 0; rank < experts.per_row; ++rank) shares[rank] /= experts.normalised ? chosen : total;
+}
+
+template <typename X>
+void sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
+  memory.places.resize(assigned);
+  memory.starts.assign(experts.count + 1, 0);
+  for (int64_t at = 0; at < assigned; ++at) ++memory.starts[memory.numbers[at] + 1];
+  for (int64_t number = 0; number < experts.count; ++number) memory.starts[number + 1] += memory.starts[number];
+  std::vector<int64_t> next(memory.starts.begin(), memory.starts.end() - 1);
+  for (int64_t at = 0; at < assigned; ++at) memory.places[at] = next[memory.numbers[at]]++;
+}
+
+// To `residual`, if there is one, a row's experts in float32, rounded once.
+template <typename X>
+void sum_row(const X* outputs, const int64_t* places, const float* shares, int64_t per_row, int64_t width,
+             const X* residual, X* out) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const __mmask16 lanes = first_lanes(width - i);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t rank = 0; rank < per_row; ++rank) {
+      sum = _mm512_fmadd_ps(_mm512_set1_ps(shares[rank]), load(outputs + places[rank] * width + i, lanes), sum);
+    }
+    if (residual) sum = _mm512_add_ps(sum, load(residual + i, lanes));
+    store(out + i, lanes, sum);
+  }
+}
+
+template <typename X>
+void run(const Experts& experts, const X* x, int64_t rows, const X* residual, X* out) {
+  static thread_local Memory<X> kept;
+  Memory<X>& memory = kept;  // the caller's, in every thread
+  const int64_t width = experts.router.inputs, inner = experts.down->inputs, per_row = experts.per_row;
+  const int64_t assigned = rows * per_row;
+  const bool is_worth = assigned * width >= kWorthThreads;
+
+  memory.logits.resize(rows * experts.count);
+  memory.numbers.resize(assigned);
+  memory.shares.resize(assigned);
+  const int64_t all[] = {0, rows};
+  project({&experts.router, all, 1}, x, memory.logits.data());
+  share_evenly(rows, is_worth, [&](int64_t row) {
+    choose(experts, &memory.logits[row * experts.count], &memory.numbers[row * per_row], &memory.shares[row * per_row]);
+  });
+  sort(experts, assigned, memory);
+
+  memory.x.resize(assigned * width);
+  memory.gate_up.resize(assigned * inner * 2);
+  memory.activated.resize(assigned * inner);
+  memory.out.resize(assigned * width);
+  share_evenly(assigned, is_worth, [&](int64_t at) {
+    std::memcpy(&memory.x[memory.places[at] * width], x + at / per_row * width, width * sizeof(X));
+  });
+  project({experts.gate_up, memory.starts.data(), experts.count}, memory.x.data(), memory.gate_up.data());
+  const auto gate = experts.gelu_tanh ? gated_activation<gelu_tanh, X> : gated_activation<silu, X>;
+  gate(memory.gate_up.data(), assigned, inner, memory.activated.data());
+  project({experts.down, memory.starts.data(), experts.count}, memory.activated.data(), memory.out.data());
+  share_evenly(rows, is_worth, [&](int64_t row) {
+    sum_row(memory.out.data(), &memory.places[row * per_row], &memory.shares[row * per_row], per_row, width,
+            residual ? residual + row * width : nullptr, out + row * width);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void experts_bf16(const Experts* experts, const bf16* x, int64_t rows, const bf16* residual, bf16* out) {
+  run(*experts, x, rows, residual, out);
+}
+
+void experts_f32(const Experts* experts, const float* x, int64_t rows, const float* residual, float* out) {
+  run(*experts, x, rows, residual, out);
+}
+
+}  // extern "C"

@@ -1,0 +1,299 @@
+"""A layer's mixture of experts: each row goes through the few gated MLPs that a router chooses for it.
+
+All experts' projections are one grouped product: rows are put in the order of their experts, and each program computes
+a tile of one expert's rows. Nothing waits for the host, and sizes follow from the number of rows alone, so that a CUDA
+graph can hold it. Sums are taken as in `kernels.triton.matmul`, and a row's experts are added up by their rank: its
+result is the same to the bit alone and in any batch.
+
+Shape legend: T rows, E hidden size, X experts; R = T * per_row pairs of a row and an expert; K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.interface import ExpertChoice, GatedMlp, Linear
+from kernels.triton.elementwise import gated_activation
+from kernels.triton.matmul import tile_of
+from kernels.triton.shipped import TYPE_NAMES, Shipped
+
+_MOST_EXPERTS = (64, 512)  # that a kernel looks at
+_MOST_RANKS = 16
+_BLOCK = 1024  # columns of a sum
+_WIDE_ROWS = 64  # of an expert, in the mean, from which tiles are wide
+
+
+@triton.jit
+def choose_kernel(
+    logits, numbers, shares, num_experts, per_row, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
+):
+    """Grid: (row). `logits [T, X]`; `numbers`, `shares [T, per_row]`, all contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    experts, ranks = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
+    nothing = float("-inf")
+    values = tl.load(logits + row * num_experts + experts, mask=experts < num_experts, other=nothing).to(tl.float32)
+    powers = tl.exp(values - tl.max(values, axis=0))
+    total = tl.sum(powers, axis=0)
+    chosen = tl.zeros((RANKS,), dtype=tl.int64)
+    counts = tl.zeros((RANKS,), dtype=tl.float32)
+    for rank in range(per_row):
+        best = tl.argmax(values, axis=0, tie_break_left=True)
+        chosen = tl.where(ranks == rank, best, chosen)
+        counts = tl.where(ranks == rank, tl.sum(tl.where(experts == best, powers, 0.0), axis=0), counts)
+        values = tl.where(experts == best, nothing, values)
+    counts /= tl.sum(counts, axis=0) if NORMALISED else total
+    tl.store(numbers + row * per_row + ranks, chosen, mask=ranks < per_row)
+    tl.store(shares + row * per_row + ranks, counts, mask=ranks < per_row)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def grouped_matmul_kernel(
+    x,
+    weight,
+    order,
+    starts,
+    out,
+    num_pairs,
+    num_experts,
+    per_row,
+    N,
+    K,
+    GATHERS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid: (tile of pairs, tile of outputs); of the former as many as there can be, of which some have nothing to do.
+
+    `order [R]`: pair p, of row `p // per_row`, stands at place i if `order[i]` is p. Those of expert e stand at
+    `starts[e]` to `starts[e + 1]`. `weight [X, N, K]`. Where GATHERS, `x [T, K]` and `out [R, N]` is by place, else
+    `x [R, K]` is by place and `out [R, N]` by pair.
+    """
+    tile = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    first = tl.load(starts + experts, mask=experts < num_experts, other=num_pairs).to(tl.int32)
+    stop = tl.load(starts + experts + 1, mask=experts < num_experts, other=num_pairs).to(tl.int32)
+    tiles = tl.cdiv(stop - first, BLOCK_M)
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    if expert >= num_experts:
+        return
+    mine = experts == expert
+    begin = tl.sum(tl.where(mine, first + (tile - ends + tiles) * BLOCK_M, 0), axis=0)
+    end = tl.sum(tl.where(mine, stop, 0), axis=0)
+    places = begin + tl.arange(0, BLOCK_M)
+    live_places = places < end
+    pairs = tl.load(order + places, mask=live_places, other=0)
+    # Places beyond the last read the first row instead, and are not stored: no mask in the loop.
+    sources = pairs // per_row if GATHERS else tl.where(live_places, places, 0).to(tl.int64)
+    targets = places.to(tl.int64) if GATHERS else pairs
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    x_rows = x + sources[:, None] * K
+    weight_rows = weight + (expert.to(tl.int64) * N + tl.where(columns < N, columns, 0))[None, :] * K
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        live = start + depth < K
+        a = tl.load(x_rows + (start + depth)[None, :], mask=live[None, :], other=0.0)
+        b = tl.load(weight_rows + (start + depth)[:, None], mask=live[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    stored = live_places[:, None] & (columns[None, :] < N)
+    tl.store(out + targets[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def sum_experts_kernel(outputs, shares, residual, out, per_row, width, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (row, block of columns). `outputs [T, per_row, width]`, `shares [T, per_row]`; `residual`, `out` are
+    `[T, width]`; all contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = columns < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in range(per_row):
+        pair = row * per_row + rank
+        total += tl.load(shares + pair) * tl.load(outputs + pair * width + columns, mask=live, other=0.0).to(tl.float32)
+    if ADDS:
+        total += tl.load(residual + row * width + columns, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=live)
+
+
+def pack_experts(
+    router: Linear, experts: Sequence[GatedMlp], weights: Sequence[Tensor], choice: ExpertChoice
+) -> Linear:
+    """`weights`: those of each expert's `gate_up` and of its `down`, in turn. Raises ValueError for more experts than
+    the kernels look at."""
+    if len(experts) > _MOST_EXPERTS[-1] or choice.per_row > _MOST_RANKS:
+        raise ValueError(
+            f"{choice.per_row} of {len(experts)} experts for each token are more than the GPU's kernels can choose:"
+            f" {_MOST_RANKS} of {_MOST_EXPERTS[-1]}"
+        )
+    gate_up, down = torch.stack(list(weights[::2])), torch.stack(list(weights[1::2]))
+    numbers = torch.arange(len(experts) + 1, device=gate_up.device)
+    return GpuExperts(router, gate_up, down, numbers, experts[0], choice)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuExperts:
+    """`kernels.interface.Linear` by the kernels above."""
+
+    router: Linear  # E -> X
+    gate_up: Tensor  # [X, 2 * width, E]
+    down: Tensor  # [X, E, width]
+    numbers: Tensor  # [X + 1]: 0, 1, ...
+    form: GatedMlp  # any of the experts
+    choice: ExpertChoice
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._sum(x, None)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._sum(x, residual.contiguous())
+
+    def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        if not len(x):
+            return torch.empty_like(x)
+        numbers, shares = choose_experts(self.router(x), self.choice)
+        sorted_numbers, order = numbers.flatten().sort(stable=True)
+        starts = torch.searchsorted(sorted_numbers, self.numbers)
+        gate_up = grouped_matmul(x, self.gate_up, order, starts, self.choice.per_row, gathers=True)
+        activated = gated_activation(gate_up, self.form.activation)
+        outputs = grouped_matmul(activated, self.down, order, starts, self.choice.per_row, gathers=False)
+        return sum_experts(outputs, shares, residual)
+
+
+def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+    """Of each row of `logits [T, X]`: its experts' numbers `[T, per_row]` and how much each counts, likewise."""
+    num_rows, num_experts = logits.shape
+    numbers = torch.empty(num_rows, choice.per_row, dtype=torch.int64, device=logits.device)
+    shares = torch.empty(num_rows, choice.per_row, dtype=torch.float32, device=logits.device)
+    _choosing(logits.dtype, choice.normalised, _most(num_experts)).launch(
+        (num_rows,),
+        logits=logits.contiguous(),
+        numbers=numbers,
+        shares=shares,
+        num_experts=num_experts,
+        per_row=choice.per_row,
+    )
+    return numbers, shares
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, per_row: int, *, gathers: bool) -> Tensor:
+    """Rows of `x` by the weights of their experts: see `grouped_matmul_kernel`. Returns `[R, N]`."""
+    (num_experts, N, K), num_pairs = weight.shape, len(order)
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == K
+    out = torch.empty(num_pairs, N, dtype=x.dtype, device=x.device)
+    # In float32, wide tiles have no registers left for places and rows on Blackwell.
+    wide = num_pairs >= num_experts * _WIDE_ROWS and x.dtype != torch.float32
+    shipped = _grouped(x.dtype, wide, gathers, _most(num_experts))
+    tile = shipped.constants
+    most_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)  # each expert's last one may be cut
+    shipped.launch(
+        (most_tiles, triton.cdiv(N, tile["BLOCK_N"])),
+        x=x,
+        weight=weight,
+        order=order,
+        starts=starts,
+        out=out,
+        num_pairs=num_pairs,
+        num_experts=num_experts,
+        per_row=per_row,
+        N=N,
+        K=K,
+    )
+    return out
+
+
+def sum_experts(outputs: Tensor, shares: Tensor, residual: Tensor | None) -> Tensor:
+    """To `residual [T, E]`, if there is one, `outputs [R, E]` as much as `shares [T, per_row]` say."""
+    num_rows, per_row = shares.shape
+    width = outputs.shape[1]
+    out = torch.empty(num_rows, width, dtype=outputs.dtype, device=outputs.device)
+    _summing(outputs.dtype, residual is not None).launch(
+        (num_rows, triton.cdiv(width, _BLOCK)),
+        outputs=outputs,
+        shares=shares,
+        residual=out if residual is None else residual,
+        out=out,
+        per_row=per_row,
+        width=width,
+    )
+    return out
+
+
+def _most(num_experts: int) -> int:
+    return next(most for most in _MOST_EXPERTS if num_experts <= most)
+
+
+@functools.cache
+def _choosing(dtype: torch.dtype, normalised: bool, most: int) -> Shipped:
+    element = TYPE_NAMES[dtype]
+    return Shipped(
+        name=f"choose_experts-{'normalised-' if normalised else ''}{element}-{most}",
+        kernel=choose_kernel,
+        types={
+            "logits": f"*{element}",
+            "numbers": "*i64",
+            "shares": "*fp32",
+            "num_experts": "i32",
+            "per_row": "i32",
+        },
+        constants={"NORMALISED": normalised, "EXPERTS": most, "RANKS": _MOST_RANKS},
+        num_warps=1 if most <= 64 else 4,
+        num_stages=1,
+    )
+
+
+@functools.cache
+def _grouped(dtype: torch.dtype, wide: bool, gathers: bool, most: int) -> Shipped:
+    element, tile = TYPE_NAMES[dtype], tile_of(dtype, wide)
+    pointers = dict.fromkeys(("x", "weight", "out"), f"*{element}") | {"order": "*i64", "starts": "*i64"}
+    integers = dict.fromkeys(("num_pairs", "num_experts", "per_row", "N", "K"), "i32")
+    return Shipped(
+        name=f"grouped_matmul-{element}-{'wide' if wide else 'narrow'}-{'in' if gathers else 'out'}-{most}",
+        kernel=grouped_matmul_kernel,
+        types=pointers | integers,
+        constants={"GATHERS": gathers, "EXPERTS": most, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        aligned=frozenset({"N", "K"}),
+    )
+
+
+@functools.cache
+def _summing(dtype: torch.dtype, adds: bool) -> Shipped:
+    element = TYPE_NAMES[dtype]
+    return Shipped(
+        name=f"sum_experts-{'add-' if adds else ''}{element}",
+        kernel=sum_experts_kernel,
+        types=dict.fromkeys(("outputs", "residual", "out"), f"*{element}")
+        | {"shares": "*fp32", "per_row": "i32", "width": "i32"},
+        constants={"ADDS": adds, "BLOCK": _BLOCK},
+        num_warps=4,
+        num_stages=1,
+        aligned=frozenset({"width"}),
+    )
+
+
+def shipped() -> list[Shipped]:
+    both = (False, True)
+    return [
+        *(_choosing(dtype, normalised, most) for dtype in TYPE_NAMES for normalised in both for most in _MOST_EXPERTS),
+        *(
+            _grouped(dtype, wide, gathers, most)
+            for dtype in TYPE_NAMES
+            for wide in both
+            for gathers in both
+            for most in _MOST_EXPERTS
+            if not (wide and dtype == torch.float32)
+        ),
+        *(_summing(dtype, adds) for dtype in TYPE_NAMES for adds in both),
+    ]

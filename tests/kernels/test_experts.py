@@ -1,0 +1,87 @@
+"""Mixtures of experts on a CPU against their plain twin, and rows that do not depend on one another."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu import kernels as cpu
+from kernels.interface import ExpertChoice, Kernels
+from kernels.native.experts import NativeExperts
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
+from kernels.reference import PlainExperts, choose_experts
+from tests.support.mixtures import MIXTURES, Mixture
+
+DTYPES = (torch.float32, torch.bfloat16)
+LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
+KERNELS: list[Kernels] = [cpu, *map(NativeCpuKernels, LIBRARIES)]
+
+
+@pytest.fixture(params=LIBRARIES, ids=["native"] * len(LIBRARIES))
+def native(request: pytest.FixtureRequest) -> NativeCpuKernels:
+    assert isinstance(request.param, ctypes.CDLL)
+    return NativeCpuKernels(request.param)
+
+
+def test_the_first_of_equal_logits_are_chosen() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0]])
+    numbers, shares = choose_experts(logits, ExpertChoice(per_row=3, normalised=False))
+    assert numbers.tolist() == [[1, 3, 2]]
+    assert torch.equal(shares, logits.softmax(-1)[:, [1, 3, 2]])
+    _, normalised = choose_experts(logits, ExpertChoice(per_row=3, normalised=True))
+    torch.testing.assert_close(normalised, shares / shares.sum())
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "native"][: len(KERNELS)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("num_rows", [1, 7, 130])
+def test_like_the_twin(kernels: Kernels, name: str, dtype: torch.dtype, num_rows: int) -> None:
+    torch.manual_seed(0)
+    mixture = MIXTURES[name]
+    weights, x = mixture.weights(dtype), mixture.rows(num_rows, dtype)
+    residual = torch.randn(num_rows, mixture.hidden).to(dtype)
+    packed = mixture.packed(kernels, weights)
+    assert isinstance(packed, PlainExperts if kernels is cpu else NativeExperts)
+    twin = mixture.packed(reference, [weight.float() for weight in weights])
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    for actual, expected in (
+        (packed(x), twin(x.float())),
+        (packed.add_to(residual, x), twin.add_to(residual.float(), x.float())),
+    ):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_do_not_depend_on_each_other_nor_on_threads(
+    native: NativeCpuKernels, name: str, quantised: bool, num_threads: int
+) -> None:
+    torch.manual_seed(0)
+    mixture = MIXTURES[name]
+    packed = mixture.packed(native, mixture.weights(torch.bfloat16), quantised=quantised)
+    assert isinstance(packed, NativeExperts)
+    x, residual = mixture.rows(40, torch.bfloat16), torch.randn(40, mixture.hidden).bfloat16()
+    alone = torch.cat([packed.add_to(residual[row : row + 1], x[row : row + 1]) for row in range(40)])
+    torch.set_num_threads(num_threads)
+    for count in (1, 2, 3, 7, 13, 25, 40):
+        assert torch.equal(packed.add_to(residual[-count:], x[-count:]), alone[-count:])
+
+
+def test_experts_of_which_some_are_quantised_are_computed_one_by_one(native: NativeCpuKernels) -> None:
+    torch.manual_seed(0)
+    mixture = Mixture(num_experts=2, per_row=2)
+    weights = mixture.weights(torch.bfloat16)
+    whole, quantised = mixture.packed(native, weights), mixture.packed(native, weights, quantised=True)
+    assert isinstance(whole, NativeExperts)
+    assert isinstance(quantised, NativeExperts)
+    mixed = native.pack_experts(whole.router, [whole.experts[0], quantised.experts[1]], whole.choice)
+    assert isinstance(mixed, PlainExperts)
+    x = mixture.rows(9, torch.bfloat16)
+    torch.testing.assert_close(mixed(x).float(), whole(x).float(), rtol=5e-2, atol=5e-2)

@@ -1,0 +1,67 @@
+"""Mixtures of experts whose router's logits are exact in every type, so that all kernels choose the same experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.interface import Activation, ExpertChoice, GatedMlp, Kernels, Linear
+from kernels.quantised_weight import QuantisedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    num_experts: int = 8
+    per_row: int = 2
+    hidden: int = 64
+    width: int = 48
+    normalised: bool = True
+    activation: Activation = "silu"
+
+    def rows(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The first inputs of a row are its logits: all numbers from 0 on in steps of 1/8, in some order."""
+        x = torch.randn(count, self.hidden)
+        for row in x:
+            row[: self.num_experts] = torch.randperm(self.num_experts) / 8
+        return x.to(dtype)
+
+    def weights(self, dtype: torch.dtype) -> list[Tensor]:
+        """The router's `[X, E]`; then `[2 * width, E]` and `[E, width]` of each expert."""
+        experts = [
+            torch.randn(shape) / shape[1] ** 0.5
+            for _ in range(self.num_experts)
+            for shape in ((2 * self.width, self.hidden), (self.hidden, self.width))
+        ]
+        return [weight.to(dtype) for weight in (torch.eye(self.num_experts, self.hidden), *experts)]
+
+    def packed(self, kernels: Kernels, weights: list[Tensor], *, quantised: bool = False) -> Linear:
+        def pack(weight: Tensor) -> Linear:
+            if quantised:
+                return kernels.pack_quantised(_eight_bits(weight), None, weight.dtype)
+            return kernels.pack_linear(weight, None)
+
+        experts = [
+            GatedMlp(
+                gate_up=pack(gate_up), down=pack(down), activation=self.activation, activate=kernels.gated_activation
+            )
+            for gate_up, down in zip(weights[1::2], weights[2::2], strict=True)
+        ]
+        choice = ExpertChoice(per_row=self.per_row, normalised=self.normalised)
+        return kernels.pack_experts(kernels.pack_linear(weights[0], None), experts, choice)
+
+
+MIXTURES = {
+    "two of eight": Mixture(),
+    "all of three, their shares among all": Mixture(num_experts=3, per_row=3, normalised=False),
+    "one": Mixture(num_experts=1, per_row=1),
+    "seven of sixty": Mixture(num_experts=60, per_row=7, hidden=96, width=16, normalised=False, activation="gelu_tanh"),
+}
+
+
+def _eight_bits(weight: Tensor) -> QuantisedWeight:
+    groups = weight.float().view(len(weight), -1, 16)
+    scales = groups.abs().amax(-1) / 127
+    codes = (groups / scales.unsqueeze(-1)).round().to(torch.int8).view(weight.shape)
+    return QuantisedWeight(codes=codes, scales=scales, minimums=None, bits=8, lowest=-128)
