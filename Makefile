@@ -45,7 +45,7 @@ test-fast: setup
 # (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
 ROUNDS ?= 5
 test-long: setup
-	$(PYTEST) --hypothesis-profile=random tests/interpreted
+	$(PYTEST) --hypothesis-profile=random tests/interpreted tests/with_models/test_any_decoder.py
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray/test_ray_cluster.py -k batch
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \

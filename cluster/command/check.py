@@ -25,7 +25,7 @@ from cluster.deployment.capacity import needs, require_room
 
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
-    from engine.model.config import ModelConfig
+    from engine.model.config import DecoderConfig
     from kv_transfer.messages.fields import Role
 
 # torch, which most of what is asked below brings along, takes seconds: a configuration that is wrong is told at once.
@@ -55,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{config.model.ref} is not on this machine: `legato serve` fetches it, and its memory is not known here."
         )
         return 0
+    try:
+        print(_computed_by(config, folder), flush=True)
+    except ValueError as error:
+        return _tell([str(error)])
     problems: list[str] = []
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
@@ -67,6 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
     for note in _notes(config, workers):
         print(f"Note: {note}")
     return _tell(list(dict.fromkeys(problems)))
+
+
+def _computed_by(config: LegatoConfig, folder: Path) -> str:
+    """Raises ValueError for a model that is not served at all."""
+    from engine.model.config import ModelConfig, read_config
+
+    model = read_config(folder, config.model.backend)
+    whose = "Legato's own code" if isinstance(model, ModelConfig) else "the code of transformers"
+    return f"{whose} computes it: {model.architecture}."
 
 
 def _tell(problems: list[str]) -> int:
@@ -147,12 +160,13 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig
     from engine.model.shards import check_degree
-    from engine.steps.loading import context_length, dtype_of, layout_of
+    from engine.steps.loading import context_length, dtype_of, layout_of, served_config
 
-    model = ModelConfig.from_folder(folder)
     engine = engine_config(role, config)
     engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
-    check_degree(model, engine.tensor_parallel)
+    model = served_config(folder, engine)
+    if isinstance(model, ModelConfig):
+        check_degree(model, engine.tensor_parallel)
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
     weights = weight_bytes(folder, model, layout.dtype.itemsize, engine.quantisation)
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
@@ -199,15 +213,18 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
 
 
-def weight_bytes(folder: Path, model: ModelConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
+def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
     """What the weights take once they are loaded. Raises ValueError where some are missing, or the files damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+    from engine.model.config import ModelConfig
 
     if (folder / GGUF_NAME).exists():
         return (folder / GGUF_NAME).stat().st_size
     files = sorted(folder.glob("*.safetensors"))
     tensors = {canonical_name(name): fields for path in files for name, fields in _header(path).items()}
+    if not isinstance(model, ModelConfig):  # its own code knows which they are: all that are stored
+        return sum(prod(map(int, fields["shape"])) for fields in tensors.values()) * value_bytes
     if model.packing is not None:
         return sum(end - start for start, end in (fields["data_offsets"] for fields in tensors.values()))
     total = 0.0

@@ -31,6 +31,7 @@ from engine.checkpoint.weights import load_output_layer
 from engine.drafting.head_training import HeadScores, HeadTraining, Tokens, frequent_tokens
 from engine.drafting.heads import HeadDrafter, HeadsConfig
 from engine.drafting.speculation import MOST_DRAFTS, Speculation
+from engine.model.config import native_config
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, LoadedModel, attach_heads, load_model, model_fingerprint
@@ -209,7 +210,7 @@ def _training(
         begun = load_file(found / "model.safetensors")
         token_map = begun.get("token_map", token_map)
         print(f"Goes on from {found}")
-    layer = load_output_layer(folder, config, model.layout.dtype)[token_map]
+    layer = load_output_layer(folder, native_config(config, "heads that draft"), model.layout.dtype)[token_map]
     return HeadTraining(model, heads, layer, token_map, begun)
 
 

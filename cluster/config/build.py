@@ -97,6 +97,7 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
     made = EngineConfig(
         model_ref=config.model.ref,
         model_name=config.model.name,
+        backend=config.model.backend,
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         block_size=kv.block_size,

@@ -69,6 +69,11 @@ class ModelSettings(Settings):
         min_length=1,
         description="Name that clients use; empty: `ref` without revision, or the last part of it where it is a path.",
     )
+    backend: Literal["auto", "native", "transformers"] = Field(
+        "auto",
+        description="Whose code computes the model: Legato's (`native`), or that of the library transformers over"
+        " Legato's KV; `auto`: Legato's where it can.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
     )

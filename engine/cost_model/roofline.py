@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import ExpertsConfig, ModelConfig
+from engine.model.config import DecoderConfig, ExpertsConfig, ModelConfig
 
 # Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
 ROOFLINE_ERROR = 0.3
@@ -33,8 +33,10 @@ class ModelShape:
     experts: ExpertsConfig | None = None  # of such a layer
 
     @classmethod
-    def of(cls, config: ModelConfig, *, bytes_per_value: int) -> ModelShape:
-        mixtures = [layer.experts for layer in config.layers if layer.experts is not None]
+    def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
+        """Of a mixture that transformers computes: as if it were dense."""
+        layers = config.layers if isinstance(config, ModelConfig) else ()
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
         return cls(
             name=config.architecture,
             num_layers=config.num_layers,

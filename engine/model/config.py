@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
@@ -45,6 +45,70 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+
+
+Backend = Literal["auto", "native", "transformers"]
+"""Whose code computes a model: Legato's, or that of transformers over Legato's KV. `auto`: Legato's where it can."""
+
+
+class DecoderConfig(Protocol):
+    """What everything above a model knows of it, whoever computes it."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer's attention sees, the newest included; None: all."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def tied_embeddings(self) -> bool: ...
+
+
+def read_config(folder: str | Path, backend: Backend = "auto") -> DecoderConfig:
+    """Of the model in a folder, as it will be computed: a `ModelConfig` natively. Raises ValueError for what cannot be
+    served so."""
+    if backend == "native":
+        return ModelConfig.from_folder(folder)
+    refused: ValueError | None = None
+    if backend == "auto":
+        try:
+            return ModelConfig.from_folder(folder)
+        except ValueError as error:
+            refused = error
+    from engine.model.hugging_face import HuggingFaceConfig  # takes seconds to import
+
+    try:
+        return HuggingFaceConfig.from_folder(folder)
+    except ValueError:
+        if refused is not None and _named_architecture(Path(folder)) in SUPPORTED_ARCHITECTURES:
+            raise refused from None  # what its own model lacks is nearer
+        raise
+
+
+def native_config(config: DecoderConfig, what: str) -> ModelConfig:
+    """Raises ValueError where transformers' code computes the model, for which there is no `what`."""
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{what}: only for a model that Legato's own code computes; {config.architecture} is not one")
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +164,10 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
     def mlp_widths(self) -> frozenset[int]:
         """Of all MLPs that it has: dense ones, and experts."""
         return frozenset(layer.experts.width if layer.experts else self.intermediate_size for layer in self.layers)
@@ -114,24 +182,30 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, folder: Path) -> ModelConfig:
-        architecture = _architecture(_read_json(folder / "config.json"), folder)
-        hf = _load_hf_config(folder)
+        architecture = _architecture(folder)
+        hf = load_hf_config(folder)
         quantization = getattr(hf, "quantization_config", None)
-        config = _translate(hf, architecture, _eos_token_ids(hf, folder), folder)
+        config = _translate(hf, architecture, eos_token_ids(hf, folder), folder)
         return replace(config, packing=WeightPacking.from_config(quantization, folder)) if quantization else config
 
 
-def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
-    named = str((raw.get("architectures") or ["(none)"])[0])
-    # One that was saved without its head is the same model; the weights tell whether it can do without.
-    whole = named.removesuffix("Model") + "ForCausalLM" if named.endswith("Model") else named
-    if whole not in SUPPORTED_ARCHITECTURES:
+def _architecture(folder: Path) -> str:
+    named = _named_architecture(folder)
+    if named not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ValueError(f"the model in {folder} has the architecture {named}; supported are {supported}")
-    return whole
+    return named
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _named_architecture(folder: Path) -> str:
+    named = str((read_json(folder / "config.json").get("architectures") or ["(none)"])[0])
+    # One that was saved without its head is the same model; the weights tell whether it can do without.
+    whole = named.removesuffix("Model") + "ForCausalLM" if named.endswith("Model") else named
+    return whole if whole in SUPPORTED_ARCHITECTURES else named
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError where the file is missing or broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -143,8 +217,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load_hf_config(folder: Path) -> Any:
-    """The family's own defaults applied, names of older config versions translated."""
+def load_hf_config(folder: Path) -> Any:
+    """The family's own defaults applied, names of older config versions translated. Raises ValueError."""
     from transformers import AutoConfig  # takes seconds to import: only a checkpoint's first start pays for it
 
     try:
@@ -153,10 +227,10 @@ def _load_hf_config(folder: Path) -> Any:
         raise ValueError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
 
 
-def _eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
+def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
     """Those of config.json and of generation_config.json: either file may know one that the other does not."""
     generation = folder / "generation_config.json"
-    named = [hf.eos_token_id, _read_json(generation).get("eos_token_id") if generation.exists() else None]
+    named = [hf.eos_token_id, read_json(generation).get("eos_token_id") if generation.exists() else None]
     ids: set[int] = set()
     for entry in named:
         if entry is not None:

@@ -28,7 +28,7 @@ from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory.devices import pinning_for, require_device
 from engine.memory.host import keep_freed_memory, map_private_memory
-from engine.model.config import ModelConfig
+from engine.model.config import Backend, DecoderConfig, ModelConfig, native_config, read_config
 from engine.model.shards import WHOLE
 from engine.model.transformer import Model
 from engine.parallel.device_link import require_devices
@@ -48,6 +48,7 @@ from kernels.ops import kernels_for
 from kernels.quantised_weight import ActivationBits
 
 if TYPE_CHECKING:
+    from engine.model.hugging_face import HuggingFaceModel
     from engine.sampling.device_sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class EngineConfig:
 
     model_ref: str
     model_name: str
+    backend: Backend = "auto"
     dtype: DtypeName = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -115,7 +117,7 @@ def load_runner(
     kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
     require_devices(device, engine.tensor_parallel)
     require_whole_cache(device, engine.tensor_parallel, engine.host_bytes)
-    config = ModelConfig.from_folder(folder)
+    config = served_config(folder, engine)
     layout = layout_of(config, engine, dtype_of(engine.dtype, folder))
     memory = KVMemory(
         kv_blocks=engine.kv_blocks,
@@ -140,7 +142,7 @@ class _Loading:
 
     engine: EngineConfig
     folder: Path
-    config: ModelConfig
+    config: DecoderConfig
     layout: KVLayout
     memory: KVMemory
     device: torch.device
@@ -157,19 +159,20 @@ class _Loading:
 
     def _sharing_kernels(self) -> Kernels:
         """With packed weights where other workers of the machine have theirs, if these kernels can."""
-        if not isinstance(self.kernels, NativeCpuKernels):
+        if not isinstance(self.kernels, NativeCpuKernels) or not isinstance(self.config, ModelConfig):
             return self.kernels
         facts = f"{self.kernels.packing} {self.layout.dtype} {self.engine.quantisation}"
         memory = packing_memory(self.folder, facts, self._pack_all, self.engine.share_weights)
         return self.kernels.packing_into(memory)
 
     def _pack_all(self, memory: PackingMemory) -> None:
-        assert isinstance(self.kernels, NativeCpuKernels)
+        assert isinstance(self.kernels, NativeCpuKernels) and isinstance(self.config, ModelConfig)
         with torch.inference_mode():
-            Model(self.config, self._weights(None), self.kernels.packing_into(memory))
+            Model(self.config, self._native_weights(self.config, None), self.kernels.packing_into(memory))
 
     def _group_runner(self, sizes: KVSizes) -> ModelRunner:
         engine = self.engine
+        assert isinstance(self.config, ModelConfig), "served_config refuses the others"
         group = GroupLeader(
             self.folder,
             self.config,
@@ -217,14 +220,27 @@ class _Loading:
         )
 
     def _threads(self, group: GroupLeader | None) -> StepThreads | None:
-        if group is not None or not isinstance(self.kernels, NativeCpuKernels):  # or results would depend on them
+        is_native = isinstance(self.kernels, NativeCpuKernels) and isinstance(self.config, ModelConfig)
+        if group is not None or not is_native:  # or results would depend on them
             return None
         return StepThreads(torch.get_num_threads())
 
-    def _weights(self, group: GroupLeader | None) -> Weights:
+    def _weights(self, group: GroupLeader | None) -> Weights | HuggingFaceModel:
+        """Or the whole model, where its own code lays them out."""
+        if isinstance(self.config, ModelConfig):
+            return self._native_weights(self.config, group)
+        from engine.model.hugging_face import HuggingFaceConfig, HuggingFaceModel  # takes seconds to import
+
+        assert isinstance(self.config, HuggingFaceConfig)
+        with torch.inference_mode():
+            return HuggingFaceModel(
+                self.config, self.folder, dtype=self.layout.dtype, device=self.device, kernels=self.kernels
+            )
+
+    def _native_weights(self, config: ModelConfig, group: GroupLeader | None) -> Weights:
         return load_weights(
             self.folder,
-            self.config,
+            config,
             self.engine.quantisation,
             dtype=self.layout.dtype,
             shard=WHOLE if group is None else group.ranks.shard,
@@ -242,7 +258,24 @@ class _Loading:
         return KVCache(self.layout, num_blocks, memory=memory)
 
 
-def layout_of(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
+def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
+    """Of the model as it will be computed. Raises ValueError for what cannot be served, or not in this way."""
+    config = read_config(folder, engine.backend)
+    if not isinstance(config, ModelConfig):
+        wished = {
+            f"tensor_parallel {engine.tensor_parallel}": engine.tensor_parallel > 1,
+            "quantization": engine.quantisation is not None,
+            "batch_invariant": engine.batch_invariant,
+        }
+        if unmet := [wish for wish, wanted in wished.items() if wanted]:
+            raise ValueError(
+                f"the model in {folder} is computed by transformers' {config.architecture}, for which"
+                f" {unmet[0]} is not built; leave it out, or use a model with the backend native"
+            )
+    return config
+
+
+def layout_of(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
     """How a worker's KV blocks are cut."""
     layers_per_group = engine.layers_per_group
     if layers_per_group is None:
@@ -276,9 +309,11 @@ def _set_threads(num_threads: int | None, tensor_parallel: int) -> None:
 
 def _decode_recording(loading: _Loading, runner: ModelRunner) -> Callable[[], None] | None:
     """Records the runner's decode steps over the KV cache it then has. None: not wanted, or the kernels cannot be
-    replayed; a group's are not."""
+    replayed; a group's and transformers' are not."""
     engine, kernels = loading.engine, loading.kernels
-    if not engine.decode_graphs or engine.tensor_parallel > 1 or not isinstance(kernels, GraphKernels):
+    if not (engine.decode_graphs and isinstance(kernels, GraphKernels)):
+        return None
+    if engine.tensor_parallel > 1 or not isinstance(loading.config, ModelConfig):
         return None
     limits = DecodeGraphLimits.of(engine.largest_step.num_seqs, runner.config.max_position_embeddings)
     return partial(runner.record_decode, kernels, limits)
@@ -427,7 +462,7 @@ def attach_heads(
 ) -> HeadDrafter:
     """Heads draft for the runner's model from now on, which is the one in `folder`. Raises ValueError for a folder that
     does not hold what its config says."""
-    model, device = runner.config, runner.model.device
+    model, device = native_config(runner.config, "heads that draft"), runner.model.device
     kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
     with torch.inference_mode():
         made = load_heads(
@@ -456,7 +491,7 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
             "with a draft model the KV memory of decode workers has to be given as a size or in blocks, not as a share"
             " of the device's: set kv.decode.memory to 8GiB, for example"
         )
-    alone = replace(config, model_ref=ref, draft_ref=None, max_model_len=None, layers_per_group=None)
+    alone = replace(config, model_ref=ref, draft_ref=None, backend="auto", max_model_len=None, layers_per_group=None)
     alone = replace(alone, host_bytes=0, staging_bytes=0, tensor_parallel=1, batch_invariant=False)
     if config.kv_bytes is not None:
         own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
@@ -466,13 +501,13 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
 
 
 def _bytes_per_column(folder: Path, engine: EngineConfig) -> int:
-    layout = layout_of(ModelConfig.from_folder(folder), engine, dtype_of(engine.dtype, folder))
+    layout = layout_of(served_config(folder, engine), engine, dtype_of(engine.dtype, folder))
     return layout.block_bytes * layout.num_layer_groups
 
 
 def require_same_vocabulary(folder: Path, draft_folder: Path) -> None:
     """Raises ValueError where a token of one model is not the same token of the other."""
-    sizes = [ModelConfig.from_folder(path).vocab_size for path in (folder, draft_folder)]
+    sizes = [read_config(path).vocab_size for path in (folder, draft_folder)]
     if sizes[0] != sizes[1]:
         reason = f"one has {sizes[0]} tokens, the other {sizes[1]}"
     else:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.model.batch import Batch, build_batch
-from engine.model.config import ModelConfig
+from engine.model.config import DecoderConfig, ModelConfig
 from engine.model.transformer import LayerHooks, Model
 from engine.offload.staged_tiers import StagedTiers, Staging, TransferStats
 from engine.offload.staging import StoredLayers, ThreadStaging
@@ -49,6 +49,9 @@ from engine.steps.decode_graphs import DecodeGraphLimits, DecodeGraphs, Record, 
 from engine.steps.threads import StepThreads
 from kernels.interface import GraphKernels, Kernels
 from kernels.ops import kernels_for
+
+if TYPE_CHECKING:
+    from engine.model.hugging_face import HuggingFaceModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class TokenSampler(Protocol):
 
 
 class ModelRunner:
-    """One model, its KV caches and its sampler. Takes the tensors out of `weights`.
+    """One model, its KV caches and its sampler. Takes the tensors out of `weights`; where these are a model already, it
+    computes with that one.
 
     With a `group`, `weights` and `kv_cache` are rank 0's parts of the model and of the KV.
 
@@ -101,8 +105,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: Weights,
+        config: DecoderConfig,
+        weights: Weights | HuggingFaceModel,
         kv_cache: KVCache,
         *,
         sampler: TokenSampler,
@@ -114,7 +118,6 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
-        self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self.sampler = sampler
         self._threads = threads
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
@@ -124,12 +127,15 @@ class ModelRunner:
         # Told, before they sample, of the final hidden states `[R, E]` that items of a step sample from, one and one
         # for each of their drafts; good as long as the step.
         self.keep_hidden: Callable[[list[ScheduledSequence], Tensor], None] = lambda items, hidden: None
-        with torch.inference_mode():
-            kernels = kernels or kernels_for(kv_cache.device)
-            model = Model(config, weights, kernels, None if group is None else group.ranks)
         self.group = group
         self._check = nothing_to_check if group is None else group.check
-        self.model = model if group is None else GroupModel(group, model)
+        self.model: Model | GroupModel | HuggingFaceModel
+        if isinstance(weights, dict):
+            self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+            self.model = _native_model(config, weights, kernels or kernels_for(kv_cache.device), group)
+        else:
+            self.weight_bytes = weights.weight_bytes
+            self.model = weights
         self.graphs: DecodeGraphs | None = None
         assert self.model.dtype == kv_cache.layout.dtype, "weights and KV cache must be of one type"
         self.staging = self._stage(host_cache, ring)
@@ -323,6 +329,15 @@ class ModelRunner:
         return logprobs
 
 
+def _native_model(
+    config: DecoderConfig, weights: Weights, kernels: Kernels, group: GroupLeader | None
+) -> Model | GroupModel:
+    assert isinstance(config, ModelConfig), "only Legato's own models are built from their weights here"
+    with torch.inference_mode():
+        model = Model(config, weights, kernels, None if group is None else group.ranks)
+    return model if group is None else GroupModel(group, model)
+
+
 def _sampled_rows(items: list[ScheduledSequence]) -> tuple[list[TokensSoFar], Drafts]:
     """Whose tokens are sampled, row by row, and what the rows after them were computed for."""
     rows: list[TokensSoFar] = []
@@ -351,11 +366,11 @@ def _pooled(plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, npt.NDArr
     return found
 
 
-def _group_windows(config: ModelConfig, layout: KVLayout) -> tuple[int | None, ...]:
+def _group_windows(config: DecoderConfig, layout: KVLayout) -> tuple[int | None, ...]:
     """How far back any layer of each group sees, in tokens; None: to the start."""
     windows = []
     for first in range(0, config.num_layers, layout.layers_per_group):
-        of_layers = [layer.window for layer in config.layers[first : first + layout.layers_per_group]]
+        of_layers = config.layer_windows[first : first + layout.layers_per_group]
         bounded = [window for window in of_layers if window is not None]
         windows.append(max(bounded) if len(bounded) == len(of_layers) else None)
     return tuple(windows)

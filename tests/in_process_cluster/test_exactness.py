@@ -44,6 +44,7 @@ GRAMMARS = (
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 129, 200)
 FEW: dict[str, Any] = {"lengths": (3, 40, 70, 150), "num_tokens": 10}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+TRANSFORMERS: dict[str, Any] = {"backend": "transformers"}
 ON_HOST = {"layers_per_group": 1, "host_bytes": 8 << 20}
 
 
@@ -128,6 +129,28 @@ CASES = {
     "windows in some layers": Case(family="qwen2-windowed", decode={"block_size": 4}, chunk_tokens=20),
     "windows in turns, overlapped": Case(family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True),
     "normed heads, overlapped": Case(family="qwen3", decode={"block_size": 4}, chunk_tokens=40, overlap=True),
+    # By transformers' code, chosen by the families' names; the llama's is asked for.
+    "transformers, of a native family": Case(
+        prefill=blocks(8, 1) | TRANSFORMERS, decode=blocks(5, 2) | TRANSFORMERS, chunk_tokens=33, grammars=GRAMMARS[:1]
+    ),
+    "transformers, from the native model": Case(prefill=blocks(8, 1), decode=TRANSFORMERS, overlap=True, **FEW),
+    "transformers, windows and soft caps, overlapped": Case(
+        family="gemma2", prefill=blocks(8, 1), decode=blocks(5, 3), chunk_tokens=20, overlap=True, **FEW
+    ),
+    "transformers, latent attention": Case(family="deepseek_v2", prefill=blocks(8, 1), chunk_tokens=40, **FEW),
+    "transformers, two calls of attention a layer": Case(
+        family="diffllama", prefill=blocks(8, 3), decode=blocks(4, 2), chunk_tokens=40, **FEW
+    ),
+    "transformers, experts": Case(family="qwen2_moe", transfer=TCP, chunk_tokens=40, **FEW),
+    "transformers, decoding on the host": Case(
+        family="phi3",
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
+    "transformers, split in one pool": Case(
+        one_pool=True, family="olmo2", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
+    ),
     "experts, overlapped": Case(
         family="qwen3-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
     ),

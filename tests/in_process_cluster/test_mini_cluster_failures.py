@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ async def test_a_decode_s_death_is_not_noticed(llama: SmallModel, after: int) ->
     async with cluster_of(llama, num_decode=2) as cluster:
         found = await interrupted(cluster, greedy(40), after, lambda: cluster.remove(busy(cluster)))
         assert found == llama.local(PROMPT, greedy(40)).tokens
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3n_text"])
+async def test_a_decode_s_death_is_not_noticed_where_transformers_computes(family: str, tmp_path: Path) -> None:
+    model = SmallModel(family, tmp_path)
+    async with cluster_of(model, num_decode=2) as cluster:
+        found = await interrupted(cluster, greedy(40), 12, lambda: cluster.remove(busy(cluster)))
+        assert found == model.hugging_face(PROMPT, 40)
 
 
 async def test_a_request_waits_for_the_successor_of_the_only_decode_worker(llama: SmallModel) -> None:

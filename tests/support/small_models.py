@@ -22,6 +22,7 @@ from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.weights import load_output_layer
 from engine.drafting.head_training import HeadTraining, frequent_tokens
 from engine.drafting.heads import HeadsConfig
+from engine.model.config import native_config
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import SamplingParams
 from engine.sequence import Pooling, Sequence, TokenLogprobs
@@ -29,7 +30,8 @@ from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runne
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import tokenizer_json
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.model_families import VOCAB_SIZE, build_oracle
+from tests.support.decoders import build_decoder
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
 
 EOS = 2  # of all families
 
@@ -56,12 +58,15 @@ class Generated:
 
 
 class SmallModel:
-    """A random model of one family, its config changed, in `folder`; `dtype` is what the local engine computes in."""
+    """A random model of one family, its config changed, in `folder`; `dtype` is what the local engine computes in.
+
+    Of those without a native model, a family is what transformers calls `model_type`.
+    """
 
     def __init__(self, family: str, folder: Path, *, dtype: DtypeName = "float32", **changes: Any) -> None:
         self.folder = folder
         self.dtype = dtype
-        self._oracle = build_oracle(family, folder, **changes)
+        self._oracle = (build_oracle if family in FAMILIES else build_decoder)(family, folder, **changes)
         write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:
@@ -134,7 +139,7 @@ def memorised(
         target=model_fingerprint(model.folder, None),
     )
     kept = frequent_tokens(texts, config.vocab_size, num_tokens)
-    layer = load_output_layer(model.folder, config, loaded.layout.dtype)[kept]
+    layer = load_output_layer(model.folder, native_config(config, "a head"), loaded.layout.dtype)[kept]
     training = HeadTraining(loaded, heads, layer, kept, learning_rate=0.01)
     for number in range(num_steps):
         training.step(texts, number / num_steps)

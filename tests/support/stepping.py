@@ -13,13 +13,15 @@ from torch import Tensor
 from engine.checkpoint.weights import load_weights
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
-from engine.model.config import ModelConfig
+from engine.memory.devices import CPU
+from engine.model.config import Backend, ModelConfig, read_config
 from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sequence import BlockTable, SampledToken, ScheduledSequence, Sequence, StepPlan, TokenLogprobs
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
 from kernels.interface import Kernels
+from kernels.ops import kernels_for
 
 GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0)
 GREEDY_WITH_ECHO = SamplingParams(max_tokens=64, seed=0, temperature=0.0, prompt_logprobs=0)
@@ -55,9 +57,10 @@ def recording_runner(
     num_blocks: int = 600,
     kernels: Kernels | None = None,
     threads: StepThreads | None = None,
+    backend: Backend = "native",
 ) -> tuple[ModelRunner, RecordingSampler]:
     """A runner whose KV cache is full of NaN: whatever is read that nobody wrote shows in the output."""
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder, backend)
     layout = KVLayout(
         num_layers=config.num_layers,
         layers_per_group=layers_per_group or config.num_layers,
@@ -69,8 +72,15 @@ def recording_runner(
     kv_cache = KVCache(layout, num_blocks)
     kv_cache.tensor.fill_(torch.nan)
     sampler = RecordingSampler()
-    weights = load_weights(folder, config, dtype=dtype)
-    return ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels, threads=threads), sampler
+    if isinstance(config, ModelConfig):
+        weights = load_weights(folder, config, dtype=dtype)
+        return ModelRunner(config, weights, kv_cache, sampler=sampler, kernels=kernels, threads=threads), sampler
+    from engine.model.hugging_face import HuggingFaceConfig, HuggingFaceModel  # takes seconds to import
+
+    assert isinstance(config, HuggingFaceConfig)
+    with torch.inference_mode():
+        model = HuggingFaceModel(config, folder, dtype=dtype, device=CPU, kernels=kernels or kernels_for(CPU))
+    return ModelRunner(config, model, kv_cache, sampler=sampler), sampler
 
 
 class Stepper:

@@ -17,7 +17,14 @@ from engine.steps.loading import LoadedModel
 from tests.support.small_models import SmallModel
 
 NUM_LAYERS: Final = 4
-LAYER_TOKEN_BYTES: Final = {"llama": 256, "mistral": 384, "gemma3": 512, "mixtral": 256}
+LAYER_TOKEN_BYTES: Final = {
+    "llama": 256,
+    "mistral": 384,
+    "gemma3": 512,
+    "mixtral": 256,
+    "phi3": 256,
+    "deepseek_v2": 768,
+}
 Models = Callable[[str], SmallModel]
 
 

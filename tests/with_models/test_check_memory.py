@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
 from engine.checkpoint.quantisation import QuantisationName
+from engine.model.config import native_config
 from engine.steps.loading import LoadedModel, load_model
 from tests.support.model_families import build_oracle
+from tests.support.small_models import SmallModel
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mixtral"])
@@ -46,7 +49,7 @@ def test_what_a_worker_takes(folder: Path, quantization: QuantisationName | None
     said, model = worker_memory("decode", config, folder), loaded(config)
     layout, columns = model.layout, model.runner.num_pool_blocks // model.layout.num_layer_groups
     assert said.weight_bytes == pytest.approx(model.runner.weight_bytes, rel=0.15 if quantization else 0.001)
-    is_mixture = model.runner.config.layers[0].experts is not None
+    is_mixture = native_config(model.runner.config, "this").layers[0].experts is not None
     assert (said.token_bytes < said.weight_bytes / 2) if is_mixture else (said.token_bytes == said.weight_bytes)
     assert said.kv_bytes == model.runner.num_pool_blocks * layout.block_bytes
     assert said.kv_tokens == columns * layout.block_size and said.context == model.max_model_len
@@ -99,7 +102,7 @@ def test_a_model_that_is_damaged_or_unknown(
     (damaged / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "is in none of the *.safetensors" in told(damaged)
     (damaged / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
-    assert "has the architecture OtherForCausalLM; supported are" in told(damaged)
+    assert "(OtherForCausalLM), which is no language model" in told(damaged)
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in told(tmp_path / "empty")
 
@@ -109,3 +112,20 @@ def test_a_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main() == 0
     out = capsys.readouterr().out
     assert "Each prefill worker, on" in out and "Each decode worker, on" in out and "  weights " in out
+
+
+def test_a_model_by_the_code_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = SmallModel("deepseek_v2", tmp_path)
+    config = configured(model.folder)
+    said, found = worker_memory("decode", config, model.folder), loaded(config)
+    assert said.weight_bytes == found.runner.weight_bytes and said.context == found.max_model_len
+    assert said.kv_bytes == found.runner.num_pool_blocks * found.layout.block_bytes
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(model.folder)])
+    assert main() == 0
+    assert "the code of transformers computes it: DeepseekV2ForCausalLM." in capsys.readouterr().out
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    assert main() == 1
+    assert "cannot be served: its layers keep a state beside KV" in capsys.readouterr().err

@@ -312,6 +312,6 @@ def test_old_names_of_gemma_layers(tmp_path: Path) -> None:
 
 def test_the_runner_takes_the_weights(folder: Path) -> None:
     runner, sampler = recording_runner(folder)
-    weights = load_weights(folder, runner.config, dtype=torch.float32)
+    weights = load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
     ModelRunner(runner.config, weights, runner.kv_cache, sampler=sampler)
     assert not weights

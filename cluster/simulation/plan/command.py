@@ -25,7 +25,7 @@ from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost
-from engine.model.config import ModelConfig
+from engine.model.config import read_config
 
 _DEGREES: Final = (1, 2, 4, 8)
 _LOADS: Final = (0.8, 1.2)
@@ -142,7 +142,7 @@ def model_shape(name: str) -> ModelShape:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} is neither one of {', '.join(MODELS)} nor a folder with a config.json")
-    return ModelShape.of(ModelConfig.from_folder(folder), bytes_per_value=_BYTES_PER_VALUE)
+    return ModelShape.of(read_config(folder), bytes_per_value=_BYTES_PER_VALUE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

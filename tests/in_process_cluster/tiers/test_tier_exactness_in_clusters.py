@@ -78,6 +78,12 @@ CASES = {
         host=1024,
         evicting=True,
     ),
+    "host, by transformers": Case(
+        family="phi3", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048, chunk_tokens=32
+    ),
+    "disk, latent attention by transformers": Case(
+        family="deepseek_v2", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048
+    ),
     "neighbour": Case(
         family="gemma3", source="neighbour", prefill=Shape(), decode=Shape(device=240, staging=256), host=2048
     ),
