@@ -390,9 +390,12 @@ class Orchestrator:
 
     def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
         for request_id, attempt in sequences:
-            if (run := self._current(request_id, attempt)) is not None:
+            if (run := self.runs.get(request_id)) is None:
+                continue
+            if run.attempt == attempt:
                 run.computing_on.add(worker_id)
                 run.timeline.computing()
+            self._quarantine.computes(run, worker_id)
         if alone:
             self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
         else:
@@ -411,17 +414,14 @@ class Orchestrator:
         self._recall_copies()
 
     def _recall_copies(self) -> None:
-        """Also from workers that have not begun with them: they may before they hear of it, unless they are in a step
-        that does not end."""
+        """Also from workers that have not begun with them: where they do before they hear of it, they say so."""
         left: set[str] = set()
-        late = self.links.suspects()
         for run in self.runs.values():
-            workers = run.computing_on | (run.about_to_compute_on - late)
-            if self._quarantine.recall(run, workers):
-                left |= workers
+            if run.is_started and self._quarantine.recall(run, run.computing_on):
+                left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
-        for worker_id in left & late:  # it has said so before, and will not again
+        for worker_id in left & self.links.suspects():  # it has said so before, and will not again
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 

@@ -103,13 +103,20 @@ class Quarantine:
         return record is not None and record.num_losses >= _LOSSES - 1 and not self.is_lost(worker_id)
 
     def recall(self, run: RequestRun, workers: Collection[str]) -> bool:
-        """Whether it has to leave these workers, where it computes in shared steps, because a copy is suspected."""
+        """Whether it, which workers have, has to leave them, because a copy is suspected; `workers`: those that may be
+        in a shared step of it."""
         record = self._record_of(run)
-        if record is None or run.alone or run.request_id in record.suspects or not workers:
+        if record is None or run.alone or run.request_id in record.suspects:
             return False
         record.was_on.update(workers)
         record.not_before = time.monotonic() + _SETTLING_S
         return True
+
+    def computes(self, run: RequestRun, worker_id: str) -> None:
+        """A worker began with it; perhaps with what was just recalled, of which it had not heard yet."""
+        record = self._record_of(run)
+        if record is not None and not run.alone and time.monotonic() < record.not_before:
+            record.was_on.add(worker_id)
 
     def had(self, worker_id: str) -> bool:
         """Whether a suspect's copies were recalled from there just now."""

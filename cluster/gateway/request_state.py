@@ -212,12 +212,9 @@ class RequestRun:
         return worker_id == self.placement.prefill and not self.decode_took_over
 
     @property
-    def about_to_compute_on(self) -> set[str]:
-        """Workers that have this attempt and may begin with it at any moment."""
-        if self.placement is None or self.state not in (RequestState.PREFILLING, RequestState.DECODING):
-            return set()
-        placed = (self.placement.decode, self.placement.prefill)
-        return {worker for worker in placed if worker is not None and self.concerns(worker)}
+    def is_started(self) -> bool:
+        """Whether workers have this attempt, and may begin with it at any moment."""
+        return self.placement is not None and self.state in (RequestState.PREFILLING, RequestState.DECODING)
 
     def handed_over(self, worker_id: str, attempt: int) -> bool:
         """Decode has verified what this worker computed; whether that was all that was waited for of it."""

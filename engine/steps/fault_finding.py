@@ -29,8 +29,8 @@ class FaultFinder:
         self.probe: StepPlan | None = None
         self.why = ""
 
-    def succeeded(self) -> None:
-        """A step did."""
+    def begin_anew(self) -> None:
+        """A step succeeded, or everybody was sent away."""
         self._failed.clear()
 
     def failed(self, plan: StepPlan, error: Exception) -> Sequence | None:
@@ -42,7 +42,7 @@ class FaultFinder:
         return seq if seq is not None and seq.num_alone else None
 
     def was_there(self, key: SequenceKey) -> bool:
-        """In the first step that failed, since one that did not."""
+        """In the first step that failed, since all began anew."""
         return key in self._failed
 
     def is_accused(self, key: SequenceKey) -> bool:

@@ -408,7 +408,7 @@ class Worker(ABC):
         return plan
 
     def _finish_step(self, plan: StepPlan, output: StepOutput) -> None:
-        self._faults.succeeded()
+        self._faults.begin_anew()
         if plan is self._faults.probe:
             self._blame(self._faults.end_probe())
             return
@@ -450,6 +450,7 @@ class Worker(ABC):
             cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"
             self._fail(key, reason, True, cause, flush=False)
             self._let_go(key, reason)
+        self._faults.begin_anew()
         self._port.flush()
         self._on_room()
 

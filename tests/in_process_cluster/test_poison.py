@@ -231,8 +231,8 @@ async def test_copies_that_only_wait_for_their_turn_are_recalled_as_well(llama: 
             copies = [asyncio.create_task(poisoned(cluster, name)) for name in names]
             await eventually(lambda: all(n in runs and runs[n].state is RequestState.PREFILLING for n in names))
             assert not any(runs[name].computing_on for name in names)
-            striking = runs["first"].about_to_compute_on
-            elsewhere = [name for name in names if not runs[name].about_to_compute_on & striking]
+            striking = runs["first"].computing_on  # its decode worker
+            elsewhere = [name for name in names if not any(map(runs[name].concerns, striking))]
             assert elsewhere, "decode workers take turns"
             may_strike.set()
             await eventually(lambda: all(runs[name].attempt > 0 for name in elsewhere))

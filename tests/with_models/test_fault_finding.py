@@ -26,6 +26,6 @@ def test_who_comes_after_the_first_step_that_failed_was_not_there(llama: SmallMo
     assert finder.failed(_plan(one, two), RuntimeError("broken")) is None, "it may be either"
     assert finder.failed(_plan(late), RuntimeError("broken")) is late
     assert [finder.was_there(seq.key) for seq in (one, two, late)] == [True, True, False]
-    finder.succeeded()
+    finder.begin_anew()
     assert finder.failed(_plan(late), RuntimeError("broken")) is late
     assert [finder.was_there(seq.key) for seq in (one, two, late)] == [False, False, True]

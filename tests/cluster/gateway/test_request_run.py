@@ -165,16 +165,14 @@ def test_whose_end_concerns_an_attempt() -> None:
     assert not run.concerns("decode"), "nobody is on it"
 
 
-def test_who_may_begin_with_an_attempt() -> None:
+def test_when_workers_may_begin_with_an_attempt() -> None:
     run = _run()
     run.state = RequestState.RESERVING
-    assert run.about_to_compute_on == set(), "decode is asked for blocks, and nothing more"
+    assert not run.is_started, "decode is asked for blocks, and nothing more"
     run.state = RequestState.PREFILLING
-    assert run.about_to_compute_on == {"prefill", "decode"}
-    run.merge("decode", _event(0))
-    assert run.about_to_compute_on == {"decode"}
+    assert run.is_started
     run.next_attempt("decode")
-    assert run.about_to_compute_on == set()
+    assert not run.is_started
 
 
 def test_who_handed_over_concerns_an_attempt_no_more() -> None:
