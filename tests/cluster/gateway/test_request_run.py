@@ -165,12 +165,14 @@ def test_whose_end_concerns_an_attempt() -> None:
     assert not run.concerns("decode"), "nobody is on it"
 
 
-def test_when_workers_may_begin_with_an_attempt() -> None:
+@pytest.mark.parametrize(
+    ("state", "is_started"),
+    [(RequestState.RESERVING, False), (RequestState.PREFILLING, True), (RequestState.DECODING, True)],
+)
+def test_when_workers_may_begin_with_an_attempt(state: RequestState, is_started: bool) -> None:
     run = _run()
-    run.state = RequestState.RESERVING
-    assert not run.is_started, "decode is asked for blocks, and nothing more"
-    run.state = RequestState.PREFILLING
-    assert run.is_started
+    run.state = state
+    assert run.is_started is is_started
     run.next_attempt("decode")
     assert not run.is_started
 
