@@ -88,7 +88,7 @@ class Quarantine:
         run.alone = False
 
     def allows(self, run: RequestRun) -> bool:
-        """Whether it may still be placed as it was admitted."""
+        """Whether it may still be started as it was admitted."""
         record = self._record_of(run)
         return record is None or (run.alone and not record.is_guilty)
 

@@ -439,7 +439,7 @@ def _as_rms_norm(module: nn.Module, kernels: Kernels) -> _RmsNorm | None:
 
 def _loaded(architecture: str, folder: Path, dtype: torch.dtype) -> Any:
     """Raises ValueError where config and weights are not the same model's."""
-    if sys.stderr.isatty() is False:
+    if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
         model, told = _model_class(architecture).from_pretrained(

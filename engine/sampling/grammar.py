@@ -73,26 +73,24 @@ class GrammarMasks:
                 if newest and newest[-1] in self._eos_token_ids:
                     bits[index] = self._only(*self._eos_token_ids)  # it is over, and samples once more for nothing
                 elif isinstance(row, Sequence):
-                    self._fill(row, _drafts_after(rows, index), address + index * size, size)
+                    self._fill(row, _drafts_after(rows, index), 0, address + index * size, size)
                 elif isinstance(row, DraftedSequence) and not _is_behind_its_own(rows, index):  # a drafter's
-                    masks = np.zeros((1 + len(row.drafts), bits.shape[1]), dtype=np.int32)
-                    self._fill(row.seq, row.drafts, masks.ctypes.data, masks.strides[0])
-                    bits[index] = masks[-1]
+                    self._fill(row.seq, row.drafts, len(row.drafts), address + index * size, size)
             if row.params.thinking_budget is not None:
                 found[index] = self._within_budget(row, found[index])
         return found
 
-    def _fill(self, seq: Sequence, drafts: tuple[int, ...], address: int, size: int) -> None:
-        """Write the mask of its next token, and behind it those of the tokens after `drafts`, `size` bytes each. Raises
-        GrammarError."""
+    def _fill(self, seq: Sequence, drafts: tuple[int, ...], first: int, address: int, size: int) -> None:
+        """Write the masks of the tokens after its `first` drafts, after one more and so on to all of them, `size` bytes
+        each; none after a draft that is forbidden. Raises GrammarError."""
         matcher = self._matcher(seq)
-        matcher.unsafe_compute_mask_ptr(address, size)
         num_taken = 0
-        for draft in drafts:
-            if matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
+        while True:
+            if num_taken >= first:
+                matcher.unsafe_compute_mask_ptr(address + (num_taken - first) * size, size)
+            if num_taken == len(drafts) or matcher.is_stopped() or not matcher.try_consume_tokens([drafts[num_taken]]):
                 break
             num_taken += 1
-            matcher.unsafe_compute_mask_ptr(address + num_taken * size, size)
         if num_taken:
             matcher.rollback(num_taken)
         if matcher.is_error():

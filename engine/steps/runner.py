@@ -121,9 +121,8 @@ class ModelRunner:
         self.sampler = sampler
         self._threads = threads
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
-        self.draw: Callable[[StepPlan], float] = lambda plan: (
-            0.0
-        )  # its undrawn drafts; returns the seconds that it took
+        # Draws a plan's undrawn drafts, and returns the seconds that it took.
+        self.draw: Callable[[StepPlan], float] = lambda plan: 0.0
         # Told, before they sample, of the final hidden states `[R, E]` that items of a step sample from, one and one
         # for each of their drafts; good as long as the step.
         self.keep_hidden: Callable[[list[ScheduledSequence], Tensor], None] = lambda items, hidden: None

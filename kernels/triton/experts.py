@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.interface import ExpertChoice, GatedMlp, Linear
+from kernels.interface import Activation, ExpertChoice, GatedMlp, Linear
 from kernels.triton.elementwise import gated_activation
 from kernels.triton.matmul import tile_of
 from kernels.triton.shipped import TYPE_NAMES, Shipped
@@ -137,7 +137,7 @@ def pack_experts(
         )
     gate_up, down = torch.stack(list(weights[::2])), torch.stack(list(weights[1::2]))
     numbers = torch.arange(len(experts) + 1, device=gate_up.device)
-    return GpuExperts(router, gate_up, down, numbers, experts[0], choice)
+    return GpuExperts(router, gate_up, down, numbers, experts[0].activation, choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class GpuExperts:
     gate_up: Tensor  # [X, 2 * width, E]
     down: Tensor  # [X, E, width]
     numbers: Tensor  # [X + 1]: 0, 1, ...
-    form: GatedMlp  # any of the experts
+    activation: Activation
     choice: ExpertChoice
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class GpuExperts:
         sorted_numbers, order = numbers.flatten().sort(stable=True)
         starts = torch.searchsorted(sorted_numbers, self.numbers)
         gate_up = grouped_matmul(x, self.gate_up, order, starts, self.choice.per_row, gathers=True)
-        activated = gated_activation(gate_up, self.form.activation)
+        activated = gated_activation(gate_up, self.activation)
         outputs = grouped_matmul(activated, self.down, order, starts, self.choice.per_row, gathers=False)
         return sum_experts(outputs, shares, residual)
 

@@ -159,6 +159,16 @@ async def test_workers_that_copies_were_recalled_from_count_if_they_are_lost_at_
     assert book.is_guilty(first)
 
 
+async def test_so_do_workers_that_begin_with_a_copy_before_they_hear_that_it_was_recalled() -> None:
+    book, first, copy = Quarantine(), a_run("first"), a_run("copy")
+    book.lost("w1", [first])
+    assert book.recall(copy, set()), "it waits for its turn somewhere"
+    assert not book.lost("w2", []), "which had not said that it began"
+    book.computes(copy, "w3")
+    assert book.lost("w3", [])
+    assert book.is_guilty(first)
+
+
 async def test_whose_steps_fail_on_two_workers_is_guilty() -> None:
     book, run, copy = Quarantine(), a_run("r"), a_run("copy")
     assert not book.raised("w1", run)
