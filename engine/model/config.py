@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -17,6 +17,9 @@ from engine.checkpoint.cache import remembered
 from engine.checkpoint.packing import WeightPacking
 from engine.model.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
 from kernels.interface import Activation
+
+if TYPE_CHECKING:
+    from engine.model.hugging_face import HuggingFaceConfig
 
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
 # shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
@@ -104,6 +107,17 @@ def read_config(folder: str | Path, backend: Backend = "auto") -> DecoderConfig:
         raise
 
 
+Config = TypeVar("Config", bound="ModelConfig | HuggingFaceConfig")
+
+
+def remembered_config(kind: type[Config], folder: Path, read: Callable[[Path], Config], code: Iterable[Path]) -> Config:
+    """What `read` makes of a folder's config.json and generation_config.json, by the files of `code`; next time as it
+    was."""
+    sources = [*code, folder / "config.json", folder / "generation_config.json"]
+    known = remembered(kind.__name__, sources, lambda: asdict(read(folder)))
+    return TypeAdapter(kind).validate_python(known)
+
+
 def native_config(config: DecoderConfig, what: str) -> ModelConfig:
     """Raises ValueError where transformers' code computes the model, for which there is no `what`."""
     if not isinstance(config, ModelConfig):
@@ -175,10 +189,7 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json. Raises ValueError for what this engine cannot run."""
-        folder = Path(folder)
-        named = [folder / "config.json", folder / "generation_config.json"]
-        known = remembered("config", [*_CODE, *named], lambda: asdict(cls._read(folder)))
-        return TypeAdapter(cls).validate_python(known)
+        return remembered_config(cls, Path(folder), cls._read, _CODE)
 
     @classmethod
     def _read(cls, folder: Path) -> ModelConfig:

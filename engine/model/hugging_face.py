@@ -19,13 +19,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
-from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,11 +32,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.checkpoint.cache import remembered
 from engine.kv.cache import KVCache
 from engine.model.architectures import REFUSED, SERVED
 from engine.model.batch import Batch
-from engine.model.config import SUPPORTED_ARCHITECTURES, eos_token_ids, load_hf_config, read_json
+from engine.model.config import (
+    SUPPORTED_ARCHITECTURES,
+    eos_token_ids,
+    load_hf_config,
+    read_json,
+    remembered_config,
+)
 from engine.model.transformer import LayerHooks
 from kernels.interface import Kernels, PagedAttention
 
@@ -72,10 +76,7 @@ class HuggingFaceConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> HuggingFaceConfig:
         """Raises ValueError, with the reason, for what cannot be served exactly."""
-        folder = Path(folder)
-        named = [folder / "config.json", folder / "generation_config.json"]
-        known = remembered("decoder", [*_CODE, *named], lambda: asdict(cls._read(folder)))
-        return TypeAdapter(cls).validate_python(known)
+        return remembered_config(cls, Path(folder), cls._read, _CODE)
 
     @classmethod
     def _read(cls, folder: Path) -> HuggingFaceConfig:
