@@ -17,7 +17,7 @@ from collections.abc import Collection
 from typing import Final, Literal
 
 from engine.text.formats import ReasoningFormat, ToolFormat
-from engine.text.output import Event, OutputParser, mark_start
+from engine.text.output import EventReader, OutputParser, mark_start
 
 _HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")
 _MESSAGE: Final = "<|message|>"
@@ -34,52 +34,38 @@ def output_parser(
     single: bool = False,
     reasoning: ReasoningFormat | None = None,
     reasons: bool = False,
-) -> OutputParser | HarmonyParser:
+) -> EventReader:
     """See `OutputParser`."""
     if any(known is not None and known.body == "harmony" for known in (tools, reasoning)):
         return HarmonyParser(functions=functions, single=single, is_split=reasoning is not None, reasons=reasons)
     return OutputParser(tools=tools, functions=functions, single=single, reasoning=reasoning, reasons=reasons)
 
 
-class HarmonyParser:
-    """Reads one answer as `OutputParser` does. Without `is_split` what is on the channel of reasoning is text, too."""
+class HarmonyParser(EventReader):
+    """Without `is_split` what is on the channel of reasoning is text, too. Of a header that was cut off nothing is
+    told."""
 
     def __init__(
         self, *, functions: Collection[str] = (), single: bool = False, is_split: bool = True, reasons: bool = False
     ) -> None:
+        super().__init__()
         self._functions, self._single, self._is_split = functions, single, is_split
         self._part: Literal["header", "text", "reasoning", "arguments", "dropped"] = "header"
         self._is_empty = False  # a call, so far
-        self._buffer = ""  # not decided yet
-        self._events: list[Event] = []
-        self.num_calls = 0
-        self.has_reasoned = False
-        self.is_past_reasoning = False
+        self._is_past_reasoning = False
         if reasons:
             self._begin("<|channel|>analysis")
 
-    def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        while self._step():
-            pass
-        return self._taken()
+    @property
+    def is_past_reasoning(self) -> bool:
+        return self._is_past_reasoning
 
-    def finish(self) -> list[Event]:
-        """What had to wait; nothing may follow. Of a header that was cut off nothing is told."""
+    def _end(self) -> None:
         if self._part != "header":
             self._say(self._buffer)
-            self._end()
-        self._buffer = ""
-        return self._taken()
-
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+            self._end_message()
 
     def _step(self) -> bool:
-        """Do one thing about what waits; False where more has to come first."""
-        if not self._buffer:
-            return False
         return self._in_header() if self._part == "header" else self._in_body()
 
     def _in_header(self) -> bool:
@@ -102,7 +88,7 @@ class HarmonyParser:
             self.num_calls += 1
             self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
             if self._part == "arguments":
-                self._events.append(Event("call", recipient[1], self.num_calls - 1))
+                self._tell("call", recipient[1], self.num_calls - 1)
             self._is_empty = True
         elif is_thought and self._is_split and recipient is None:
             self._part, self.has_reasoned = "reasoning", True
@@ -110,7 +96,7 @@ class HarmonyParser:
             self._part = "text"
             if recipient is not None:  # nobody whom this request knows
                 self._say(header + _MESSAGE)
-        self.is_past_reasoning |= self._part != "reasoning"
+        self._is_past_reasoning |= self._part != "reasoning"
 
     def _in_body(self) -> bool:
         found = [(at, end) for end in _ENDS if (at := self._buffer.find(end)) >= 0]
@@ -118,7 +104,7 @@ class HarmonyParser:
             at, end = min(found)
             self._say(self._buffer[:at])
             self._buffer = self._buffer[at + len(end) :]
-            self._end()
+            self._end_message()
             self._part = "header"
             return True
         at = min(mark_start(self._buffer, end) for end in _ENDS)
@@ -126,19 +112,12 @@ class HarmonyParser:
         self._buffer = self._buffer[at:]
         return False
 
-    def _end(self) -> None:
-        """Of a message."""
+    def _end_message(self) -> None:
         if self._part == "arguments" and self._is_empty:
             self._say("{}")
 
     def _say(self, text: str) -> None:
-        if not text or self._part in ("header", "dropped"):
+        if not text or self._part == "header" or self._part == "dropped":
             return
-        assert self._part != "header" and self._part != "dropped"
         self._is_empty = False
-        index = self.num_calls - 1 if self._part == "arguments" else 0
-        last = self._events[-1] if self._events else None
-        if last is not None and (last.kind, last.index) == (self._part, index):
-            last.text += text
-        else:
-            self._events.append(Event(self._part, text, index))
+        self._tell(self._part, text, self.num_calls - 1 if self._part == "arguments" else 0)

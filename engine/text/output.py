@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
@@ -22,6 +23,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]")
 _SPACE: Final = " \t\n\r"
 
 T = TypeVar("T")
+EventKind = Literal["text", "reasoning", "call", "arguments"]
 
 
 @dataclass(slots=True)
@@ -29,13 +31,61 @@ class Event:
     """`text` and `reasoning`: more of either. `call`: one is opened, `text` is its function's name. `arguments`: more
     of the JSON text of that call's arguments. `index` counts the calls of an answer."""
 
-    kind: Literal["text", "reasoning", "call", "arguments"]
+    kind: EventKind
     text: str
     index: int = 0
 
 
-class OutputParser:
-    """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one.
+class EventReader(ABC):
+    """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one."""
+
+    def __init__(self) -> None:
+        self._buffer = ""  # not decided yet
+        self._events: list[Event] = []
+        self.num_calls = 0
+        self.has_reasoned = False
+
+    @property
+    @abstractmethod
+    def is_past_reasoning(self) -> bool:
+        """What comes from here on is none."""
+
+    def feed(self, text: str) -> list[Event]:
+        """What has become certain."""
+        for at in range(0, len(text), _PIECE_CHARS):
+            self._buffer += text[at : at + _PIECE_CHARS]
+            while self._buffer and self._step():
+                pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """What had to wait; nothing may follow."""
+        self._end()
+        self._buffer = ""
+        return self._taken()
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Do one thing about what waits, of which there is some; False where more has to come first."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Tell of what waits: it is all."""
+
+    def _tell(self, kind: EventKind, text: str, index: int = 0) -> None:
+        last = self._events[-1] if self._events else None
+        if last is not None and kind != "call" and (last.kind, last.index) == (kind, index):
+            last.text += text
+        elif text:
+            self._events.append(Event(kind, text, index))
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+class OutputParser(EventReader):
+    """A space waits for what follows it: before a mark it is dropped. A call that has begun stays as far as it came.
 
     Without `tools` nothing is a call; a call is one only of the `functions`. With `single` all calls but the first are
     dropped. `reasons`: the prompt ends inside the reasoning.
@@ -50,6 +100,7 @@ class OutputParser:
         reasoning: ReasoningFormat | None = None,
         reasons: bool = False,
     ) -> None:
+        super().__init__()
         self._tools, self._functions, self._single = tools, functions, single
         self._reasoning = reasoning
         self._reasons = reasons and reasoning is not None
@@ -57,43 +108,21 @@ class OutputParser:
         self._bare = tools is not None and tools.bare  # a call may begin here without its mark
         self._drop_space = self._reasons
         self._calls: _Calls | None = None
-        self._buffer = ""  # not decided yet
-        self._events: list[Event] = []
-        self.num_calls = 0
         self.has_reasoned = self._reasons
 
     @property
     def is_past_reasoning(self) -> bool:
-        """What comes from here on is none."""
         return not (self._reasons or self._at_start)
 
-    def feed(self, text: str) -> list[Event]:
-        """What has become certain. A space waits for what follows it: before a mark it is dropped."""
-        for at in range(0, len(text), _PIECE_CHARS):
-            self._buffer += text[at : at + _PIECE_CHARS]
-            while self._step():
-                pass
-        return self._taken()
-
-    def finish(self) -> list[Event]:
-        """What had to wait; nothing may follow. A call that has begun stays as far as it came."""
+    def _end(self) -> None:
         if self._calls is not None:
             self._leave(self._calls.cut_off(), "")
         if self._reasons:
             self._say("reasoning", self._buffer.rstrip(_SPACE))
         else:
             self._say("text", self._buffer)
-        self._buffer = ""
-        return self._taken()
-
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
 
     def _step(self) -> bool:
-        """Do one thing about what waits; False where more has to come first."""
-        if not self._buffer:
-            return False
         if self._calls is not None:
             return self._in_call(self._calls)
         return self._thinking() if self._reasons else self._talking()
@@ -174,17 +203,11 @@ class OutputParser:
         self._buffer = text[end:]
         return text[:end]
 
-    def _say(self, kind: Literal["text", "reasoning", "call", "arguments"], text: str, index: int = 0) -> None:
+    def _say(self, kind: EventKind, text: str, index: int = 0) -> None:
         if kind in ("text", "reasoning") and self._drop_space:
             text = text.lstrip(_SPACE)
             self._drop_space = not text
-        if not text:
-            return
-        last = self._events[-1] if self._events else None
-        if last is not None and kind != "call" and (last.kind, last.index) == (kind, index):
-            last.text += text
-        else:
-            self._events.append(Event(kind, text, index))
+        self._tell(kind, text, index)
 
 
 def mark_start(text: str, mark: str) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from engine.sequence import FinishReason
 from engine.text.formats import ReasoningFormat
-from engine.text.harmony import HarmonyParser, output_parser
-from engine.text.output import OutputParser
+from engine.text.harmony import output_parser
+from engine.text.output import EventReader
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 
@@ -173,7 +173,7 @@ class Choice:
             self.num_accepted_predictions += num_accepted - num_lost
             self.num_rejected_predictions += num_rejected + num_lost
 
-    def _follow(self, thought: OutputParser | HarmonyParser, text: str) -> None:
+    def _follow(self, thought: EventReader, text: str) -> None:
         """Count the newest token where it is of the reasoning; what comes before that begins counts with it."""
         thought.feed(text)
         if thought.has_reasoned:
