@@ -29,9 +29,9 @@ from engine.checkpoint.builtin_models import ModelUnavailableError
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import load_output_layer
 from engine.drafting.head_training import HeadScores, HeadTraining, Tokens, frequent_tokens
-from engine.drafting.heads import HeadDrafter, HeadsConfig
+from engine.drafting.heads import HeadDrafter, HeadsConfig, target_config
 from engine.drafting.speculation import MOST_DRAFTS, Speculation
-from engine.model.config import native_config
+from engine.model.config import ModelConfig, read_config
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, LoadedModel, attach_heads, load_model, model_fingerprint
@@ -73,17 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     folder = resolve_model(arguments.model)
+    config = target_config(read_config(folder))
     texts = _tokenised(Tokenizer(folder), arguments.texts)
     engine = EngineConfig(
         model_ref=arguments.model,
         model_name=arguments.model,
         kv_blocks=2 * _WINDOWS * _WINDOW // 16,
+        backend="native",
         prefix_caching=False,
         device="cuda:0" if torch.cuda.is_available() else "cpu",
     )
     model = load_model(engine)
     partial = arguments.output.with_name(f"{arguments.output.name}.partial")
-    training = _training(model, folder, texts, arguments.heads, arguments.vocabulary, (partial, arguments.output))
+    training = _training(
+        model, config, folder, texts, arguments.heads, arguments.vocabulary, (partial, arguments.output)
+    )
     _train(training, texts, partial, _Bounds.of(arguments.minutes, arguments.steps))
     drafter = attach_heads(model.runner, engine, partial, training.config, folder)
     gain = _measured(model, drafter, texts.held_out, arguments.heads)
@@ -188,11 +192,16 @@ def _text_of(line: dict[str, object], tokenizer: Tokenizer) -> str:
 
 
 def _training(
-    model: LoadedModel, folder: Path, texts: _Texts, num_heads: int, vocabulary: int, before: Iterable[Path]
+    model: LoadedModel,
+    config: ModelConfig,
+    folder: Path,
+    texts: _Texts,
+    num_heads: int,
+    vocabulary: int,
+    before: Iterable[Path],
 ) -> HeadTraining:
     """From the beginning, or from where one of the folders `before` is. Raises ValueError where that is of another
     kind."""
-    config = model.runner.config
     heads = HeadsConfig(
         num_heads=num_heads,
         num_layers=1,
@@ -210,7 +219,7 @@ def _training(
         begun = load_file(found / "model.safetensors")
         token_map = begun.get("token_map", token_map)
         print(f"Goes on from {found}")
-    layer = load_output_layer(folder, native_config(config, "heads that draft"), model.layout.dtype)[token_map]
+    layer = load_output_layer(folder, config, model.layout.dtype)[token_map]
     return HeadTraining(model, heads, layer, token_map, begun)
 
 

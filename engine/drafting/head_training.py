@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.drafting.heads import HeadsConfig
+from engine.drafting.heads import HeadsConfig, target_config
 from engine.model.batch import build_batch
-from engine.model.config import native_config
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.steps.loading import LoadedModel
@@ -101,7 +100,7 @@ class HeadTraining:
         self._token_map = token_map
         self._output_layer = output_layer
         self._output = output_layer.to(model.kv_cache.device)
-        self._softcap = native_config(model.runner.config, "heads that draft").logit_softcap
+        self._softcap = target_config(model.runner.config).logit_softcap
         self._heads = nn.ModuleDict({"blocks": nn.ModuleList(_Head(config) for _ in range(config.num_heads))})
         if begun is not None:
             self._heads.load_state_dict({name: begun[name] for name in self._heads.state_dict()})

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.drafting.drafter import Draft, DrafterName, Drawer, Drawing
+from engine.model.config import DecoderConfig, ModelConfig
 from engine.sequence import UNDRAWN, DraftedSequence, ScheduledSequence, Sequence
 from kernels.interface import Kernels, Linear
 
@@ -42,6 +43,16 @@ _UNLIKELY: Final = -1e4
 """The logit of a token that the heads' output layer does not know: a number, so that it is drawn if it has to be."""
 _RECENT: Final = 16
 """Draws whose median says what the next one takes: now and then a busy machine holds one up."""
+
+
+def target_config(config: DecoderConfig) -> ModelConfig:
+    """Of a model that heads can be for. Raises ValueError for one whose output layer only its own code knows."""
+    if not isinstance(config, ModelConfig):
+        raise ValueError(
+            f"heads draft only for models that Legato's own code computes, and {config.architecture} is computed by"
+            " transformers'; leave decode.draft_model out, or name a smaller model"
+        )
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,13 +118,6 @@ def remembered_config(kind: type[Config], folder: Path, read: Callable[[Path], C
     return TypeAdapter(kind).validate_python(known)
 
 
-def native_config(config: DecoderConfig, what: str) -> ModelConfig:
-    """Raises ValueError where transformers' code computes the model, for which there is no `what`."""
-    if not isinstance(config, ModelConfig):
-        raise ValueError(f"{what}: only for a model that Legato's own code computes; {config.architecture} is not one")
-    return config
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A layer's mixture of experts: gated MLPs, of which a router chooses a few for each token."""

@@ -22,13 +22,13 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
 from engine.drafting.draft_model import DraftModel
-from engine.drafting.heads import HeadDrafter, HeadsConfig, is_heads, load_heads, require_heads_fit
+from engine.drafting.heads import HeadDrafter, HeadsConfig, is_heads, load_heads, require_heads_fit, target_config
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory.devices import pinning_for, require_device
 from engine.memory.host import keep_freed_memory, map_private_memory
-from engine.model.config import Backend, DecoderConfig, ModelConfig, native_config, read_config
+from engine.model.config import Backend, DecoderConfig, ModelConfig, read_config
 from engine.model.shards import WHOLE
 from engine.model.transformer import Model
 from engine.parallel.device_link import require_devices
@@ -419,7 +419,7 @@ def load_model(
     folder = resolve_model(config.model_ref)
     draft = heads = None
     if config.draft_ref is not None:
-        heads = _heads_for(config.draft_ref, folder)
+        heads = _heads_for(config.draft_ref, folder, config.backend)
         if heads is None:
             draft, config = _load_draft(config, config.draft_ref, folder)
     runner = load_runner(folder, config, host_memory, progress)
@@ -445,13 +445,13 @@ def load_model(
     )
 
 
-def _heads_for(ref: str, folder: Path) -> tuple[Path, HeadsConfig] | None:
+def _heads_for(ref: str, folder: Path, backend: Backend) -> tuple[Path, HeadsConfig] | None:
     """The heads in a folder, for the model in `folder`; None: `ref` is a model. Raises ValueError, before anything is
     loaded, where they are not for this model."""
     heads_folder = Path(ref).expanduser()
     if not is_heads(heads_folder):
         return None
-    heads, model = HeadsConfig.from_folder(heads_folder), ModelConfig.from_folder(folder)
+    heads, model = HeadsConfig.from_folder(heads_folder), target_config(read_config(folder, backend))
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     require_heads_fit(heads_folder, heads, **sizes, target=model_fingerprint(folder, None))
     return heads_folder, heads
@@ -462,7 +462,7 @@ def attach_heads(
 ) -> HeadDrafter:
     """Heads draft for the runner's model from now on, which is the one in `folder`. Raises ValueError for a folder that
     does not hold what its config says."""
-    model, device = native_config(runner.config, "heads that draft"), runner.model.device
+    model, device = target_config(runner.config), runner.model.device
     kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
     with torch.inference_mode():
         made = load_heads(

@@ -21,8 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.weights import load_output_layer
 from engine.drafting.head_training import HeadTraining, frequent_tokens
-from engine.drafting.heads import HeadsConfig
-from engine.model.config import native_config
+from engine.drafting.heads import HeadsConfig, target_config
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import SamplingParams
 from engine.sequence import Pooling, Sequence, TokenLogprobs
@@ -139,7 +138,7 @@ def memorised(
         target=model_fingerprint(model.folder, None),
     )
     kept = frequent_tokens(texts, config.vocab_size, num_tokens)
-    layer = load_output_layer(model.folder, native_config(config, "a head"), loaded.layout.dtype)[kept]
+    layer = load_output_layer(model.folder, target_config(config), loaded.layout.dtype)[kept]
     training = HeadTraining(loaded, heads, layer, kept, learning_rate=0.01)
     for number in range(num_steps):
         training.step(texts, number / num_steps)

@@ -17,7 +17,7 @@ from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
 from engine.checkpoint.quantisation import QuantisationName
-from engine.model.config import native_config
+from engine.model.config import ModelConfig
 from engine.steps.loading import LoadedModel, load_model
 from tests.support.model_families import build_oracle
 from tests.support.small_models import SmallModel
@@ -49,7 +49,8 @@ def test_what_a_worker_takes(folder: Path, quantization: QuantisationName | None
     said, model = worker_memory("decode", config, folder), loaded(config)
     layout, columns = model.layout, model.runner.num_pool_blocks // model.layout.num_layer_groups
     assert said.weight_bytes == pytest.approx(model.runner.weight_bytes, rel=0.15 if quantization else 0.001)
-    is_mixture = native_config(model.runner.config, "this").layers[0].experts is not None
+    assert isinstance(model.runner.config, ModelConfig)
+    is_mixture = model.runner.config.layers[0].experts is not None
     assert (said.token_bytes < said.weight_bytes / 2) if is_mixture else (said.token_bytes == said.weight_bytes)
     assert said.kv_bytes == model.runner.num_pool_blocks * layout.block_bytes
     assert said.kv_tokens == columns * layout.block_size and said.context == model.max_model_len

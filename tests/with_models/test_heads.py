@@ -178,3 +178,11 @@ def test_others_are_refused(
     folder = changed(known.folder, tmp_path / "heads", form, **fields)
     with pytest.raises(ValueError, match=reason):
         engine(known.model, folder)
+
+
+def test_models_that_others_compute_have_none(known: Known) -> None:
+    config = EngineConfig(
+        model_ref=str(known.model.folder), model_name="small", draft_ref=str(known.folder), backend="transformers"
+    )  # without a size of its KV, so that nothing can be loaded
+    with pytest.raises(ValueError, match="heads draft only for models that Legato's own code computes"):
+        load_model(config)
