@@ -85,9 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     model = load_model(engine)
     partial = arguments.output.with_name(f"{arguments.output.name}.partial")
-    training = _training(
-        model, config, folder, texts, arguments.heads, arguments.vocabulary, (partial, arguments.output)
-    )
+    training = _training(model, config, folder, texts, arguments, (partial, arguments.output))
     _train(training, texts, partial, _Bounds.of(arguments.minutes, arguments.steps))
     drafter = attach_heads(model.runner, engine, partial, training.config, folder)
     gain = _measured(model, drafter, texts.held_out, arguments.heads)
@@ -196,18 +194,17 @@ def _training(
     config: ModelConfig,
     folder: Path,
     texts: _Texts,
-    num_heads: int,
-    vocabulary: int,
+    arguments: argparse.Namespace,
     before: Iterable[Path],
 ) -> HeadTraining:
     """From the beginning, or from where one of the folders `before` is. Raises ValueError where that is of another
     kind."""
     heads = HeadsConfig(
-        num_heads=num_heads,
+        num_heads=arguments.heads,
         num_layers=1,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        num_tokens=min(vocabulary, config.vocab_size),
+        num_tokens=min(arguments.vocabulary, config.vocab_size),
         target=model_fingerprint(folder, None),
     )
     begun = None
