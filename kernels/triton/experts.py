@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.interface import Activation, ExpertChoice, GatedMlp, Linear
 from kernels.triton.elementwise import gated_activation
-from kernels.triton.matmul import tile_of
+from kernels.triton.matmul import tile_of, tile_product
 from kernels.triton.shipped import TYPE_NAMES, Shipped
 
 _MOST_EXPERTS = (64, 512)  # that a kernel looks at
@@ -96,15 +96,9 @@ def grouped_matmul_kernel(
     sources = pairs // per_row if GATHERS else tl.where(live_places, places, 0).to(tl.int64)
     targets = places.to(tl.int64) if GATHERS else pairs
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    depth = tl.arange(0, BLOCK_K)
     x_rows = x + sources[:, None] * K
     weight_rows = weight + (expert.to(tl.int64) * N + tl.where(columns < N, columns, 0))[None, :] * K
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        live = start + depth < K
-        a = tl.load(x_rows + (start + depth)[None, :], mask=live[None, :], other=0.0)
-        b = tl.load(weight_rows + (start + depth)[:, None], mask=live[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+    total = tile_product(x_rows, weight_rows, K, BLOCK_M, BLOCK_N, BLOCK_K)
     stored = live_places[:, None] & (columns[None, :] < N)
     tl.store(out + targets[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=stored)
 

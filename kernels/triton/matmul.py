@@ -58,6 +58,20 @@ def _finish(
     tl.store(out + wide_rows * N + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def tile_product(x_rows, weight_rows, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[BLOCK_M, BLOCK_N]` float32, of rows of K values that begin at `x_rows [BLOCK_M, 1]` and `weight_rows
+    [1, BLOCK_N]`; added up in one order, whatever the other rows are."""
+    depth = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        live = start + depth < K
+        a = tl.load(x_rows + (start + depth)[None, :], mask=live[None, :], other=0.0)
+        b = tl.load(weight_rows + (start + depth)[:, None], mask=live[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x,
@@ -86,13 +100,7 @@ def matmul_kernel(
     # Rows beyond the last read the first instead, and are not stored: no mask in the loop.
     x_rows = x + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * x_stride
     weight_rows = weight + tl.where(columns < N, columns, 0).to(tl.int64)[None, :] * K
-    depth = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        live = start + depth < K
-        a = tl.load(x_rows + (start + depth)[None, :], mask=live[None, :], other=0.0)
-        b = tl.load(weight_rows + (start + depth)[:, None], mask=live[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+    total = tile_product(x_rows, weight_rows, K, BLOCK_M, BLOCK_N, BLOCK_K)
     _finish(total, bias, residual, out, rows, columns, M, N, residual_stride, HAS_BIAS, ADDS)
 
 
