@@ -11,7 +11,7 @@ from cluster.simulation.workload.traces import TraceRequest
 
 T = TypeVar("T")
 
-# A token each, with the blank before it, to nearly every tokenizer.
+# A token each to nearly every tokenizer, with the blank before it and, where a prompt begins with it, without.
 _COMMON: Final = """
 the of and to in is that it was for on are as with his they at be this from have or by one had not but what all were
 when we there can an your which their said if do will each about how up out them then she many some so these would
@@ -20,9 +20,9 @@ only way find use may water long little very after words called just where most 
 good new write our used me man too any day same right look think also around another came come work three word must
 because does part even place well such here take why things help put years different away again off went old number
 great tell men say small every found still between name should home big give air line set own under read last never us
-left end along while might next sound below saw something thought both few those always looked show large often
-together asked house world going want school important until form food keep children feet land side without boy once
-animals life enough took sometimes four head above kind began almost live page got earth need far hand high year
+left end along while might next sound below something thought both few those always show large often together house
+world going want school important until form food keep children feet land side without boy once animals life enough
+sometimes four head above kind almost live page got earth need far hand high year
 """
 WORDS: Final = tuple(_COMMON.split())
 

@@ -14,6 +14,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.load.prompts import WORDS
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
 
 TEXTS = [
@@ -82,6 +83,13 @@ def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 
 def split(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.token_bytes(token_id).decode() for token_id in tokenizer.encode(text)]
+
+
+def test_words_of_drawn_prompts_are_a_token_each(tokenizer: Tokenizer) -> None:
+    """Where a prompt begins with one as well, or lengths would be off by one now and then."""
+    before = tokenizer.encode("")
+    assert [word for word in WORDS if len(tokenizer.encode(word)) != len(before) + 1] == []
+    assert len(tokenizer.encode(" ".join(WORDS))) == len(before) + len(WORDS)
 
 
 def test_smollm2_splits_every_digit(smollm2: Tokenizer) -> None:
