@@ -20,6 +20,12 @@ from cluster.deployment.ray_access import HAPROXY_PORTS, keep_ray_on_loopback
 _FIRST, _STOP = 20_000, 30_000
 _TRIES: Final = 1_000
 
+# From here on upwards each gateway takes the first port that is free, and HAProxy knows it by the port alone.
+_FIRST_GATEWAY_PORT: Final = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
+# Those that a cluster must not share with another one on the machine. HAProxy goes to Serve's own proxy, at the port of
+# the fallback, while it believes all gateways down.
+_OWN_PORTS: Final = (*HAPROXY_PORTS, "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", _FIRST_GATEWAY_PORT)
+
 SERVE_ENVIRONMENT: Final = {
     # HAProxy in front instead of Serve's Python proxy, and gRPC between replicas: 5 to 8 times the requests per second.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -61,9 +67,11 @@ def tune_environment() -> None:
     os.environ.setdefault("RAY_GRAFANA_DATA_DASHBOARD_UID", "legato")  # cluster/metrics/grafana/legato.json
     for name, value in (RAY_ENVIRONMENT | SERVE_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    # Fixed ones would keep a second cluster from starting on the machine.
-    for name, port in zip(HAPROXY_PORTS, free_ports(len(HAPROXY_PORTS)), strict=True):
+    # Fixed ones would keep a second cluster from starting on the machine, or, worse, let it answer the first one's
+    # requests: Serve opens the port behind HAProxy so that several processes may have it.
+    for name, port in zip(_OWN_PORTS, free_ports(len(_OWN_PORTS)), strict=True):
         os.environ.setdefault(name, str(port))
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT", str(int(os.environ[_FIRST_GATEWAY_PORT]) + 999))
 
 
 def unset() -> list[str]:

@@ -96,6 +96,13 @@ def test_nothing_listens_beyond_loopback(cluster: ServedCluster) -> None:
     ] == []
 
 
+def test_no_port_is_one_that_another_cluster_on_the_machine_would_have(cluster: ServedCluster) -> None:
+    """By default Serve opens the same ones for each: whoever asked one cluster was answered by the other."""
+    listening = listening_sockets(cluster.process)
+    assert {"haproxy", "ray::ProxyActor"} <= {program for program, _, _ in listening}, listening
+    assert not {port for _, _, port in listening} & {8404, 8500, 9101, 30_000}
+
+
 def test_the_gateway_accepts_many_connections_in_a_turn(cluster: ServedCluster) -> None:
     """Of the one HTTP socket that Serve made, its server has as many handles."""
     handles: Counter[str] = Counter()
