@@ -404,7 +404,9 @@ def test_refusals(target: Target, fields: dict[str, Any], param: str, mention: s
 
 
 async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
-    """Added tokens that are not special, as Qwen's: a budget ends the reasoning under a schema by the mark's token."""
+    """Added tokens that are not special, as Qwen's: a budget ends the reasoning under a schema by the mark's token.
+
+    And the answer begins soon."""
     tokenizer = Tokenizer(thinker_in(tmp_path / "thinker"))
     api = scripted_api(ScriptedGenerator(tokenizer), tokenizer, reasoning_format="think")
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
@@ -422,13 +424,15 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
     closing = tokenizer.added_id_of("</think>")
     assert closing is not None
     seq = Sequence(request_id="thinks", attempt=0, params=params, prompt_token_ids=[1])
-    written = [*tokenizer.encode(" It rains there")[:3], closing, *tokenizer.encode('{"a":1}')]
+    (line,) = tokenizer.encode("\n")
+    written = [*tokenizer.encode(" It rains there")[:3], closing, *[line] * 4, *tokenizer.encode('{"a":1}')]
     for token_id in written:
         [bits] = masks.of([seq])
         assert bits is not None
         allowed = np.flatnonzero(allowed_by(bits, tokenizer.vocab_size))
         assert token_id in allowed
         assert (len(seq.output_token_ids) == 3) == (allowed.tolist() == [closing])
+        assert (len(seq.output_token_ids) >= 8) == (line not in allowed and closing not in allowed)
         seq.output_token_ids.append(token_id)
 
 
