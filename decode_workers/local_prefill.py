@@ -39,7 +39,7 @@ class LocalPrefill:
 
     @property
     def num_waiting(self) -> int:
-        """Those that have no blocks."""
+        """The number of prompts that have no blocks."""
         return len(self._waiting)
 
     @property
@@ -55,7 +55,7 @@ class LocalPrefill:
 
     @property
     def num_uncomputed(self) -> int:
-        """With blocks or without."""
+        """The number of prompts that are not computed, with blocks or without."""
         return len(self._waiting) + len(self._computing)
 
     @property
@@ -71,17 +71,17 @@ class LocalPrefill:
 
     @property
     def oldest(self) -> Sequence | None:
-        """Who is next, with blocks or without; None if there is nothing to compute."""
+        """The prompt that is next, with blocks or without; None if there is nothing to compute."""
         return next(iter((*self._unplanned, *self._waiting)), None)
 
     @property
     def _unplanned(self) -> list[Sequence]:
-        """Those with blocks, but for the ones whose last chunk is in flight or that share no step."""
+        """The prompts with blocks, but for those whose last chunk is in flight or that share no step."""
         return [s for s in self._computing if not (s.num_awaited or s.num_alone) and s.num_unplanned]
 
     @property
     def suspects(self) -> list[Sequence]:
-        """Those with blocks that share no step."""
+        """The prompts with blocks that share no step."""
         return [seq for seq in self._computing if seq.num_alone]
 
     @property
@@ -93,17 +93,17 @@ class LocalPrefill:
         self._waiting.append(seq)
 
     def go_on(self, seq: Sequence) -> None:
-        """It has its blocks, and in them its first tokens."""
+        """Go on with a prompt that has its blocks, and in them its first tokens."""
         self._computing.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
-        """It has lost its blocks, and is before all others when there are some again."""
+        """Put a prompt that has lost its blocks before all others."""
         if seq in self._computing:
             self._computing.remove(seq)
         self._waiting.appendleft(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """It is computed, or dropped."""
+        """Remove a prompt that is computed, or dropped."""
         (self._computing if seq in self._computing else self._waiting).remove(seq)
 
     def fill(self, room: StepRoom, ring_left: int, num_places: int) -> Chunks:

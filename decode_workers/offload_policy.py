@@ -173,7 +173,7 @@ class OffloadPolicy:
         stalled: list[Sequence],
         preempt: Callable[[Sequence], None],
     ) -> None:
-        """Offload those furthest ahead, ahead of time: until everyone's next column on the device is there."""
+        """Offload the sequences furthest ahead, ahead of time: until everyone's next column is on the device."""
         shortage = -self._spare(queue)
         victims = [seq for seq in reversed(queue) if self._num_device_groups(seq) and not self._outgrown(seq)]
         if not stalled and len(victims) < 2:

@@ -136,7 +136,7 @@ class Pacer:
 
 
 def longest_before_s(seqs: Iterable[Sequence], decodes_s: float) -> float:
-    """The same for sequences that may begin to decode here while the step computes: they wait for it and have their
-    next token with the step after it, which has more to decode then, in a gap that they were promised."""
+    """How long a step may last so that sequences which may begin to decode during it keep the gap that they were
+    promised. They wait for this step and have their next token with the one after it, which has more to decode then."""
     lasts_s = (KEPT * seq.gap_s - _GROWN * decodes_s for seq in seqs if seq.gap_s is not None)
     return min((last_s for last_s in lasts_s if last_s >= decodes_s), default=math.inf)

@@ -29,7 +29,7 @@ class ReservationListener(Protocol):
     """What becomes of reservations."""
 
     def on_reserved(self, gateway: GatewayId, key: SequenceKey, instead_of: SequenceKey | None) -> None:
-        """It has blocks: new ones, or those of an older attempt, which is gone."""
+        """A sequence has blocks: new ones, or those of an older attempt, which is gone."""
 
     def on_received(self, seq: Sequence) -> None:
         """Its KV is verified, and the scheduler decodes it from now on."""
@@ -134,7 +134,7 @@ class Reservations:
         return True
 
     def retry(self) -> None:
-        """There may be room, or someone's time may be up."""
+        """Look again at those who wait: there may be room, or someone's time may be up."""
         now = time.monotonic()
         while self._queue:
             head = self._queue[0]
@@ -214,7 +214,7 @@ class Reservations:
 
 
 def _reserved_for(request: RequestSpec) -> Sequence:
-    """With room for all of it, whoever computes how much."""
+    """A sequence with room for all of the request, whoever computes how much of it."""
     seq = sequence_of(request)
     seq.num_received = request.split_at if request.is_split else 0
     return seq

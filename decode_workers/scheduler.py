@@ -73,7 +73,7 @@ class Emission:
 
     @property
     def token(self) -> SampledToken:
-        """Of all but a part."""
+        """The sampled token. The first part of a split prompt and an embedding have none: not to be asked for there."""
         assert self.sampled is not None, f"a part of {self.seq.request_id} has no token"
         return self.sampled
 
@@ -158,17 +158,17 @@ class DecodeScheduler:
 
     @property
     def num_paused(self) -> int:
-        """Of the running ones, those that rest in host memory at least in part and take turns."""
+        """The number of running sequences that rest in host memory at least in part and take turns."""
         return sum(bool(seq.host_groups) for seq in self._running)
 
     @property
     def num_in_host(self) -> int:
-        """Of all that have blocks, those that rest in host memory at least in part."""
+        """The number of sequences with blocks that rest in host memory at least in part."""
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
 
     @property
     def num_context_tokens(self) -> int:
-        """Of all that decode, together."""
+        """The number of tokens of all sequences that decode."""
         return sum(seq.num_tokens for seq in self._running)
 
     @property
@@ -182,7 +182,7 @@ class DecodeScheduler:
 
     @property
     def draft_counts(self) -> Mapping[DrafterName, DraftCounts]:
-        """Of each drafter, what was drafted so far, and what became tokens."""
+        """What each drafter has drafted so far, and how much of it became tokens."""
         return {} if self._speculation is None else self._speculation.counts
 
     def sequence(self, key: SequenceKey) -> Sequence | None:
@@ -311,7 +311,7 @@ class DecodeScheduler:
 
     @property
     def speculation(self) -> Speculation | None:
-        """For whoever reports what it counts."""
+        """The speculation, for whoever reports what it counts."""
         return self._speculation
 
     def _is_due_to_draft(self, running: list[Sequence]) -> bool:
@@ -426,7 +426,8 @@ class DecodeScheduler:
         return chunks.items
 
     def _room(self, running: list[Sequence], decoding: list[Sequence], most_tokens: int, now: float) -> StepRoom:
-        """For prompts in a step in which the ones advance, so that all of the others are in time."""
+        """The room that prompts have in the next step, in which `decoding` advance by a token. It stays so short that
+        every sequence in `running` has its next token in time."""
         cost = self._cost()
         if cost is None:
             return StepRoom(None, most_tokens=most_tokens)
@@ -449,8 +450,8 @@ class DecodeScheduler:
 
     @property
     def _coming(self) -> Iterator[Sequence]:
-        """Those whose whole KV is on its way, and those whose last chunk is in flight: they decode in none of the steps
-        that are planned by now."""
+        """The sequences whose whole KV is on its way, and those whose last chunk is in flight: they decode in none of
+        the steps that are planned by now."""
         for entry in self._entries.values():
             is_last_in_flight = entry.state is DecodeState.PREFILLING and entry.seq.num_awaited
             is_awaited = entry.state is DecodeState.RESERVED and not entry.seq.num_received
@@ -518,7 +519,8 @@ class DecodeScheduler:
             item.seq.num_awaited += item.samples
 
     def _end_step(self, *, ok: bool) -> StepInFlight:
-        """Of two the older one: what it gave its sequences ahead is theirs now, or has come to nothing."""
+        """End the oldest step in flight. Its tokens are in flight no more. With `ok` false, the prefixes that it was to
+        copy did not arrive."""
         step = self._in_flight.popleft()
         for item in step.plan.items:
             item.seq.num_computing -= item.num_tokens
@@ -533,7 +535,7 @@ class DecodeScheduler:
         return step
 
     def _release_ended(self, step: StepInFlight) -> None:
-        """What was held for this step alone."""
+        """Release the sequences that have ended and were kept for this step alone."""
         for entry in step.ended:
             if not self._is_in_use(entry):
                 self._release(entry.seq)
@@ -543,7 +545,7 @@ class DecodeScheduler:
         return entry.is_source or any(step.uses(entry.seq) for step in self._in_flight)
 
     def _is_last_in_flight(self, seq: Sequence) -> bool:
-        """Its last token, by its number, is on its way."""
+        """Whether the last token that the sequence may have is on its way."""
         num_output = len(seq.output_token_ids) + seq.num_awaited
         return num_output >= seq.params.max_tokens or seq.num_tokens_ahead >= self._max_model_len
 
@@ -573,7 +575,7 @@ class DecodeScheduler:
         return self.tiers.host_groups_for(num_tokens, self._running)
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
-        """Who decodes in the next step; whom it preempts is taken out of `running`."""
+        """Choose who decodes in the next step; whoever is preempted for it is taken out of `running`."""
         limit = min(self._max_num_seqs, self._token_budget)
         reserved_columns = self._columns_for_overdue_prompt()
         if reserved_columns:
@@ -605,7 +607,7 @@ class DecodeScheduler:
         self._local.put_back(seq)
 
     def _end(self, entry: Entry) -> None:
-        """It takes part in nothing any more; its blocks are free as soon as no step in flight uses them."""
+        """Take a sequence out of everything; its blocks are free as soon as no step in flight uses them."""
         seq = entry.seq
         self._pacer.forget(seq.key)
         if entry.state in (DecodeState.WAITING, DecodeState.PREFILLING):

@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class KVSlots:
-    """Where a step's keys and values of one layer go: token t to slot `slots[t]` of each.
+    """The slots in which a step's keys and values of one layer go: token t to slot `slots[t]` of each.
 
     Only where a batch is padded, to the size of a CUDA graph, are there tokens with negative slots: they go nowhere.
     """
@@ -84,7 +84,7 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    """Of all rows of a layer, or one of its experts."""
+    """The weights of a gated MLP: that of all rows of a layer, or one of its experts."""
 
     gate_up: Linear  # E -> 2 * width
     down: Linear  # width -> E
@@ -111,11 +111,12 @@ class Kernels(Protocol):
     """The operators of one device. A module with these functions satisfies it."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """From `weight [out, in]`, `bias [out]`. The caller should drop its reference to `weight`."""
+        """Pack a projection: `weight [out, in]`, `bias [out]`. The caller should drop its reference to `weight`."""
         ...
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Of activations of `dtype`. Where a device has no kernel for such weights, their values in that type."""
+        """Pack a quantised projection of activations of `dtype`. Where a device has no kernel for such weights, their
+        values in that type."""
         ...
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
@@ -179,8 +180,8 @@ class StandingAttention(Protocol):
         ...
 
     def of(self, num_segments: int, num_queries: int) -> PagedAttention:
-        """For steps of up to so many segments of up to so many queries: it looks at what was filled in last, whenever
-        it is replayed."""
+        """Attention for steps of up to so many segments of up to so many queries: it looks at what was filled in last,
+        whenever it is replayed."""
         ...
 
 

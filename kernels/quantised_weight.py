@@ -47,7 +47,7 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """As it is kept for computing: packed codes, factors in 16 bits."""
+        """Bytes of the weight as it is kept for computing: packed codes, factors in 16 bits."""
         factors = self.scales.numel() * (1 if self.minimums is None else 2)
         return self.codes.numel() * self.bits // 8 + factors * 2
 

@@ -64,7 +64,8 @@ class PlainExperts:
 
 
 def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-    """Of each row of `logits [T, experts]`: its experts' numbers `[T, per_row]` and how much each counts, likewise."""
+    """Choose the experts of each row of `logits [T, experts]`: their numbers `[T, per_row]` and how much each counts,
+    likewise."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : choice.per_row]
     if choice.normalised:
         return order, logits.gather(1, order).float().softmax(-1)
@@ -186,7 +187,7 @@ def gather_slab(
 def scatter_slab(
     slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
 ) -> int:
-    """The way back; the digest is of what is then read."""
+    """Write `slab` to the blocks, at tokens [start, start + n). Returns the digest of what is then read from them."""
     for token in range(slab.shape[1]):
         for kv in (0, 1):
             _slot(cache_rows, geometry, table, start + token, kv, heads).copy_(slab[kv, token])

@@ -107,7 +107,7 @@ class PrefillScheduler:
 
     @property
     def num_in_host(self) -> int:
-        """Of those that have blocks, the ones that rest in host memory at least in part."""
+        """The number of sequences with blocks that rest in host memory at least in part."""
         return sum(bool(entry.seq.host_groups) for entry in self._entries.values())
 
     @property
@@ -327,11 +327,11 @@ class StepFilling:
 
     @property
     def columns_left(self) -> int:
-        """Of the staging ring."""
+        """The number of columns of the staging ring that this step has not used."""
         return self._columns_left
 
     def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
-        """Its next chunk, or nothing where that does not fit."""
+        """Plan the sequence's next chunk, or nothing where that does not fit."""
         num_tokens = self._room.chunk(seq.num_uncomputed, seq.num_computed)
         staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
         if num_tokens == 0 or staged > self._columns_left:
@@ -375,7 +375,8 @@ def host_groups(
 
 
 def moved_tokens(num_tokens: int, chunk_tokens: int) -> int:
-    """Of one host-resident group: each token is written back once, and fetched for every later chunk."""
+    """The number of tokens that cross the link for one host-resident group: each is written back once, and fetched for
+    every later chunk."""
     num_chunks = -(-num_tokens // chunk_tokens)
     return num_tokens + chunk_tokens * num_chunks * (num_chunks - 1) // 2
 

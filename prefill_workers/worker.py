@@ -114,7 +114,8 @@ class PrefillWorker(Worker):
         self.steps.wake()
 
     def _take_ticket(self, key: SequenceKey, ticket: Ticket) -> None:
-        """There is room for what was accepted without, computed by now or not."""
+        """Begin the hand-off of a sequence that was accepted without a ticket, computed by now or not: decode has room
+        for it."""
         seq = self.scheduler.sequence(key)
         assert seq is not None
         self.scheduler.reserved(key)

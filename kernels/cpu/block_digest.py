@@ -87,7 +87,8 @@ def row_sum_digest(view: memoryview | bytes | bytearray) -> int:
 
 
 def _words(content: npt.NDArray[np.uint8]) -> UInt64s:
-    """As rows `[n, ROW_WORDS]`; copied only where they are not aligned, since numpy would do so word by word."""
+    """The content as rows `[n, ROW_WORDS]`; copied only where they are not aligned, since numpy would do so word by
+    word."""
     if content.ctypes.data % _WORD_BYTES:
         content = content.copy()
     return content.view(np.uint64).reshape(-1, ROW_WORDS)

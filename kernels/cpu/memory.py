@@ -23,7 +23,7 @@ _rest = memoryview(b"")  # of the newest mapping for small tensors; guarded by t
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """On the CPU, with at least one element.
+    """Zeros on the CPU, at least one, in 2 MiB pages where Linux grants them.
 
     The memory goes back to the machine with the last tensor that lies in the same mapping.
     """

@@ -15,7 +15,7 @@ _SOFT = 1  # omp_pause_soft of OpenMP 5.0
 
 
 def set_team(num_threads: int) -> None:
-    """From now on, this thread and `num_threads` - 1 others compute for it."""
+    """Have this thread and `num_threads` - 1 others compute for it from now on."""
     torch.get_num_threads()  # at a thread's first use torch sets what is set for all, and would undo this
     openmp = _openmp()
     if openmp is None:
@@ -25,7 +25,8 @@ def set_team(num_threads: int) -> None:
 
 
 def work_alone() -> None:
-    """For threads that copy and digest beside the one that computes: they would only take its cores."""
+    """Have this thread compute alone. For threads that copy and digest beside the one that computes: a team would only
+    take its cores."""
     if _openmp() is not None:
         set_team(1)
 

@@ -29,7 +29,8 @@ class _Experts(ctypes.Structure):
 def pack_experts(
     library: ctypes.CDLL, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice
 ) -> NativeExperts | None:
-    """None where a weight is none of the C++ kernels', or experts are not quantised alike."""
+    """The experts packed for the C++ kernels. None where these have no form for a weight, or experts are not quantised
+    alike."""
     gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
     if not (isinstance(router, NativeLinear) and _are_alike(gate_up) and _are_alike(down)):
         return None
@@ -71,7 +72,7 @@ class NativeExperts:
 
     @property
     def address(self) -> int:
-        """Of the record that the C++ kernels read, while this lives."""
+        """The address of the record that the C++ kernels read, while this lives."""
         return ctypes.addressof(self._record)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class _Step(ctypes.Structure):
 def fuse_layers(
     library: ctypes.CDLL, layers: Sequence[Layer], final_norm: Tensor, form: LayersForm
 ) -> NativeLayers | None:
-    """None where a weight is none of the C++ kernels', or a mixture of experts has a norm after it."""
+    """The layers fused into one call of the C++ kernels. None where these have no form for a weight, or a mixture of
+    experts has a norm after it."""
     linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear | NativeExperts)]
     if len(native) < len(linears):
@@ -154,7 +155,7 @@ class NativeLayers:
         self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, num_layers)
 
     def _reserve(self, num_rows: int, dtype: torch.dtype) -> int:
-        """Where as much memory lies as a step of so many rows takes."""
+        """The address of as much memory as a step of so many rows takes."""
         if self._scratch.dtype != dtype or len(self._scratch) < num_rows * self._row_numbers:
             self._scratch = torch.empty(num_rows * self._row_numbers, dtype=dtype)
         return self._scratch.data_ptr()

@@ -113,7 +113,7 @@ def _sources() -> list[Path]:
 
 
 def _digest(compiler: str) -> str:
-    """Of everything that the compiled file depends on."""
+    """A digest of everything that the compiled file depends on."""
     digest = hashlib.sha256("\0".join((compiler, *_OPTIONS, *_openmp())).encode())
     for path in sorted((*_sources(), *SOURCE_FOLDER.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

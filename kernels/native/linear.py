@@ -89,7 +89,8 @@ _LAYOUT = [Size, Size, Size, Flag, Flag, Size]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedLinear(NativeLinear):
-    """Of bfloat16. Its panels have groups of inputs; each is codes, scales, minimums."""
+    """A quantised projection of bfloat16 activations. Its panels have groups of inputs; each is codes, scales,
+    minimums."""
 
     form: Form
     wide_factors: bool  # scales and minimums are float32, since some are not exact in float16
@@ -164,7 +165,7 @@ class ProjectionRecord(ctypes.Structure):
 
 
 def projection_record(linear: Linear) -> ProjectionRecord:
-    """Of one of the above, which has to outlive it."""
+    """The record of one of the above, which has to outlive it."""
     assert isinstance(linear, NativeLinear)
     bias = None if linear.bias is None else linear.bias.data_ptr()
     record = ProjectionRecord(linear.packed.data_ptr(), bias, linear.num_inputs, linear.num_outputs, bits=0)

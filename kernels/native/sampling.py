@@ -33,7 +33,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
 def best_tokens(
     logits: npt.NDArray[np.float32], allowed: Sequence[npt.NDArray[np.int32] | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-    """Of each row of `logits [B, V]`: of its allowed tokens (None: all) the one of the largest logit, the first one
+    """For each row of `logits [B, V]`: among its allowed tokens (None: all) the one of the largest logit, the first one
     among equals, -1 if none is above minus infinity; and the largest logit of all its tokens, NaN if one is. None: the
     machine has no C++ kernels."""
     function = _function("best")

@@ -43,7 +43,8 @@ def describe(
 
 
 def mismatch(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """None if KV may move; else a sentence that names every field that differs, and both values."""
+    """Compare what two ends say of themselves. Returns None if KV may move between them; else a sentence that names
+    every field that differs, and both values."""
     differing = [
         f"{name} is {ours.get(name, 'not stated')} here and {theirs.get(name, 'not stated')} there"
         for name in sorted(ours.keys() | theirs.keys())

@@ -213,7 +213,7 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """From now on messages arrive, and hooks are called."""
+        """Begin to receive: from now on messages arrive, and hooks are called."""
         await self._loop.create_connection(lambda: self._wire, sock=self._sock)
         self._timer = self._loop.call_later(self._config.ping_interval_s, self._on_tick)
 
@@ -224,7 +224,7 @@ class Connection:
 
     @property
     def silent_s(self) -> float:
-        """For how long at least nothing has been heard of the peer, which pings when it has nothing else to say.
+        """Seconds for which at least nothing has been heard of the peer, which pings when it has nothing else to say.
 
         Counted in our own pings, and no time in which this loop could not hear: while it was kept from running, or
         did not read, the silence was ours.
@@ -270,7 +270,7 @@ class Connection:
         return (await self.receive_frame()).message
 
     async def receive_frame(self) -> Frame:
-        """Like `receive`, for owners of links, whose messages have payloads."""
+        """Receive the next message with its payload, for owners of links. Otherwise like `receive`."""
         return await self._inbox.get()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
@@ -293,7 +293,7 @@ class Connection:
         self._wire.abort()
 
     async def wait_closed(self) -> None:
-        """Until the socket is gone: at most `linger_s` after `close`."""
+        """Wait until the socket is gone: at most `linger_s` after `close`."""
         await self._gone.wait()
 
     def read_on(self) -> None:

@@ -112,7 +112,7 @@ class FrameReader:
         return self._stage is not _Stage.PREFIX or self._start < self._end
 
     def get_buffer(self) -> memoryview:
-        """Where the next received bytes belong; never empty unless `blocked`."""
+        """The memory in which the next received bytes belong; never empty unless `blocked`."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._start == self._end:

@@ -71,7 +71,7 @@ async def dial(
 
 @dataclass(frozen=True, slots=True)
 class _Stranger:
-    """Who has been accepted and has not proved itself."""
+    """A connection that has been accepted and whose peer has not proved itself yet."""
 
     handshake: Handshake
     since: float  # on the loop's clock
@@ -109,7 +109,7 @@ class Listener:
 
     @property
     def num_strangers(self) -> int:
-        """Who has been accepted and has not proved itself."""
+        """The number of accepted connections whose peers have not proved themselves yet."""
         return len(self._strangers)
 
     async def close(self) -> None:
@@ -136,7 +136,8 @@ class Listener:
             await asyncio.sleep(0)  # whoever is cancelled has begun, and closes its socket
 
     async def _make_room(self) -> None:
-        """For one more. Who has said nothing gives way first, and among equals the oldest."""
+        """Wait until one more stranger may come, or close one. Whoever has said nothing gives way first, and among
+        equals the oldest."""
         loop = asyncio.get_running_loop()
         while len(self._strangers) >= _MAX_HANDSHAKES:
             silent = (task for task, stranger in self._strangers.items() if not stranger.handshake.heard)
@@ -274,7 +275,7 @@ async def _receive(sock: socket.socket, max_bytes: int) -> bytes:
 
 
 async def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """Not a byte more: what follows the handshake belongs to whoever takes the socket over."""
+    """Receive so many bytes and not one more: what follows the handshake belongs to whoever takes the socket over."""
     loop = asyncio.get_running_loop()
     data = bytearray()
     while len(data) < num_bytes:

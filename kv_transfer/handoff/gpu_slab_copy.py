@@ -187,7 +187,7 @@ class DeviceCopies:
 
 @functools.cache
 def copies_on(device: torch.device) -> DeviceCopies:
-    """Those of a CUDA device."""
+    """The copies of slabs on a CUDA device."""
     outward, inward = ([CudaStream(device) for _ in range(COPIES_AT_ONCE)] for _ in range(2))
     return DeviceCopies(outward, inward, queued_on(device))
 
@@ -212,7 +212,8 @@ def gather(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: T
 
 
 def scatter(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
-    """The other way. The digest is of what stands in the blocks afterwards, and so is the slab of a group."""
+    """Copy `slab` into a layer's tokens from `start` on. Returns the digest of what stands in the blocks afterwards.
+    For a group, `slab` is filled again from the blocks."""
     if isinstance(kv, KVCache):
         return scatter_slab(slab, kv.layer_rows(layer), kv.layout.geometry, table, start)
     for heads, cache in kv.holders:

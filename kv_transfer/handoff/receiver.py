@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseOwner(Protocol):
-    """Whose blocks KV is received into, and who hears what became of it: a decode worker's `Reservations`.
+    """The owner of the blocks into which KV is received, which hears what became of it: a decode worker's
+    `Reservations`.
 
     All of it is called on the main loop. Each lease ends in one call, of `on_admitted` or of `on_released`.
     """
@@ -193,7 +194,7 @@ class KvReceiver:
             delivery.release()
 
     def _copy(self, copy: Copy, delivery: Delivery, kv_cache: SequenceKV, row: GroupRow, after: Event | None) -> None:
-        """On the KV thread, or where a device is waited for."""
+        """Copy a delivery into its blocks. Runs on the KV thread, or where a device is waited for."""
         header, payload = copy.header, delivery.payload
         assert payload is not None
         place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)

@@ -203,7 +203,7 @@ class HandoffReceiver:
     # --- questions ---
 
     def state(self, request_id: str) -> ReceiverState | None:
-        """Of the request's reservation, or of how its newest attempt ended; None if nothing is known of it."""
+        """The state of the request's reservation, or how its newest attempt ended; None if nothing is known of it."""
         known = self._open.get(request_id) or self._endings.get(request_id)
         return None if known is None else known.state
 

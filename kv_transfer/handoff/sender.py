@@ -66,7 +66,7 @@ class HandoffTimeline:
 
     @property
     def exposed_s(self) -> float:
-        """From the last step until decode may schedule the sequence, the way of decode's answer included."""
+        """Seconds from the last step until decode may schedule the sequence, the way of decode's answer included."""
         return self.verified_s - self.computed_s
 
 
@@ -175,7 +175,7 @@ class _Peer:
 
 
 class SourceOwner(Protocol):
-    """Whose sequences are handed over, and who hears what became of them: a `Worker`, on its main loop."""
+    """The owner of the sequences that are handed over, which hears what became of them: a `Worker`, on its main loop."""
 
     def on_handed_over(self, timeline: HandoffTimeline) -> None:
         """Decode has verified it, and so long it took; before `on_source_released`."""

@@ -93,7 +93,8 @@ class _Outgoing:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Without a ticket: what stands, in the order of its coming."""
+    """A hand-off that has no ticket yet: the slabs that are ready, in the order in which they came, and what else must
+    be told once it begins."""
 
     slabs: list[tuple[int, int, int]] = field(default_factory=list)  # (layer, token_start, num_tokens)
     is_computed: bool = False
@@ -117,7 +118,7 @@ class HandoffSender:
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
 
     def state(self, key: SequenceKey) -> SenderState | None:
-        """Of the attempt; None if it was never begun or is over."""
+        """The state of this attempt's hand-off; None if it was never begun or is over."""
         if key in self._kept:
             return SenderState.WAITING
         out = self._outgoing.get(key)

@@ -48,7 +48,8 @@ class RequestSpec:
 
     @property
     def num_handed_tokens(self) -> int:
-        """Those that another worker computes for the one that decodes, where one does."""
+        """How many of the prompt's tokens another worker computes and hands over, where the one that decodes does not
+        compute them all."""
         return self.split_at if self.is_split else self.num_tokens
 
 

@@ -39,7 +39,7 @@ class Place(Message):
 
     @property
     def is_pooled(self) -> bool:
-        """Nobody is to decode."""
+        """Whether an embedding is wanted in place of tokens, so that nothing is decoded."""
         return self.max_new_tokens == 0
 
     @property
@@ -62,7 +62,7 @@ class Place(Message):
 
     @property
     def question(self) -> Hashable:
-        """The same for the same question asked again, under whatever id."""
+        """A key that is the same whenever the same question is asked again, under whatever id."""
         return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-HASH_BYTES:])
 
 

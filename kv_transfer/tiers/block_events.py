@@ -49,7 +49,7 @@ class BlockEventLog:
         pool.observe(self.observer(tier))
 
     def observer(self, tier: Tier, *, blocks_per_column: int | None = None) -> PoolObserver:
-        """For what is to be told of a tier in another way. A tier has one source.
+        """An observer for a pool whose tier is told of in this log. A tier has one source.
 
         `blocks_per_column` None: one for each layer group.
         """

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bytes, or a share of what the machine has: exactly one of the two is set. 0 bytes: the tier is not used."""
+    """An amount of memory: bytes, or a share of what the machine has. Exactly one of the two is set. 0 bytes: the tier
+    is not used."""
 
     num_bytes: int | None = None
     share: float | None = None

@@ -22,7 +22,7 @@ LOAD_TIMEOUT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """Of a prompt's columns, counted from the first."""
+    """Where each of a prompt's columns comes from, counted from the first."""
 
     num_ready: int  # on the device or in the own host memory
     num_reachable: int  # with what the sources hold; at least num_ready
@@ -90,7 +90,7 @@ class PrefixTiers:
         return len(hashes)
 
     def call_on_room(self, on_room: Callable[[], None]) -> None:
-        """From now on this is called on the loop, never from in here, after blocks that were held here are free."""
+        """Have `on_room` called on the loop, never from in here, whenever blocks that were held here have become free."""
         self._on_room = on_room
 
     async def close(self) -> None:

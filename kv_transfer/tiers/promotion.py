@@ -83,7 +83,7 @@ class Promoter:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
 
     def predicted_s(self, wanted: Iterable[Wanted]) -> float:
-        """Until these columns would be here, those that are queued before them included."""
+        """Seconds until these columns would be here, those that are queued before them included."""
         seconds, slowest = 0.0, 0.0
         for _, source in wanted:
             column_s = self._host.column_bytes / self.bytes_per_s(source)
@@ -129,7 +129,7 @@ class Promoter:
         self._thread.shutdown()
 
     def _batches(self, wanted: Sequence[Wanted]) -> list[_Batch]:
-        """Those that will bring the columns: under way already, or new ones."""
+        """The batches that will bring the columns: under way already, or new ones."""
         if self._closed:
             return []
         batches = list({self._batch_of[column]: None for column, _ in wanted if column in self._batch_of})
@@ -158,7 +158,7 @@ class Promoter:
         return batch
 
     def _load(self, batch: _Batch, views: list[list[memoryview]]) -> None:
-        """On the I/O thread."""
+        """Read a batch into the views, on the I/O thread."""
         loaded, seconds = [False] * len(batch.hashes), 0.0
         try:
             if not batch.abandoned:

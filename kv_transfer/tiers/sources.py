@@ -20,7 +20,7 @@ class ColumnSource(Protocol):
 
     @property
     def name(self) -> SourceName:
-        """For logs and counters."""
+        """The source's name in logs and counters."""
         ...
 
     @property

@@ -118,7 +118,7 @@ class WorkerTiers:
             remove_if_last(Path(self._config.host_folder), self._scope)
 
     def _host_memory(self, layout: KVLayout, num_blocks: int) -> memoryview:
-        """In a file that the node shares; private where no such file can be made."""
+        """Memory for the host tier: in a file that the node shares, or private where no such file can be made."""
         folder = Path(self._config.host_folder)
         pin = pinning_for(torch.device(self._engine.device))
         try:

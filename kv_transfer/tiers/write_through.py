@@ -31,7 +31,7 @@ Offload = Callable[[Blocks, Blocks], None]
 
 
 def offload_on(stream: Stream, link: BlockLink, queued: MarkQueued) -> Offload:
-    """From a GPU, on a stream of its own, so that neither steps nor hand-offs stand behind it.
+    """An `Offload` that copies from a GPU on a stream of its own, so that neither steps nor hand-offs stand behind it.
 
     It follows `queued()`, an event behind all that compute was given when a copy is asked for: a block is copied once
     the step that filled it was taken in, and so was queued whole; and compute stands behind whatever was copied to the
@@ -191,7 +191,7 @@ class WriteThrough:
         self._on_room()
 
     def _write(self, prefix_hash: bytes) -> None:
-        """On to the sink, if the host holds the whole column and the sink does not."""
+        """Pass a column on to the sink, if the host holds the whole of it and the sink does not."""
         blocks = self._host.column(prefix_hash)
         if self._sink is None or blocks is None or self._closed or self._sink.holds(prefix_hash):
             return

@@ -38,7 +38,7 @@ class PeerRefusedError(TransportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a process is to its peers.
+    """What a process tells its peers of itself.
 
     `compatibility` spells out what both ends must agree on (see `kv_transfer.connections.compatibility`): compared in
     the handshake, after the mutual challenge on `secret` and before any other message.

@@ -37,7 +37,7 @@ from kv_transfer.transports.sockets import LinkConfig
 
 
 class DeviceMemory(Protocol):
-    """Of one device. Memory that one process has allocated lives as long as any process has it mapped."""
+    """Memory of one device. What one process has allocated lives as long as any process has it mapped."""
 
     @property
     def place(self) -> str:
@@ -108,7 +108,7 @@ class DeviceCarrier(SharedMemoryCarrier):
             os.close(file)
 
     def _own_mailbox(self) -> Mailbox:
-        """There is none before it is needed."""
+        """The mailbox of this end, which is made when it is first needed."""
         if self._mailbox is None:
             self._mailbox = Mailbox()
         return self._mailbox
@@ -164,7 +164,7 @@ class Mailbox:
 
 
 def post_file(address: str, name: str, file: int) -> None:
-    """To the mailbox of that address. The descriptor stays the caller's. Raises SegmentError."""
+    """Send a descriptor to the mailbox of that address. It stays the caller's. Raises SegmentError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         try:
@@ -182,7 +182,7 @@ def _abstract(address: str) -> bytes:
 
 
 class CudaMemory:
-    """Of one GPU, which another process can map if it uses the same one."""
+    """Memory of one GPU, which another process can map if it uses the same one."""
 
     def __init__(self, device: torch.device) -> None:
         self.place = f"cuda {torch.cuda.get_device_properties(device).uuid}"

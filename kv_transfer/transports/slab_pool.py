@@ -38,7 +38,7 @@ class SlabConfig:
 
     @property
     def stride_bytes(self) -> int:
-        """From one slab's start to the next one's: whole pages, so that no page belongs to two."""
+        """Bytes from one slab's start to the next one's: whole pages, so that no page belongs to two."""
         return -(-self.slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -114,7 +114,7 @@ class SlabPool(Generic[Arena]):
             raise LinkClosedError(self._closed_because)
 
     def close(self, reason: str) -> None:
-        """Nobody gets a slab any more; those who wait are told why. Slabs out there keep their memory."""
+        """Give out no more slabs; those who wait are told why. Slabs that are out keep their memory."""
         self._closed_because = self._closed_because or reason
         self._arena = None
         self._wakeup.set()

@@ -77,7 +77,7 @@ class WorkerConfig:
 
 
 def block_allocator(model: LoadedModel) -> BlockAllocator:
-    """Who gives a scheduler's sequences their blocks, from the pools of this model."""
+    """The allocator that gives a scheduler's sequences their blocks, from the pools of this model."""
     return BlockAllocator(
         model.block_pool,
         layer_groups=model.layout.num_layer_groups,
@@ -189,7 +189,7 @@ class Worker(ABC):
 
     @property
     def connections(self) -> list[Connection]:
-        """To the gateways that are here now."""
+        """The connections to the gateways that are here now."""
         return list(self._port.connections.values())
 
     def snapshot(self) -> WorkerSnapshot:
@@ -263,7 +263,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _on_gateway_lost(self, gateway: GatewayId) -> None:
-        """Nobody waits for this gateway's requests any more."""
+        """Drop the requests of a gateway that is gone: nobody waits for them any more."""
 
     @abstractmethod
     def _on_prefix(self, seq: Sequence) -> None:
@@ -283,7 +283,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _let_go(self, key: SequenceKey, reason: str) -> None:
-        """Nobody wants the sequence any more: its blocks are free as soon as nothing uses them."""
+        """Drop a sequence that nobody wants any more: its blocks are free as soon as nothing uses them."""
 
     @abstractmethod
     def _is_idle(self) -> bool:
@@ -444,7 +444,8 @@ class Worker(ABC):
         self._end(seq.key, f"its steps fail, alone as well: {self._faults.why}", "raised")
 
     def _give_up_device(self) -> None:
-        """It computes nothing: everyone has to go elsewhere. Whose step it was may be the reason."""
+        """Stop computing, as the device is broken: every request has to go elsewhere. Whose step it was may be the
+        reason."""
         reason = "the worker computes nothing any more"
         for key in list(self.gateway_of):
             cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"

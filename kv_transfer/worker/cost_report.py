@@ -29,7 +29,7 @@ def cost_report(costs: StepCosts) -> StepCostReport | None:
 
 
 def stated_report(cost: StepCost) -> StepCostReport:
-    """Of a cost that is given, not measured."""
+    """The report of a cost that is given, not measured."""
     return StepCostReport(
         base_s=cost.base_s,
         prefill_token_s=cost.prefill_token_s,

@@ -47,12 +47,12 @@ GatewayId = int
 
 
 def warn_of_order(message: Message) -> None:
-    """For workers that nobody can give orders."""
+    """Log an order that came to a worker to which nobody can give orders."""
     logger.warning("the scheduler sent %s, which this worker has no use for", type(message).__name__)
 
 
 def worker_identity(model: LoadedModel, *, worker_id: str, node_id: str, secret: bytes) -> Identity:
-    """Who a worker is to its peers; KV moves only between workers whose models and layouts agree."""
+    """What a worker tells its peers of itself; KV moves only between workers whose models and layouts agree."""
     return Identity(
         worker_id=worker_id,
         node_id=node_id,
@@ -87,7 +87,7 @@ class GatewayPort:
 
     @property
     def connections(self) -> dict[GatewayId, Connection]:
-        """To the gateways that are here now."""
+        """The connections to the gateways that are here now."""
         return dict(self._connections)
 
     async def start(self, host: str) -> Endpoint:
@@ -114,7 +114,8 @@ class GatewayPort:
         )
 
     def computing(self, plan: StepPlan, gateway_of: Mapping[SequenceKey, GatewayId]) -> None:
-        """Before a step: whoever has requests here learns which of them it may be that takes this process down."""
+        """Tell gateways, before a step, which of their requests are in it: one of them may be what takes this process
+        down."""
         seqs = [item.seq for item in plan.items if item.seq.num_alone or item.seq.began_at is None]
         alone = any(seq.num_alone for seq in seqs)
         if not (seqs or self._warned_alone):

@@ -51,7 +51,7 @@ class PrefixLoading:
 
     @property
     def num_loading_tokens(self) -> int:
-        """Of the sequences whose prefix is being loaded, all."""
+        """The number of tokens of all sequences whose prefix is being loaded."""
         return sum(seq.num_tokens for seq, _ in self._loading.values())
 
     def begin(self, seq: Sequence) -> bool:
@@ -96,12 +96,12 @@ class PrefixLoading:
                 self._tiers.stored(seq.prefix.hashes[first:stop])
 
     def ended(self, seq: Sequence) -> None:
-        """It will store no more: what is kept of it is let go from its end on, in every tier."""
+        """A sequence has ended and will store no more: what is kept of it is let go from its end on, in every tier."""
         if self._tiers is not None and seq.prefix is not None:
             self._tiers.used(seq.prefix.hashes)
 
     def count(self, seq: Sequence) -> None:
-        """It has been computed here, for its first token: note where its prefix came from."""
+        """Count where the prefix of a sequence came from, once its prompt has been computed here."""
         if seq.num_received:  # who computed the first part has counted that
             self.missed_tokens += len(seq.prompt_token_ids) + seq.num_prior_output - seq.num_received
             return
@@ -115,7 +115,7 @@ class PrefixLoading:
         self.missed_tokens += len(seq.prompt_token_ids) + seq.num_prior_output - seq.num_cached
 
     def close(self) -> None:
-        """Nobody is called back any more."""
+        """Close: no callback comes any more."""
         if self._tiers is not None:
             self._tiers.call_on_room(lambda: None)
         for key in list(self._loading):

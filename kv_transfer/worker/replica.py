@@ -92,7 +92,7 @@ class WorkerReplica:
 
     @property
     def worker(self) -> Worker | None:
-        """None for the moment between two."""
+        """The worker that runs now; None for the moment between two."""
         return self._worker
 
     @property
@@ -123,7 +123,7 @@ class WorkerReplica:
         return True
 
     async def changed(self) -> None:
-        """Until no change is going on. Whether the last one succeeded, `healthy` says."""
+        """Wait until no change is going on. Whether the last one succeeded, `healthy` says."""
         if self._change is not None:
             await asyncio.wait([self._change])
 
@@ -176,7 +176,9 @@ class WorkerReplica:
             logger.warning("a %s worker was told to become a %s worker, and cannot now", self.role, message.role)
 
     async def _change_to(self, role: Role, drain_s: float) -> None:
-        """Raises RuntimeError or TimeoutError where the old worker does not let go, and what a new one's start does."""
+        """Drain and stop the worker, then start one of the other role over the same model and tiers. Raises
+        RuntimeError or TimeoutError if the old worker does not give its blocks back, and whatever starting the new one
+        raises."""
         began, old, old_role = time.monotonic(), self._worker, self.role
         assert old is not None
         if not await old.drain(drain_s):

@@ -116,7 +116,7 @@ class DiskFolder:
         os.rename(_name(slot), _name(to), src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def slots_by_use(self) -> list[int]:
-        """Of the files that an earlier life has left, the last written or `touch`ed first.
+        """The slots of the files that an earlier life has left, the last written or `touch`ed first.
 
         Unfinished files are removed. Files of other names are not touched.
         """

@@ -178,7 +178,8 @@ def _lock(path: Path, shape: SegmentShape) -> LockedFile | None:
 
 
 def _open_to_remove(path: Path) -> int | None:
-    """Of whatever format it is: segments of another version of Legato go as well."""
+    """Open a segment's file of whatever format, so that segments of another version of Legato go as well. None if it is
+    not there or not ours."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -207,7 +208,8 @@ def _still_named(path: Path, fd: int) -> bool:
 
 
 def _trusted_shape(fd: int) -> SegmentShape | None:
-    """None too for a file that is shorter than it says: reading past its end would be fatal."""
+    """The shape that the file states. None if it states none, is another user's, or is shorter than it says: reading
+    past its end would be fatal."""
     if not _is_own_file(fd):
         return None
     shape = read_shape(os.pread(fd, HEADER_BYTES, 0))

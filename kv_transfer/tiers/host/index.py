@@ -56,7 +56,7 @@ class SegmentShape:
 
     @property
     def blocks_at(self) -> int:
-        """Where the first block begins: at a page, as pinning, direct I/O and tensors want it."""
+        """The offset of the first block: at a page, as pinning, direct I/O and tensors want it."""
         end = _RECORDS_AT + self.num_blocks * _RECORD.size
         return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 

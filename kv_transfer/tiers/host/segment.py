@@ -151,7 +151,7 @@ class HostSegment:
         file.unlock()
 
     def _digest(self) -> None:
-        """In the thread, while there is something to digest."""
+        """Digest stored blocks in the segment's thread, until none is left."""
         while True:
             with self._lock:
                 self._is_digesting = bool(self._undigested)

@@ -43,7 +43,7 @@ class PairGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """From any thread: who waits in `move`, here or there, fails soon. May block for a while."""
+        """End the group, from any thread: whoever waits in `move`, here or there, fails soon. May block for a while."""
         ...
 
 
@@ -191,7 +191,7 @@ class GroupThread:
         on_failed(reason)
 
     def _start_aborting(self) -> None:
-        """With the lock held. In a thread, since NCCL may take its time."""
+        """Abort the group in a thread, since NCCL may take its time. Called with the lock held."""
         if self._aborted and self._group is not None and self._aborter is None:
             self._aborter = threading.Thread(target=self._group.abort, name="kv-group-abort", daemon=True)
             self._aborter.start()
@@ -239,7 +239,7 @@ def _nobody_asks(reason: str) -> None:
 
 
 class PeerStore(Store):
-    """Where the two ends of a process group find each other: what one end sets, the other receives.
+    """The store by which the two ends of a process group find each other: what one end sets, the other receives.
 
     It lives on their authenticated connection, so nobody else can read or write it and no port is opened for it.
     `send(key, value)` is called for each value that is set here, in the thread of `torch.distributed` that sets it.

@@ -109,7 +109,7 @@ class _Incoming(_Direction):
         super().close(reason)
 
     def _ask(self) -> None:
-        """For as many as there is room for; in the order in which they will be received."""
+        """Ask the peer for announced slabs, as many as there is room for, in the order in which they will be received."""
         wanted = []
         while self._waiting:
             announced, message = self._waiting[0]
@@ -143,7 +143,7 @@ class DistributedLink(ConnectedLink):
         self.incoming: _Incoming | None = None
 
     def new_pool(self, on_free: Callable[[], None] | None = None) -> SlabPool[SlabBytes]:
-        """Where this end's slabs lie, and freed with the last view of it."""
+        """A pool of this end's slabs. Its memory is freed with the last view of it."""
         device, slabs = self.config.device, self.config.slabs
         arena: SlabBytes
         if device.type == "cpu":
@@ -170,14 +170,15 @@ class DistributedLink(ConnectedLink):
             ) from error
 
     def _make_offer(self) -> SlabPool[SlabBytes]:
-        """Of a group that the peer is to join."""
+        """Offer the peer a process group to join. Returns the pool of slabs that will be sent through it."""
         pool = self.new_pool()
         self.post(GroupOffer())
         self.outgoing = _Direction(self, SENDER, self._on_joined)
         return pool
 
     def _on_joined(self, refusal: str | None) -> None:
-        """Here; the first byte that arrived there said that the peer has, too. Or at the peer, which refuses."""
+        """Answer our offer. `refusal` None: we joined, and so did the peer, since a first byte has been moved.
+        Otherwise joining failed here, or the peer refused."""
         self._answered(None if refusal is None else f"No process group could be made: {refusal}")
 
     async def _announce(self, message: Message, slab: PooledSlab[SlabBytes]) -> None:
@@ -197,7 +198,7 @@ class DistributedLink(ConnectedLink):
         self._connection.read_on()
 
     async def _wait_closed(self) -> None:
-        """Of bounded length: a connection lingers, a group ends or is left to itself."""
+        """Wait for the link's end, which takes a bounded time: a connection lingers, a group ends or is left to itself."""
         await self._connection.wait_closed()
         for direction in (self.outgoing, self.incoming):
             if direction is not None:

@@ -60,12 +60,12 @@ def supported() -> bool:
 
 
 def new_name() -> str:
-    """Of a segment: a secret of its two ends."""
+    """A new name for a segment, a secret of its two ends."""
     return f"legato-{secrets.token_hex(16)}"
 
 
 def make_segment(num_bytes: int, pin: Pin | None = None) -> Segment:
-    """In a memory file. Raises SegmentError."""
+    """Make a segment in a memory file. Raises SegmentError."""
     name = new_name()
     file = -1
     try:
@@ -110,7 +110,8 @@ def map_file(fd: int, offer: SegmentOffer, pin: Pin | None = None) -> memoryview
 
 
 def _check_segment(fd: int, offer: SegmentOffer) -> None:
-    """In another process namespace the same numbers would name something else."""
+    """Raise SegmentError unless the file is the one that was offered: in another process namespace the same numbers
+    would name something else."""
     found = str(Path(f"/proc/self/fd/{fd}").readlink())
     if not found.startswith(f"/memfd:{offer.name} "):
         raise SegmentError(

@@ -50,7 +50,7 @@ class _Incoming:
         self._post(OfferAnswer(refusal=refusal))
 
     def delivery(self, message: Message, place: memoryview) -> Delivery | None:
-        """None if the announcement points outside of the segment."""
+        """The delivery that an announcement tells of; None if it points outside of the segment."""
         if self._segment is None or len(place) != _PLACE.size:
             return None
         slab, offset, length = _PLACE.unpack(place)
@@ -87,7 +87,7 @@ class SharedMemoryLink(ConnectedLink):
         self._incoming = _Incoming(carrier.map_segment, self._connection.post)
 
     def _make_offer(self) -> SlabPool[SlabBytes]:
-        """Of a segment that the peer is to map."""
+        """Offer the peer a segment to map. Returns the pool of slabs in it."""
         try:
             self._segment = self._carrier.make_segment(self._slabs.arena_bytes, self._connection.peer)
         except SegmentError as error:
@@ -179,7 +179,7 @@ class SharedMemoryCarrier(Carrier):
         return link
 
     def make_segment(self, num_bytes: int, peer: Hello) -> Segment:
-        """For this peer to map. Raises SegmentError."""
+        """Make a segment for this peer to map. Raises SegmentError."""
         return make_segment(num_bytes, self._config.slabs.pin)
 
     def map_segment(self, offer: SegmentOffer) -> SlabBytes:
