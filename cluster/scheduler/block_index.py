@@ -112,7 +112,7 @@ class BlockIndex:
         return {column for column, bits in worker.tiers.items() if bits & _BIT[tier]}
 
     def report(self) -> list[IndexReport]:
-        """For operators, of every worker that was heard of; takes no longer however much is known."""
+        """A report for operators on every worker that was heard of; takes no longer however much is known."""
         return [
             IndexReport(
                 worker_id=worker_id,
@@ -126,7 +126,8 @@ class BlockIndex:
         ]
 
     def longest_prefix(self, hashes: bytes) -> dict[str, PrefixReach]:
-        """Of the sequence with these hashes (joined), how much each worker holds; who holds nothing is left out."""
+        """How much each worker holds of the sequence with these hashes (joined); a worker that holds nothing is left
+        out."""
         found: dict[str, PrefixReach] = {}
         for columns, numbers in self._holders.reaches(hashes).items():
             found.update(dict.fromkeys([self._names[number] for number in members(numbers)], PrefixReach(*columns)))
@@ -174,7 +175,7 @@ class BlockIndex:
         return self._ask_again(worker_id, worker, now)
 
     def _ask_again(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
-        """Not at every message."""
+        """Ask for a snapshot, at most once per `RETRY_S`."""
         if now - worker.asked_at < RETRY_S:
             return None
         worker.asked_at = now
@@ -187,7 +188,8 @@ _NOBODY: Final[Sets] = (0, 0, 0)
 
 
 class PrefixHolders:
-    """Who holds a column, found by the column: the index turned around, so that a prefix is looked up once for all.
+    """The workers that hold each column, found by the column: the index turned around, so that a prefix is looked up
+    once for all.
 
     Workers are small numbers here, sets of workers are the bits of an integer. A holder's tiers are a set of the bits
     DEVICE, HOST, DISK.
@@ -290,7 +292,7 @@ class _SharedSets:
         return self._sets[number]
 
     def take(self, sets: Sets) -> int:
-        """For one column more."""
+        """Count one column more with these sets, and return their number."""
         number = self._numbers.get(sets)
         if number is None:
             number = self._numbers[sets] = self._next()

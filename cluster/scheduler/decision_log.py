@@ -27,7 +27,7 @@ class LoggedDecision:
 
     @property
     def is_unattainable(self) -> bool:
-        """It would be late on an idle cluster, too, so it was served like one without targets."""
+        """Whether it would be late on an idle cluster, too, so that it was served like one without targets."""
         return self.request.has_targets and not self.verdict.decision.query.has_targets
 
     def as_json(self, clock_offset_s: float) -> str:
@@ -78,7 +78,7 @@ class DecisionLog:
         return list(islice(reversed(self._decisions), limit))
 
     def take_new(self) -> list[LoggedDecision]:
-        """Those since the last time, oldest first, as far as they are still held."""
+        """The decisions since the last time, oldest first, as far as they are still held."""
         new = self.newest(self._num_new)[::-1]
         self._num_new = 0
         return new

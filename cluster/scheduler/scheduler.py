@@ -138,7 +138,7 @@ class GlobalScheduler:
         return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
 
     def answers(self, now: float) -> list[Answer]:
-        """To requests that waited. Called at `next_at`."""
+        """The answers to requests that waited. Called at `next_at`."""
         if self._wake_at <= now:
             self._wake_at, self._woken_at = float("inf"), now
             self._admission.wake(now, WAKE_COUNT)
@@ -151,12 +151,12 @@ class GlobalScheduler:
         return answers
 
     def next_at(self) -> float | None:
-        """When there may be answers, as it stands. Changes with whatever is told."""
+        """The time at which there may be answers, as it stands. Changes with whatever is told."""
         at = self._admission.next_at()
         return None if at is None else min(at, self._wake_at)
 
     def recovered(self, request: StandingRequest, now: float) -> None:
-        """It is on its workers, placed by somebody else: count it, as soon as they are known."""
+        """Count a request that is on its workers, placed by somebody else, as soon as they are known."""
         self.ended(request.place.request_id, now)
         self._recovered.told(request, now)
 
@@ -165,7 +165,7 @@ class GlobalScheduler:
         self._recovered.first_token(request_id, now)
 
     def part_computed(self, request_id: str, now: float) -> None:
-        """Of a request that is split: its decode worker has the first part, and computes the rest. Unknown ids are
+        """The first part of a split request is computed, and its decode worker computes the rest. Unknown ids are
         fine."""
         self.ledger.part_computed(request_id, now)
 
@@ -226,12 +226,12 @@ class GlobalScheduler:
         return "no decode worker is ready"
 
     def _room_may_have_come(self, now: float) -> None:
-        """Not each time: a busy cluster tells of room hundreds of times a second."""
+        """Note that there may be room, not each time: a busy cluster tells of room hundreds of times a second."""
         if self._waiting:
             self._wake_at = min(self._wake_at, max(now, self._woken_at + WAKE_PERIOD_S))
 
     def _narrowed(self, request: Place) -> Place:
-        """Without the workers that it need not, or must not, go to."""
+        """The request without the workers that it need not, or must not, go to."""
         exclude = request.exclude
         if request.num_tokens < self._policy.local_prefill_below and not request.is_pooled:
             exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *exclude]

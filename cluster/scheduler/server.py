@@ -201,7 +201,7 @@ class SchedulerServer:
             self._on_gateway_disconnected(connection)
 
     def _on_gateway_disconnected(self, connection: Connection) -> None:
-        """Nobody is left to hear of its requests' ends."""
+        """Forget the requests of a gateway that is gone: nobody is left to hear of their ends."""
         for request_id in [request_id for request_id, asker in self._asked_by.items() if asker is connection]:
             del self._asked_by[request_id]
             self.scheduler.ended(request_id, time.monotonic())
@@ -212,7 +212,7 @@ class SchedulerServer:
             self._told.set()
 
     async def _answer_waiting(self) -> None:
-        """To the requests that had no answer when they were asked for."""
+        """Answer the requests that had no answer when they were asked for."""
         while True:
             next_at = self.scheduler.next_at()
             patience_s = None if next_at is None else max(0.0, next_at - time.monotonic())
@@ -295,5 +295,5 @@ class SchedulerServer:
 
 
 def _clock_offset_s() -> float:
-    """From the scheduler's clock to Unix time."""
+    """Seconds from the scheduler's clock to Unix time."""
     return time.time() - time.monotonic()

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _require_plots(arguments: argparse.Namespace) -> None:
-    """Before anything is simulated."""
+    """Raise, before anything is simulated, where plots are asked for and cannot be drawn."""
     if arguments.plot is None:
         raise ValueError("--plot-loads says against which loads to plot; name the file with --plot")
     if importlib.util.find_spec("matplotlib") is None:
@@ -108,7 +108,7 @@ def _plot(
 
 
 def _requests(arguments: argparse.Namespace, load: float) -> Iterator[TraceRequest]:
-    """At `load` times the load that the arguments ask for."""
+    """The requests at `load` times the load that the arguments ask for."""
     requests = drawn_requests(arguments) if arguments.trace is None else read_trace(arguments.trace, arguments.format)
     return scaled(
         requests,
@@ -125,7 +125,8 @@ def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
 
 
 def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfig:
-    """In one pool, the prefill workers are decode workers too: the same devices."""
+    """The cluster that the arguments describe. In one pool, the prefill workers are decode workers too: the same
+    devices."""
     num_prefill = 0 if one_pool else arguments.prefill
     shape = _shape(arguments, arguments.device)
     pools = {
@@ -162,7 +163,7 @@ def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfi
 
 
 def _shape(arguments: argparse.Namespace, device_name: str) -> WorkerShape:
-    """Of a worker on that device; what is stated of costs and room is of the workers on `--device`."""
+    """The hardware of a worker on that device; what is stated of costs and room is of the workers on `--device`."""
     model, device, num_devices = MODELS[arguments.model], DEVICES[device_name], arguments.devices_per_worker
     cost, kv_tokens = roofline_cost(model, device, num_devices=num_devices), None
     if device_name == arguments.device:

@@ -34,7 +34,8 @@ class _Drafter:
 
 
 class Guesses:
-    """Of one worker that knows the cost of its steps. `acceptance`: how probably a draft is right."""
+    """Draws how many drafts are right, for one worker that knows the cost of its steps. `acceptance`: how probably a
+    draft is right."""
 
     def __init__(self, acceptance: float, costs: StepCosts, seed: int) -> None:
         self._acceptance = acceptance

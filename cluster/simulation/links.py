@@ -31,7 +31,7 @@ class Link:
 
     @property
     def hidden_token_bytes(self) -> float:
-        """Of a token, what may be sent while the step that computes it goes on: all layers but the last."""
+        """The bytes of a token that may be sent while the step that computes it goes on: all layers but the last."""
         return self.token_bytes * (self.num_layers - 1) / self.num_layers
 
 
@@ -45,7 +45,7 @@ class Port:
 
 
 class Flow:
-    """Bytes on their way from one worker to another one, that become ready as the sender computes."""
+    """A flow of bytes from one worker to another one, that become ready as the sender computes."""
 
     def __init__(self, network: Network, out: Port, into: Port) -> None:
         self.ports = (out, into)
@@ -86,7 +86,7 @@ class Flow:
         return math.inf if self.ready else self.inflow
 
     def settle(self, seconds: float, now: float) -> None:
-        """So many have gone by at its rate."""
+        """Count what has gone by at its rate in these seconds."""
         self.ready += (self.inflow - self.rate) * seconds
         if self.ready <= self.rate * _INSTANT_S:
             self.ready = 0.0

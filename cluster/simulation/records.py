@@ -80,7 +80,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """None also where only one token was asked for."""
+        """The mean time per output token; None where there is none, or only one token was asked for."""
         if self.end_s is None or self.first_token_s is None or self.output_tokens == 1:
             return None
         return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
@@ -91,7 +91,7 @@ class Record:
 
     @property
     def outcome(self) -> Outcome:
-        """Of the first time that it came: who was turned away then was not served."""
+        """The outcome of the first time that it came: who was turned away then was not served."""
         is_served = self.end_s is not None and self.num_rejections == 0
         return Outcome(
             slo=self.slo,
@@ -132,7 +132,7 @@ class Quantiles:
 
     @classmethod
     def of_gaps(cls, gaps: Iterable[Gaps]) -> Quantiles:
-        """Of every gap of these requests, to within a hundredth."""
+        """Quantiles over every gap of these requests, to within a hundredth."""
         num_gaps, known = quantiles((g.histogram for g in gaps), (0.5, 0.95, 0.99))
         p50, p95, p99 = known if num_gaps else (0.0, 0.0, 0.0)
         return cls(p50=p50, p95=p95, p99=p99)
@@ -140,8 +140,9 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSummary:
-    """Of one SLO class, or of `all`. `attainment`: the share of all that came which were served in time; who was turned
-    away and never served counts as missed. `goodput`: those in time, per second of the time in which requests came."""
+    """A summary of one SLO class, or of `all`. `attainment`: the share of all that came which were served in time; who
+    was turned away and never served counts as missed. `goodput`: those in time, per second of the time in which
+    requests came."""
 
     name: str
     num_requests: int

@@ -108,7 +108,7 @@ class Live:
 
     @property
     def key(self) -> SequenceKey:
-        """Of the sequences of this attempt."""
+        """The key of this attempt's sequences."""
         return SequenceKey(self.request.request_id, self.attempt)
 
 
@@ -180,7 +180,7 @@ class Simulation:
         return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
 
     def _utilisation(self) -> dict[str, float]:
-        """Of each pool's time; who is dead could have computed, too."""
+        """The busy share of each pool's time; a worker that is dead could have computed, too."""
         shares = {}
         for pool in ("prefill", "decode"):
             workers = [worker for worker in (*self._alive(), *self._dead) if worker.info.role == pool]
@@ -214,7 +214,7 @@ class Simulation:
         return [*self._prefills.values(), *self._decodes.values()]
 
     def _worker(self, worker_id: str) -> SimulatedWorker | None:
-        """None: it is dead."""
+        """The worker of that id; None if it is dead."""
         return self._prefills.get(worker_id) or self._decodes.get(worker_id)
 
     def _concerns(self, worker: SimulatedWorker, live: Live) -> bool:
@@ -432,7 +432,7 @@ class Simulation:
         return sequence_of(live.request, live.hasher, live.attempt, promised, live.num_before, part_tokens)
 
     def _refuse(self, live: Live, reason: str, retry_after_s: float | None) -> None:
-        """By a worker, whose message has a way to go."""
+        """A worker refuses the request; its message has a way to go."""
         key = live.key
         self._clock.after(self._config.message_s, lambda: self._heard_refusal(live, key, reason, retry_after_s))
 
@@ -479,7 +479,7 @@ class Simulation:
         self._live[request_id].token_times.extend(times)
 
     def on_stuck(self, seq: Sequence, to: SimulatedDecode) -> None:
-        """Who keeps memory for it computes it as well."""
+        """Place the prompt anew with the decode worker that keeps memory for it, which computes it as well."""
         live = self._live.get(seq.request_id)
         if live is None or live.key != seq.key:
             return  # of an attempt that is over

@@ -69,7 +69,7 @@ def step_factors(sigma: float, seed: int) -> list[float]:
 
 
 def observed_factors(noise: StepNoise, seed: int) -> list[float]:
-    """The same of a worker whose steps of one kind were observed: as often as fast or slow as they were, in spells as
+    """Factors of a worker whose steps of one kind were observed: as often fast or slow as they were, in spells as
     long."""
     rng = np.random.default_rng(seed)
     new = math.sqrt(1 - noise.correlation**2) * rng.standard_normal(_NUM_OBSERVED)
@@ -137,7 +137,7 @@ class SimulatedSteps:
         self._run, self._is_stopped = None, True
 
     def change(self, cost: TrueCost, observe: Callable[[StepWork, float], None]) -> None:
-        """From the next step on they cost this, and `observe` hears of each that was planned by itself: its work and
+        """Change what steps cost from the next one on. `observe` hears of each that was planned by itself: its work and
         seconds, as a worker that measures its steps does."""
         self.interrupt()
         self._cost, self._observe = cost, observe

@@ -28,8 +28,8 @@ _FEW: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of all requests: the share in time and the share turned away; times in seconds, of those that were served. `gap`:
-    of each the longest but for one in a hundred; 0 where a log is from before they were noted."""
+    """What was seen of all requests: the share in time and the share turned away; times in seconds, of those that were
+    served. `gap`: of each the longest but for one in a hundred; 0 where a log is from before they were noted."""
 
     name: str
     in_time: float
@@ -117,10 +117,10 @@ def what_if(
     gap_s: float | None = None,
     acceptance: float = 0.0,
 ) -> WhatIf:
-    """None: as it was. New targets are those of all classes that have such a target; that of gaps, which few have, of
-    all that have any target. `acceptance`: of the supposed decode workers' drafts, see `WorkerShape`. Raises ValueError
-    for an empty log, and for prefill workers where the log describes none.
-    """
+    """Simulate the logged requests on a supposed cluster. None: as it was. New targets are those of all classes that
+    have such a target; that of gaps, which few have, of all that have any target. `acceptance`: of the supposed decode
+    workers' drafts, see `WorkerShape`. Raises ValueError for an empty log, and for prefill workers where the log
+    describes none."""
     if not requests:
         raise ValueError("the log holds no requests: there is nothing to replay")
     supposed = replace(
@@ -276,7 +276,8 @@ def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
 
 
 def _trace(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[TraceRequest]:
-    """In order of arrival, from second 0. Who was turned away would have had as many tokens as the median of others."""
+    """The logged requests in order of arrival, from second 0. Who was turned away would have had as many tokens as the
+    median of others."""
     names: dict[str, int] = {}
     usual = statistics.median_low([r.output_tokens for r in requests if r.output_tokens] or [1])
     began = min(request.arrival_s for request in requests)

@@ -122,7 +122,7 @@ class WorkerShape:
         return replace(scaled(self.cost, margin * max(1.0, self.stretch("prefill"))), margin=margin)
 
     def report(self) -> StepCostReport:
-        """Of what its steps cost, if it measured none."""
+        """The report of what its steps cost, if it measured none."""
         stated = stated_report(self.cost)
         return replace(stated, prefill_stretch=self.stretch("prefill"), decode_stretch=self.stretch("decode"))
 
@@ -133,7 +133,7 @@ def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
 
 
 class Listener(Protocol):
-    """Who hears of requests' tokens: of the first and the last at the moment at which the worker has them, of others
+    """Hears of requests' tokens: of the first and the last at the moment at which the worker has them, of others
     perhaps later."""
 
     def on_first_token(self, seq: Sequence, worker_id: str) -> None: ...
@@ -149,7 +149,7 @@ class Listener(Protocol):
     def on_finished(self, seq: Sequence) -> None: ...
 
     def on_stuck(self, seq: Sequence, to: SimulatedDecode) -> None:
-        """Its prompt is not computed for `to` there, where all memory is kept for others."""
+        """The worker cannot compute the prompt that it was to hand over to `to`: all its memory is kept for others."""
 
 
 class SimulatedWorker(ABC):
@@ -261,8 +261,8 @@ class SimulatedWorker(ABC):
             flow.close(None)
 
     def slow_down(self, factor: float) -> None:
-        """From the next step on they take so many times as long. It learns that from them, as real workers do, and
-        reports it."""
+        """Make steps take so many times as long, from the next one on. The worker learns that from them, as real
+        workers do, and reports it."""
         if self._costs is None:
             self._costs = StepCosts(self.shape.cost)
             self._costs.seed(self.shape.cost)
@@ -283,7 +283,7 @@ class SimulatedWorker(ABC):
         return key in self._receivers
 
     def cancel(self, key: SequenceKey) -> None:
-        """Nobody wants that prompt any more. Unknown ones are fine."""
+        """Drop a prompt that nobody wants any more. Unknown ones are fine."""
         if self.is_dead or self._receivers.pop(key, None) is None:
             return
         self._unreserved.pop(key, None)
@@ -322,7 +322,7 @@ class SimulatedWorker(ABC):
         )
 
     def break_silence(self) -> None:
-        """There is something to tell: heartbeats go on, when the next one is due."""
+        """Send heartbeats again, when the next one is due: there is something to tell."""
         if self._is_silent and not self.is_dead:
             self._is_silent = False
             self._num_beats = max(0, math.ceil((self._clock.now - self._phase_s) / self._period_s))
@@ -745,7 +745,7 @@ class SimulatedPrefill(SimulatedWorker):
         self.steps.wake()
 
     def reserved(self, key: SequenceKey) -> None:
-        """There is room for one that was started without. Unknown ones are fine."""
+        """Begin to hand over a prompt that was started without room for it. Unknown ones are fine."""
         if key in self._kept and not self.is_dead:
             self.scheduler.reserved(key)
             go_over = self._kept.pop(key)

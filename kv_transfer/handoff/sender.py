@@ -175,7 +175,8 @@ class _Peer:
 
 
 class SourceOwner(Protocol):
-    """The owner of the sequences that are handed over, which hears what became of them: a `Worker`, on its main loop."""
+    """The owner of the sequences that are handed over, which hears what became of them: a `Worker`, on its main
+    loop."""
 
     def on_handed_over(self, timeline: HandoffTimeline) -> None:
         """Decode has verified it, and so long it took; before `on_source_released`."""

@@ -90,7 +90,8 @@ class PrefixTiers:
         return len(hashes)
 
     def call_on_room(self, on_room: Callable[[], None]) -> None:
-        """Have `on_room` called on the loop, never from in here, whenever blocks that were held here have become free."""
+        """Have `on_room` called on the loop, never from in here, whenever blocks that were held here have become
+        free."""
         self._on_room = on_room
 
     async def close(self) -> None:

@@ -124,7 +124,7 @@ class Admission:
         return verdicts
 
     def next_at(self) -> float | None:
-        """When `again` has something to do."""
+        """The time at which `again` has something to do; None: nothing by itself."""
         return min((min(waiting.try_at, waiting.deadline) for waiting in self._waiting.values()), default=None)
 
     def wake(self, now: float, count: int) -> None:
@@ -192,7 +192,7 @@ class Admission:
         return self._shares.is_ahead(tenant, now, self.attainment.falls_short)
 
     def _groups(self, query: Place) -> list[Hashable]:
-        """Those that it belongs to, of which none is to be served much less than the others."""
+        """The groups that a request belongs to, of which none is to be served much less than the others."""
         return [_length_class(query), query.tenant] if len(self._shares) > 1 else [_length_class(query)]
 
     def _lack(self) -> float:
@@ -263,7 +263,8 @@ class Admission:
         )
 
     def _work_s(self, decision: Decision) -> float:
-        """Of workers' time: the prompt's, and what its tokens add to the steps of those who decode beside it."""
+        """Seconds of workers' time that the request takes: the prompt's, and what its tokens add to the steps of those
+        who decode beside it."""
         query, best, table = decision.query, decision.best, self._ledger.table
         cost = table.cost(table.row(best.decode))
         num_output = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
@@ -278,10 +279,12 @@ class Admission:
 
 
 class TenantShares:
-    """Who has had more than its share: tokens served per tenant (cf. the virtual token counter of arXiv:2401.00588).
+    """Tells who has had more than its share: tokens served per tenant (cf. the virtual token counter of
+    arXiv:2401.00588).
 
     A tenant that comes back after a pause is lifted to the least served of those who were there, so that nobody saves
-    up. `quantum`: tokens that a tenant may be ahead; `active_s`: so long after a request a tenant still counts."""
+    up. `quantum`: tokens that a tenant may be ahead; `active_s`: so long after a request a tenant still counts.
+    """
 
     def __init__(self, quantum: float = 20_000.0, active_s: float = 30.0, max_tenants: int = 10_000) -> None:
         self._quantum = quantum

@@ -82,7 +82,7 @@ class OutputLengths:
             self._recent.popitem(last=False)
 
     def expect(self, tenant: str, slo_class: str, max_new_tokens: int) -> float:
-        """At least one token, at most `max_new_tokens`."""
+        """The number of tokens that a request will probably put out: at least one, at most `max_new_tokens`."""
         for key in ((tenant, slo_class), slo_class, None):
             recent = self._recent.get(key)
             if recent is not None and recent.num_seen >= _ENOUGH_LENGTHS:
@@ -119,7 +119,7 @@ class PromptDemand:
         self._num_seen = 0
 
     def observe(self, prompt_s: float) -> None:
-        """Of a request with a TTFT target, when it comes."""
+        """Count a request with a TTFT target, when it comes."""
         self._num_seen += 1
         weight = max(_DEMAND_SMOOTHING, 1.0 / self._num_seen)
         self.prompt_s += weight * (prompt_s - self.prompt_s)

@@ -50,7 +50,7 @@ class PromptForecast:
         return PromptForecast(*(getattr(self, name)[index] for name in _PROMPT_FIELDS))
 
     def and_then(self, other: PromptForecast) -> PromptForecast:
-        """Of these candidates, and of others behind them."""
+        """The forecast of these candidates followed by that of others."""
         return PromptForecast(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _PROMPT_FIELDS))
 
 
@@ -116,8 +116,8 @@ def eligible(table: WorkerTable, query: Place) -> NDArray[np.bool_]:
 
 
 def _for_pooling(table: WorkerTable, query: Place, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of those that could compute the prompt: prefill workers, where there are any; not the excluded ones, where there
-    are others."""
+    """Narrow the workers that could compute a prompt for an embedding: to prefill workers, where there are any; without
+    the excluded ones, where there are others."""
     prefills, _ = table.pools()
     others = wanted.copy()
     others[[table.row(worker_id) for worker_id in query.exclude if worker_id in table]] = False
@@ -241,7 +241,7 @@ def _first(score: Floats, count: int) -> list[int]:
 
 
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
-    """Of the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
+    """Choose among the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
     facts = table.rows[:, pool]
     has_room = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens <= facts[Row.KV_TOKENS]
     ready_s = np.where(has_room, ready_s[pool], np.inf)

@@ -151,7 +151,8 @@ class Ledger:
         return True
 
     def booked_on(self, worker_id: str) -> list[Booking]:
-        """Those that it computes, in their order, and those that decode there or will; some of them twice."""
+        """The requests that a worker computes, in their order, and those that decode there or will; some of them
+        twice."""
         worker = self._workers.get(worker_id)
         return [] if worker is None else [*worker.queue.values(), *worker.decoding]
 
@@ -292,7 +293,8 @@ class Ledger:
             self.table.predict_step(row, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
-        """It left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came to its end."""
+        """Forget a request that left the cluster, or is placed anew. `num_output_tokens`: what it put out, if it came
+        to its end."""
         booking = self._bookings.pop(request_id, None)
         if booking is None:
             return
@@ -348,7 +350,7 @@ class Ledger:
         return booking
 
     def _join_queue(self, computing: BookedWorker, booking: Booking, now: float) -> bool:
-        """Behind all others; whether there are none."""
+        """Put a prompt behind all others. Returns whether there are none."""
         is_idle = not computing.queue
         if is_idle:  # begins now, or when the unknown work is done
             computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
@@ -356,7 +358,8 @@ class Ledger:
         return is_idle
 
     def _known(self, booking: Booking, num_emitted: int) -> None:
-        """What the worker reports of the request is nobody's no more."""
+        """Take a request out of the unknown load, EXTRA_DECODES and EXTRA_CONTEXT: the worker's report includes it, and
+        it is booked now."""
         if booking.query.is_pooled:
             return
         rows, row = self.table.rows, self.table.row(booking.decode)

@@ -40,7 +40,8 @@ class Action(Enum):
 
 
 class Candidates(NamedTuple):
-    """Those of the shortlist, as if the request were placed now, which is their only moment. `order`: best first."""
+    """The candidates of the shortlist, as if the request were placed now, which is their only moment. `order`: best
+    first."""
 
     predicted: Prediction
     scores: Score
@@ -68,7 +69,7 @@ class CandidateRow(NamedTuple):
 
     @property
     def computing(self) -> str:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         return self.prefill or self.decode
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ class Decision:
 
     @property
     def uncached_tokens(self) -> int:
-        """Of the prompt, on the best candidate."""
+        """The number of the prompt's tokens that the best candidate has to compute."""
         return self.query.num_tokens - self.best.cached_tokens
 
     def __str__(self) -> str:
@@ -211,7 +212,8 @@ def _is_good_enough(policy: DecisionPolicy, query: Place, candidates: Candidates
 
 
 def place_anyway(decision: Decision) -> Decision:
-    """To the best candidate, good enough or not; where none has the room, to the one that lacks least of it."""
+    """Place the request with the best candidate, good enough or not; where none has the room, with the one that lacks
+    least of it."""
     assert decision.action is Action.DEFER, decision
     rows = decision.rows
     if rows[0].ttft_s == float("inf"):

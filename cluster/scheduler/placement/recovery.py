@@ -29,7 +29,7 @@ class _Kept:
     lives: Mapping[str, WorkerInfo] = field(default_factory=dict)
 
     def num_emitted_at(self, now: float) -> int:
-        """At the pace it had: who is out of sight goes on."""
+        """The number of tokens that it has put out by now, at the pace it had: a request out of sight goes on."""
         num_emitted, decoded_s = self.request.num_emitted, self.request.since_first_s
         if num_emitted == 0 or decoded_s == 0.0:
             return num_emitted
@@ -38,7 +38,7 @@ class _Kept:
 
 
 class RecoveredRequests:
-    """Those that are not booked yet, each under one of the workers that it lacks."""
+    """The recovered requests that are not booked yet, each under one of the workers that it lacks."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -74,7 +74,7 @@ class RecoveredRequests:
             self._book_or_keep(kept, now)
 
     def ended(self, request_id: str) -> _Kept | None:
-        """It left the cluster, or is placed anew. Returns it, if it was kept here."""
+        """Forget a request that left the cluster, or is placed anew. Returns it, if it was kept here."""
         worker_id = self._lacking.pop(request_id, None)
         if worker_id is None:
             return None

@@ -39,7 +39,7 @@ ASSUMED_PACE_S: Final = 5.0  # of contention: so much weight has the assumption 
 
 
 class RetryAfterCalendar:
-    """When to come back, by client. `return_rate`: the share of clients that do come back, smoothed."""
+    """Tells each client when to come back. `return_rate`: the share of clients that do come back, smoothed."""
 
     def __init__(self) -> None:
         self.return_rate = FIRST_RETURN_RATE
@@ -55,7 +55,8 @@ class RetryAfterCalendar:
         return len(self._until)
 
     def placed(self, work_s: float) -> None:
-        """So many seconds of a worker's time: under overload, they are placed as fast as there is room for them."""
+        """Count so many seconds of a worker's time as placed: under overload, requests are placed as fast as there is
+        room for them."""
         self._pace.placed(work_s)
 
     def reserve(self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float) -> float:
@@ -135,7 +136,8 @@ class PlacementPace:
         self._since_s, self._turned_away_at = 0.0, now
 
     def per_s(self, num_workers: int) -> float:
-        """As if each worker did a second per second, before anything is known."""
+        """Seconds of work that are placed per second; as if each worker did a second per second, before anything is
+        known."""
         return (self._work_s + num_workers * ASSUMED_PACE_S) / (self._contended_s + ASSUMED_PACE_S)
 
 

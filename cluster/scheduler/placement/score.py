@@ -51,8 +51,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """By moment and candidate. `slo_probability`: of meeting all targets; `slo_gain`: expected requests that meet
-    theirs, after minus before; `leaves_room`: those who have targets, and those who will come, hardly notice."""
+    """What a predicted placement is worth, by moment and candidate. `slo_probability`: of meeting all targets;
+    `slo_gain`: expected requests that meet theirs, after minus before; `leaves_room`: those who have targets, and those
+    who will come, hardly notice."""
 
     ttft_s: Floats
     slo_probability: Floats
@@ -72,7 +73,8 @@ def predict(
     later_s: Floats,
     now: float,
 ) -> Prediction:
-    """As if it were placed at each of these moments, `later_s` from now. `prompt`: by candidate."""
+    """Predict the placement with each candidate at each of these moments, `later_s` from now. `prompt`: by
+    candidate."""
     table = ledger.table
     if query.is_pooled:
         return _predict_pooled(ledger, query, computing, prompt, later_s, now)
@@ -100,8 +102,8 @@ def predict(
 def _predict_pooled(
     ledger: Ledger, query: Place, computing: Rows, prompt: PromptForecast, later_s: Floats, now: float
 ) -> Prediction:
-    """Nobody decodes, and no memory is held beyond the prompt's computation. Where that is in a decode worker, others
-    there wait for it."""
+    """Predict the placement of an embedding: nobody decodes, and no memory is held beyond the prompt's computation.
+    Where that is in a decode worker, others there wait for it."""
     table, beside = ledger.table, computing >= ledger.table.num_prefills
     alone = np.ones_like(beside)
     nothing = np.zeros((len(later_s), len(computing)))
@@ -118,7 +120,8 @@ def _predict_pooled(
 def score(
     ledger: Ledger, policy: DecisionPolicy, query: Place, predicted: Prediction, waited_s: float | Floats
 ) -> Score:
-    """`waited_s`: how long the client has waited by now, or will have by each moment's now."""
+    """Score a predicted placement. `waited_s`: how long the client has waited by now, or will have by each moment's
+    now."""
     work_s, later_s, after = predicted.prompt.work_s, predicted.later_s, predicted.after
     ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
@@ -135,7 +138,7 @@ def score(
 
 
 def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
-    """Of meeting all targets, and of the memory sufficing."""
+    """The probability of meeting all targets, and of the memory sufficing."""
     errors, after = table.rows[Row.RELATIVE_ERROR], predicted.after
     in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
     in_time = in_time + log_probability(after.tpot_s, query.tpot_target_s, errors[predicted.decode])
@@ -145,9 +148,10 @@ def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, tt
 
 
 def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later_s: Floats) -> Floats:
-    """From now until it decodes, by moment; the same for all candidates: were it each one's own, a longer queue would
-    make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done; `work_s`, of its prompt;
-    `others`, which are looked at only where there are none besides: who decode alone, or a part alone."""
+    """Seconds from now until the newcomer decodes, by moment; the same for all candidates: were it each one's own, a
+    longer queue would make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done;
+    `work_s`, of its prompt; `others`, which are looked at only where there are none besides: who decode alone, or a
+    part alone."""
     ready_s = wait_s + work_s
     soonest = (ready_s if others.all() else np.where(others, np.inf, ready_s)).argmin()
     joins_s: Floats = np.maximum(later_s, wait_s[soonest]) + work_s[soonest]
@@ -157,8 +161,8 @@ def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later
 def _start_times(
     wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], takes_late: NDArray[np.bool_], later_s: Floats
 ) -> Floats:
-    """From now until the prompt's computation begins, by moment and candidate. It is computed where it decodes, or
-    queues elsewhere: in a prefill worker at once, which can keep it until there is room (`takes_late`), in a decode
+    """Seconds from now until the prompt's computation begins, by moment and candidate. It is computed where it decodes,
+    or queues elsewhere: in a prefill worker at once, which can keep it until there is room (`takes_late`), in a decode
     worker only when there is."""
     later_s = later_s[:, None]
     queues_s = np.where(alone, 0.0, np.maximum(wait_s - later_s, 0.0))
@@ -168,8 +172,8 @@ def _start_times(
 
 
 def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
-    """By moment and candidate, of the pool that computes the prompt: the workers that have no prompts to compute by
-    then, or that had none lately if these are fewer."""
+    """The idle share of the pool that computes the prompt, by moment and candidate: the workers that have no prompts to
+    compute by then, or that had none lately if these are fewer."""
     there, here = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
     return np.where(beside, here, there)
 

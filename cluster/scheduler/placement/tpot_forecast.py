@@ -32,12 +32,13 @@ _LOGISTIC: Final = 1.702  # makes the logistic function close to the normal dist
 
 @dataclass(frozen=True, slots=True)
 class DecodeForecast:
-    """By the moment that the newcomer joins, and by candidate. `room_s`: by candidate only, until the worker's memory
-    has room for the prompt; `kv_share`: of the memory, at the peak of the newcomer's life; `slo_loss`: by how much the
-    log-probabilities of the others' targets fall, all together.
+    """What becomes of decoding, by the moment that the newcomer joins, and by candidate. `room_s`: by candidate only,
+    until the worker's memory has room for the prompt; `kv_share`: of the memory, at the peak of the newcomer's life;
+    `slo_loss`: by how much the log-probabilities of the others' targets fall, all together.
 
     `tpot_s`, `gap_s`: of the newcomer, in the mean and at most, where only decodes hold it up; `gap_s` only if somebody
-    was promised one, else 0."""
+    was promised one, else 0.
+    """
 
     tpot_s: Floats
     gap_s: Floats
@@ -48,12 +49,14 @@ class DecodeForecast:
 
 @dataclass(frozen=True, slots=True)
 class _CoBatched:
-    """`[workers, slots]`: `live`, whether the slot is taken; `emitted`, `left`: tokens by now, and still to come;
-    `ends`: its last one, in steps from now; `held`: with the prompt's.
+    """The sequences that a newcomer would decode beside. `[workers, slots]`: `live`, whether the slot is taken;
+    `emitted`, `left`: tokens by now, and still to come; `ends`: its last one, in steps from now; `held`: with the
+    prompt's.
 
     `[moments, workers, slots]`, as they will be when the newcomer joins: `offset`, `shared`: its steps before they are
     there, and those that they share with it; `grown`: at most so many tokens come before it joins; `leaves_at`: its
-    step, at the latest."""
+    step, at the latest.
+    """
 
     live: NDArray[np.bool_]
     emitted: Floats
@@ -104,9 +107,9 @@ def forecast_decode(
 
 
 def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: Floats, now: float) -> Floats:
-    """By how much the log-probabilities of those fall, all together, who decode where a prompt is computed for another
-    worker. `workers`, `added_s`: by candidate, its row and how long the prompt keeps the others there; `lead_s`: by
-    moment, from now until the prompt is computed."""
+    """How much the sequences lose that decode where a prompt is computed for another worker: by how much the
+    log-probabilities of their targets fall, all together. `workers`, `added_s`: by candidate, its row and how long the
+    prompt keeps the others there; `lead_s`: by moment, from now until the prompt is computed."""
     firsts, same = _distinct(workers, added_s)
     facts, added_s = table.rows[:, workers[firsts]], added_s[firsts]
     slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
@@ -116,14 +119,15 @@ def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: F
 
 
 def log_probability(predicted_s: Floats | float, target_s: float, relative_error: Floats | float) -> Floats:
-    """Of meeting the target, with an error of the prediction around the target. 0 without a target (inf)."""
+    """The log-probability of meeting the target, with an error of the prediction around the target. 0 without a target
+    (inf)."""
     if target_s == np.inf:
         return np.zeros_like(predicted_s)
     return -np.logaddexp(0.0, _steepness(relative_error) * (predicted_s / target_s - 1.0))
 
 
 def log_fit_probability(kv_share: Floats | float) -> Floats:
-    """Of the memory sufficing up to the end."""
+    """The log-probability that the memory suffices up to the end."""
     return -np.logaddexp(0.0, (kv_share - 1.0) / _KV_SPREAD)
 
 
@@ -148,8 +152,9 @@ def _distinct(workers: Rows, added_s: Floats) -> tuple[list[int], list[int]]:
 def _co_batched(
     facts: Floats, slots: Floats, residuals: Floats, num_output: float, lead_s: Floats, now: float
 ) -> _CoBatched:
-    """Of an empty slot all facts are 0, of who has not begun JOINED_STEP is infinite, of who has, FIRST_AT is over:
-    what follows from that needs no cases."""
+    """Forecast the sequences that decode on these workers when the newcomer joins. No cases are needed: of an empty
+    slot all facts are 0, of a sequence that has not begun JOINED_STEP is infinite, and of one that has, FIRST_AT is
+    over."""
     step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
     fastest_s = np.maximum(facts[Row.BASE_S] / facts[Row.TOKENS_PER_STEP], 1e-9)[:, None]
     steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
@@ -178,8 +183,9 @@ def _co_batched(
 def _tpot_loss(
     facts: Floats, slots: Floats, others: _CoBatched, before_s: Floats, own_s: Floats, added_s: Floats, now: float
 ) -> Floats:
-    """The loss in log-probability, not in probability: it does not vanish where everyone is late already, so that a
-    worker in trouble never looks like the place for more; each weighed by how good its chance was once."""
+    """By how much the log-probabilities of the others' TPOT targets fall. Not the probabilities: their loss would
+    vanish where everyone is late already, and a worker in trouble must never look like the place for more. Each is
+    weighed by how good its chance was once."""
     target_s = np.where(others.live, slots[Slot.TPOT_TARGET_S], np.inf)
     if not (target_s < np.inf).any():
         return np.zeros_like(before_s)
@@ -200,8 +206,8 @@ def _tpot_loss(
 
 
 def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s: Floats, with_s: Floats) -> Floats:
-    """The same of the gap that they were promised, by the longest step of decodes alone, `with_s` the newcomer and
-    `without_s`, in which everyone meets who is `there` then."""
+    """By how much the log-probabilities of the others' gap targets fall. `without_s`, `with_s`: the longest step of
+    decodes alone, without and with the newcomer. Only sequences that are `there` then count."""
     target_s = np.where(slots[Slot.GAP_TARGET_S] > 0.0, slots[Slot.GAP_TARGET_S], np.inf)
     steepness = _steepness(facts[Row.RELATIVE_ERROR])[:, None]
     lost = np.logaddexp(0.0, steepness * (with_s[:, :, None] / target_s - 1.0)) - np.logaddexp(
@@ -212,8 +218,8 @@ def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s:
 
 
 def _kv_share(facts: Floats, others: _CoBatched, num_tokens: int, num_output: float) -> Floats:
-    """At the worst of three moments of the newcomer's life. Memory is theirs from their placement on, in whole blocks:
-    half of one more than their tokens need."""
+    """The share of the memory that is taken at the worst of three moments of the newcomer's life. Memory is theirs from
+    their placement on, in whole blocks: half of one more than their tokens need."""
     half, at = facts[Row.BLOCK_SIZE] / 2, np.array([0.0, num_output / 2, num_output])[:, None, None, None]
     grown = np.minimum(others.grown + np.maximum(at - others.offset, 0.0), others.left)
     held = np.where(others.live & (others.leaves_at >= at), others.held + grown + half[:, None], 0.0)
@@ -223,8 +229,8 @@ def _kv_share(facts: Floats, others: _CoBatched, num_tokens: int, num_output: fl
 
 
 def _room_s(facts: Floats, others: _CoBatched, num_tokens: int) -> Floats:
-    """Until enough of those who decode have left, for its tokens and for itself; inf where not even an empty worker has
-    the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
+    """Seconds until enough of those who decode have left, for the newcomer's tokens and for itself; inf where not even
+    an empty worker has the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
     block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)
     held = np.where(others.live, (np.ceil(others.held / block[:, None]) + 1.0) * block[:, None], 0.0)
     needed = np.ceil(num_tokens / block) * block

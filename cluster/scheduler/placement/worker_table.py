@@ -153,13 +153,13 @@ class WorkerTable:
         return bool((booked & paced).any())
 
     def prompt_shares(self, rows: int | slice | Rows, now: float) -> Floats:
-        """Of the workers' time lately, what prompts placed there take."""
+        """The share of the workers' time lately that prompts placed there take."""
         recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
         return shares
 
     def busy_share(self, pool: slice, now: float) -> float:
-        """Of the time of a pool's workers lately, what prompts placed there take: above 1 where they queue."""
+        """The share of a pool's time lately that prompts placed there take: above 1 where they queue."""
         share: float = self.prompt_shares(pool, now).sum() / max(1, pool.stop - pool.start)
         return share
 
@@ -211,7 +211,8 @@ class WorkerTable:
         self.rows[Row.PREFILL_BASE_S, row] = cost.prefill_base_s
 
     def set_tokens_per_step(self, row: int, num_tokens: float) -> None:
-        """As its worker says. What nobody can have is a mistake, and moves no more than what somebody can."""
+        """Note what the worker says of its tokens per step. What nobody can have is a mistake, and moves no more than
+        what somebody can."""
         self.rows[Row.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
 
     def cost(self, row: int) -> StepCost:

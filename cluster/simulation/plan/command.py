@@ -78,7 +78,8 @@ def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> P
 
 
 def _guesses(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[Estimate]:
-    """Of the degrees that are possible. Raises ValueError, with why, where the targets are out of reach for all."""
+    """An estimate for each of the degrees that are possible. Raises ValueError, with why, where the targets are out of
+    reach for all."""
     guesses, reasons = [], []
     for degree in degrees:
         if degree > max_gpus:
@@ -98,7 +99,7 @@ def _guesses(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[
 
 
 def _at_other_loads(problem: Problem, answer: Layout) -> dict[str, float]:
-    """Those that there is time for."""
+    """The share in time at other loads, as many as there is time for."""
     shares = {}
     for load in _LOADS:
         try:

@@ -142,7 +142,8 @@ def _prefill_workers(requests_per_s: float, services: list[float], targets: Targ
 
 
 def _decode_workers(demand: Demand, targets: Targets, cost: StepCost, kv_tokens: int, max_num_seqs: int) -> float:
-    """By Little's law: as many sequences at once as the largest batch whose step is in time holds on each."""
+    """The number of decode workers that are needed, by Little's law: as many sequences at once as the largest batch
+    whose step is in time holds on each."""
     one_s = cost.decode_s + cost.context_token_s * demand.context_tokens
     fitting = min((targets.step_s - cost.base_s) / one_s, kv_tokens / demand.context_tokens, max_num_seqs)
     batch = max(1.0, fitting)

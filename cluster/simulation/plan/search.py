@@ -63,7 +63,7 @@ class Search:
         return max(smaller, key=lambda layout: (self.shares[layout], -layout.num_gpus), default=None)
 
     def run(self, guesses: Iterable[Estimate]) -> None:
-        """From each guess, one for a degree, the one with the fewest GPUs first."""
+        """Search from each guess, one for a degree, the one with the fewest GPUs first."""
         try:
             for guess in sorted(guesses, key=lambda g: (g.num_gpus, g.devices_per_worker)):
                 self._through(guess)

@@ -19,7 +19,8 @@ _LOGIT_BYTES: Final = 16  # in 16 bits, in float32, and what sampling makes of t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
-    """Bytes on one device. `kv_tokens`: what all devices of the worker have room for, each with its share of heads."""
+    """The memory of one device, in bytes. `kv_tokens`: what all devices of the worker have room for, each with its
+    share of heads."""
 
     weights_bytes: int
     activation_bytes: int
@@ -38,9 +39,9 @@ def predict_memory(
     max_num_seqs: int,
     ring_bytes: int = 0,
 ) -> WorkerMemory:
-    """For steps of up to `token_budget` tokens, of which up to `max_num_seqs` sample; `ring_bytes` of staging ring on
-    each device. All KV that fits beside that. Raises ValueError, with advice, where the rest does not fit.
-    """
+    """The memory for steps of up to `token_budget` tokens, of which up to `max_num_seqs` sample; `ring_bytes` of
+    staging ring on each device. All KV that fits beside that. Raises ValueError, with advice, where the rest does not
+    fit."""
     activations = activation_bytes(shape, num_devices=num_devices, token_budget=token_budget, max_num_seqs=max_num_seqs)
     kv_tokens = kv_capacity_tokens(
         shape, device, num_devices=num_devices, usable_share=USABLE_SHARE, other_bytes=activations + ring_bytes
@@ -58,9 +59,8 @@ def predict_memory(
 
 
 def activation_bytes(shape: ModelShape, *, num_devices: int = 1, token_budget: int, max_num_seqs: int) -> int:
-    """At the widest moment of a step on one device: in the MLP or in attention, the residual stream and its norm are
-    held beside it; or at the end, when logits are.
-    """
+    """The bytes of activations at the widest moment of a step on one device: in the MLP or in attention, the residual
+    stream and its norm are held beside it; or at the end, when logits are."""
     mlp = _MLP_WIDTH * shape.widest_mlp / num_devices
     if shape.experts is not None:  # a row for each of a token's experts goes in, and one comes out
         mlp += 2 * shape.experts.per_token * shape.hidden_size

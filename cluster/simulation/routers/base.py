@@ -26,7 +26,7 @@ class Router(Protocol):
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None: ...
 
     def lost(self, worker_id: str, now: float) -> object:
-        """It is gone, and what was placed there with it; who comes again is placed under the same request id."""
+        """A worker is gone, and what was placed there with it; who comes again is placed under the same request id."""
         ...
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object: ...
@@ -40,21 +40,22 @@ class Router(Protocol):
         ...
 
     def answers(self, now: float) -> list[Placement | Unplaceable]:
-        """To requests that waited. Called at `next_at`."""
+        """The answers to requests that waited. Called at `next_at`."""
         ...
 
     def next_at(self) -> float | None:
-        """When there may be answers, as it stands; asked after each `place` and `answers`."""
+        """The time at which there may be answers, as it stands; asked after each `place` and `answers`."""
         ...
 
     def part_computed(self, request_id: str, now: float) -> None:
-        """Of a request that it split."""
+        """The first part of a request that it split is computed."""
         ...
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None) -> None:
-        """It was served, or, without tokens, refused by a worker. Not told of whom the router turned away itself."""
+        """A request was served, or, without tokens, refused by a worker. Not told of whom the router turned away
+        itself."""
         ...
 
 
@@ -94,7 +95,7 @@ class Member:
         return max(1, num_steps) * (self.cost.step_s(decoding) - self.cost.base_s)
 
     def tpot_s(self, query: Place) -> float:
-        """Of a decode step with all that decodes or will, and `query`."""
+        """Seconds of a decode step with all that decodes or will, and `query`."""
         context = self.context_tokens + query.num_tokens
         return self.cost.step_s(StepWork(decodes=len(self.decodes) + 1, context_tokens=context))
 
@@ -165,7 +166,7 @@ class Baseline(ABC):
             self._index.on_snapshot(message, now)
 
     def cached_tokens(self, query: Place) -> dict[str, int]:
-        """By worker; who holds nothing is left out."""
+        """How many of the prompt's tokens each worker holds; a worker that holds nothing is left out."""
         reaches = self._index.longest_prefix(query.prefix_hashes)
         return {w: reach.device * self._members[w].info.block_size for w, reach in reaches.items()}
 

@@ -251,7 +251,7 @@ def _able(members: list[Member], num_tokens: int) -> list[Member]:
 
 
 def _prefill_tokens_per_s(member: Member) -> float:
-    """Of a worker that computes full chunks."""
+    """Tokens per second of a worker that computes full chunks."""
     return member.info.chunk_tokens / member.cost.prefill_s(member.info.chunk_tokens)
 
 
@@ -292,7 +292,7 @@ class Mooncake(Baseline):
 
 
 def _between_tokens_s(query: Place) -> float | None:
-    """For rules that know one target of tokens."""
+    """The one target between tokens, for rules that know only one."""
     return query.tpot_s if query.gap_s is None else query.gap_s
 
 

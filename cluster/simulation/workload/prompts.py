@@ -32,7 +32,7 @@ class ContentHasher(PrefixHasher):
 
 
 def content_hashes(request: TraceRequest, number: int, block_size: int) -> list[bytes]:
-    """Of the prompt's full blocks. `number` tells the requests of a simulation apart.
+    """The hashes of the prompt's full blocks. `number` tells the requests of a simulation apart.
 
     A content name stands for all content before it, too, as in the published traces; a block is named by the run in
     which it ends and its place, hence equal names mean equal tokens up to there.
@@ -59,9 +59,10 @@ def sequence_of(
     num_emitted: int = 0,
     part_tokens: int = 0,
 ) -> Sequence:
-    """It ends after as many tokens as in the trace, of which earlier attempts have emitted so many; `slo`: what it is
-    promised. `part_tokens`: so many of it for a worker that computes no more of them; 0: all. Nobody looks at the
-    prompt's tokens: a range has as many as a list of them, and takes no memory."""
+    """A sequence for one request of the trace, which ends after as many tokens as in the trace, of which earlier
+    attempts have emitted so many; `slo`: what it is promised. `part_tokens`: so many of it for a worker that computes
+    no more of them; 0: all. Nobody looks at the prompt's tokens: a range has as many as a list of them, and takes no
+    memory."""
     num_prompt = request.prompt_tokens
     if part_tokens:
         num_prompt, num_emitted = min(num_prompt, part_tokens), max(0, part_tokens - num_prompt)

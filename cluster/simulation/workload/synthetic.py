@@ -60,7 +60,7 @@ class Workload:
 
 
 def draw_requests(workload: Workload, seed: int) -> Iterator[TraceRequest]:
-    """In order of arrival. Who thinks has its next turn at the first arrival after that."""
+    """Draw requests in order of arrival. Who thinks has its next turn at the first arrival after that."""
     rng = random.Random(seed)
     names = count(workload.num_systems * _runs(workload.system_tokens))
     thinking: list[
@@ -102,7 +102,7 @@ def _runs(num_tokens: int) -> int:
 
 
 def _system_content(workload: Workload, rng: random.Random) -> tuple[int, ...]:
-    """Of one of the system prompts; the last, partial run is not shared."""
+    """The content of one of the system prompts; the last, partial run is not shared."""
     systems = range(workload.num_systems)
     system = rng.choices(systems, weights=[1 / (k + 1) for k in systems])[0]
     first = system * _runs(workload.system_tokens)

@@ -109,7 +109,8 @@ class _Incoming(_Direction):
         super().close(reason)
 
     def _ask(self) -> None:
-        """Ask the peer for announced slabs, as many as there is room for, in the order in which they will be received."""
+        """Ask the peer for announced slabs, as many as there is room for, in the order in which they will be
+        received."""
         wanted = []
         while self._waiting:
             announced, message = self._waiting[0]
@@ -198,7 +199,8 @@ class DistributedLink(ConnectedLink):
         self._connection.read_on()
 
     async def _wait_closed(self) -> None:
-        """Wait for the link's end, which takes a bounded time: a connection lingers, a group ends or is left to itself."""
+        """Wait for the link's end, which takes a bounded time: a connection lingers, a group ends or is left to
+        itself."""
         await self._connection.wait_closed()
         for direction in (self.outgoing, self.incoming):
             if direction is not None:
