@@ -43,7 +43,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, columns: npt.NDArray[np.int32]) -> BlockTable:
-        """Of `[layer_groups, num_columns]` block ids."""
+        """The table of `[layer_groups, num_columns]` block ids."""
         table = cls(len(columns))
         table.append(columns)
         return table
@@ -129,12 +129,12 @@ class Sequence:
 
     @property
     def waited_s(self) -> float:
-        """From its being accepted here to its first step."""
+        """Seconds from its being accepted here to its first step."""
         return (time.monotonic() if self.began_at is None else self.began_at) - self.accepted_at
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """They are reported with the first output token, so a sequence that has one needs them no more."""
+        """Whether its prompt's log-probabilities are still wanted: they are reported with the first output token."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     @property
@@ -163,7 +163,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Of the tokens that are known. What steps in flight compute counts as nothing yet."""
+        """The number of known tokens that are not computed. What steps in flight compute counts as nothing yet."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -240,7 +240,7 @@ class DraftedSequence:
         return [*self.seq.output_token_ids, *self.drafts]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """As `Sequence.tokens`."""
+        """The tokens from `start` to `stop`, as `Sequence.tokens` gives them."""
         num_known = self.seq.num_tokens
         if stop <= num_known:
             return self.seq.tokens(start, stop)

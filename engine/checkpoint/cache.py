@@ -44,7 +44,8 @@ def remembered(kind: str, sources: Iterable[Path], make: Callable[[], Json]) -> 
 
 
 def _digest(sources: Iterable[Path]) -> str:
-    """Of names and contents, and of the libraries that read them; a file that does not exist counts as such."""
+    """A digest of the files' names and contents, and of the libraries that read them; a file that does not exist counts
+    as such."""
     digest = hashlib.sha256(" ".join(version(name) for name in _LIBRARIES).encode())
     for path in sources:
         content = path.read_bytes() if path.is_file() else None

@@ -42,7 +42,8 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ of Linux 5.14, which Python doe
 def packing_memory(
     folder: Path, facts: str, build: Callable[[PackingMemory], object], sharing: Sharing
 ) -> PackingMemory:
-    """Where the packed weights of the checkpoint in `folder` are, or a process's own memory where they cannot be.
+    """The memory that holds the packed weights of the checkpoint in `folder`, or a process's own where they cannot be
+    shared.
 
     `facts`: all that they depend on beside the checkpoint and Legato's code. `build` asks for all memory of the model,
     in order, and is called only if nobody ever has. `auto` shares only where the machine maps the file in large pages;
@@ -181,7 +182,7 @@ def _digest(folder: Path, facts: str) -> str:
 
 @cache
 def _code() -> str:
-    """Of what reads and packs weights."""
+    """A digest of the code that reads and packs weights."""
     digest = hashlib.sha256()
     assert kernels.__file__ is not None
     for package in (Path(__file__).parents[1], Path(kernels.__file__).parent):

@@ -31,7 +31,8 @@ class WeightPacking:
 
     @classmethod
     def from_config(cls, quantization: Mapping[str, Any], folder: Path) -> WeightPacking:
-        """From `quantization_config` of config.json. Raises ValueError for what cannot be taken apart."""
+        """Read the packing from `quantization_config` of config.json. Raises ValueError for what cannot be taken
+        apart."""
         method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
         if method == "awq":
             version = quantization.get("version", "gemm")
@@ -54,7 +55,7 @@ class WeightPacking:
         )
 
     def unpack(self, parts: Mapping[str, Tensor], where: str) -> QuantisedWeight:
-        """From `qweight`, `qzeros`, `scales` and perhaps `g_idx` of a projection. Raises ValueError.
+        """Unpack a projection from its `qweight`, `qzeros`, `scales` and perhaps `g_idx`. Raises ValueError.
 
         `qweight` is `[I, O / P]` for AWQ and `[I / P, O]` for GPTQ, `qzeros [G, O / P]`, `scales [G, O]`.
         """
@@ -85,7 +86,8 @@ class WeightPacking:
             )
 
     def _weight(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantisedWeight:
-        """As `scale * code + minimum`, which is exact: products of a scale of 11 bits and a code are below 24 bits."""
+        """The weight as `scale * code + minimum`, which is exact: products of a scale of 11 bits and a code are below
+        24 bits."""
         middle = 2 ** (self.bits - 1)
         symmetric = bool((zeros == middle).all())
         lowest = -middle if symmetric or self.bits == 8 else 0

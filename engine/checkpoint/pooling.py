@@ -26,8 +26,8 @@ class CheckpointPooling:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> CheckpointPooling:
-        """By `modules.json` and the pooling's `config.json`; without them the last token. Raises ValueError for files
-        that hold something else."""
+        """Read how a checkpoint pools, from `modules.json` and the pooling's `config.json`; without them the last
+        token. Raises ValueError for files that hold something else."""
         folder = Path(folder)
         size = int(_read(folder / "config.json")["hidden_size"])
         modules = folder / "modules.json"
@@ -49,7 +49,7 @@ class CheckpointPooling:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Of a pooling's config: one flag for each, or newer ones by name."""
+    """The modes of a pooling's config: one flag for each, or newer ones by name."""
     named = config.get("pooling_mode")
     if isinstance(named, str):
         return [named]

@@ -49,7 +49,7 @@ class Quantisation:
         return replace(self, name="int8")
 
     def quantise(self, weight: Tensor) -> QuantisedWeight:
-        """From `[out, in]`. Raises ValueError if its inputs do not divide into groups."""
+        """Quantise a weight `[out, in]`. Raises ValueError if its inputs do not divide into groups."""
         return self.quantise_part(weight, slice(None), slice(None))
 
     def quantise_part(self, weight: Tensor, rows: slice, columns: slice) -> QuantisedWeight:
@@ -103,7 +103,7 @@ def _to_8_bits(groups: Tensor) -> Rounded:
 
 
 def _to_4_bits(groups: Tensor) -> Rounded:
-    """On a grid that meets zero, but for numbers that lie on another.
+    """Round groups to 4 bits on a grid that meets zero, but for numbers that lie on another.
 
     Inputs of large activations tend to have weights near zero: these keep their values, while the squared error, which
     knows no activations, would be less on a grid that starts at the least of them.
@@ -159,7 +159,7 @@ def _codes(groups: Tensor, scales: Tensor, lowest: int | Tensor, highest: int | 
 
 
 def _as_halves(scales: Tensor) -> Tensor:
-    """To the nearest of float16; none but 0 becomes 0."""
+    """Round scales to the nearest of float16; none but 0 becomes 0."""
     sign = torch.where(scales < 0, -1.0, 1.0)
     kept = torch.where(scales == 0, 0.0, scales.abs().clamp(min=_LEAST_SCALE))
     return (sign * kept).half().float()

@@ -202,7 +202,8 @@ class _FileTensor:
         return tuple(self.file.get_slice(self.name).get_shape())
 
     def read(self, part: Part) -> Tensor:
-        """Of the file, which is mapped, only this part is read. Raises ValueError for a type that is not loadable."""
+        """Read this part of the file, which is mapped, and nothing else of it. Raises ValueError for a type that is not
+        loadable."""
         tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ValueError(

@@ -24,7 +24,7 @@ _NEARLY_ALL, _MOST_SCATTER = 3.0, 0.5
 
 
 class StepCosts:
-    """Of one model on one device. Of `estimate` only the proportions count."""
+    """What steps of one model on one device cost. Of `estimate` only the proportions count."""
 
     def __init__(self, estimate: StepCost) -> None:
         self.estimate = estimate
@@ -67,7 +67,7 @@ class StepCosts:
 
     @property
     def _fit(self) -> StepCostFit | None:
-        """With every step so far."""
+        """The fit to every step so far."""
         self._learn()
         return self._learnt
 
@@ -79,14 +79,14 @@ class StepCosts:
             self._cautious = self._recent = None
 
     def recent_cost(self) -> StepCost | None:
-        """As of the steps that were learnt from last, and cheap: who drafts asks it in each step. None as long as
-        nothing was measured."""
+        """The cost as of the steps that were learnt from last, and cheap: who drafts asks it in each step. None as long
+        as nothing was measured."""
         if self._recent is None and self._learnt is not None:
             self._recent = self._learnt.cost()
         return self._recent
 
     def cost(self) -> StepCost | None:
-        """None as long as nothing was measured."""
+        """The cost by every step so far. None as long as nothing was measured."""
         fit = self._fit
         return None if fit is None else fit.cost()
 
@@ -101,8 +101,8 @@ class StepCosts:
         return StepNoise() if fit is None else fit.noise(kind)
 
     def predicted_s(self, work: StepWork) -> float | None:
-        """With what the latest steps of its kind took beyond their cost. None: too little is known, or it has no
-        tokens."""
+        """Seconds that a step of this work will take, with what the latest steps of its kind took beyond their cost.
+        None: too little is known, or it has no tokens."""
         cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
         if cost is None:
             return None

@@ -200,12 +200,13 @@ class _Residuals:
         return weight
 
     def _is_large(self, error: float) -> bool:
-        """As ratios: a step that took a third of its time is as far off as one that took three times as long."""
+        """Whether an error is large, by ratios: a step that took a third of its time is as far off as one that took
+        three times as long."""
         return (error if error > 0 else 1 / (1 + error) - 1) > _HUBER_SCALES * self._scale
 
 
 def scaled(cost: StepCost, factor: float) -> StepCost:
-    """The same work at another speed: every second takes `factor` seconds."""
+    """The cost of the same work at another speed: every second takes `factor` seconds."""
     return _cost((factor * value for value in _coefficients(cost)), cost.relative_error)
 
 
@@ -236,7 +237,8 @@ def fit_steps(estimate: StepCost, steps: Sequence[tuple[StepWork, float]]) -> St
 
 
 def _explaining(quantities: _Matrix, seconds: _Vector, prior: _Vector) -> _Vector:
-    """Of each coefficient what would explain some step entirely: it cannot be more. That of what no step has stays."""
+    """The value of each coefficient that would explain some step entirely: it cannot be more. That of what no step has
+    stays."""
     per_unit = np.divide(seconds[:, None], quantities, out=np.full(quantities.shape, np.inf), where=quantities > 0)
     return np.where(np.isfinite(per_unit).any(axis=0), per_unit.min(axis=0), prior)
 
@@ -304,7 +306,7 @@ Array = npt.NDArray[np.float64]
 
 
 class RecentSteps:
-    """Of the last `size` steps: |error| of the prediction, what each was made of, and the logarithm of its seconds."""
+    """The last `size` steps: |error| of the prediction, what each was made of, and the logarithm of its seconds."""
 
     def __init__(self, size: int, num_parts: int) -> None:
         self._size = size
@@ -340,7 +342,8 @@ class RecentSteps:
 
 
 def quantile(values: Array, share: float) -> float:
-    """Of at least one value, between its neighbours in proportion. A fifth of what numpy's own takes for a few."""
+    """A quantile of at least one value, between its neighbours in proportion. A fifth of what numpy's own takes for a
+    few."""
     ordered = np.sort(values)
     place = share * (len(ordered) - 1)
     below = int(place)

@@ -30,10 +30,11 @@ _FINE: Final = np.array([NormalDist().inv_cdf((place + 0.5) / 400) for place in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNoise:
-    """Of measured / predicted: `ratios`, what it was at the `DEVIATES`, of the time that was predicted rather than of
-    the steps, because short steps are off by more and nobody waits for them. `correlation`: of one step with the next,
-    in the first-order autoregression whose means over `RUN_STEPS` in a row scatter as these do; what does not average
-    out over a run is what makes one request slower than another. No ratios: not known."""
+    """How measured times scatter around predicted ones. `ratios`: what measured / predicted was at the `DEVIATES`, of
+    the time that was predicted rather than of the steps, because short steps are off by more and nobody waits for them.
+    `correlation`: of one step with the next, in the first-order autoregression whose means over `RUN_STEPS` in a row
+    scatter as these do; what does not average out over a run is what makes one request slower than another. No ratios:
+    not known."""
 
     ratios: tuple[float, ...] = ()
     correlation: float = 0.0
@@ -48,7 +49,7 @@ class StepNoise:
 
     @classmethod
     def of(cls, deviations: Array, predicted_s: Array) -> StepNoise:
-        """Of steps in a row: log(measured / predicted) of each, and what was predicted."""
+        """The noise of steps in a row: log(measured / predicted) of each, and what was predicted."""
         if len(deviations) < _TELLING_RUNS * RUN_STEPS:
             return cls()
         runs = np.convolve(deviations, np.full(RUN_STEPS, 1 / RUN_STEPS), mode="valid")
@@ -72,7 +73,7 @@ class StepNoise:
         )
 
     def over(self, stretch: float) -> StepNoise:
-        """Around so many times what was predicted."""
+        """The same noise around so many times what was predicted."""
         return replace(self, ratios=tuple(ratio / stretch for ratio in self.ratios))
 
     def at(self, deviates: Array) -> Array:
@@ -109,6 +110,6 @@ def _correlation(variance: float, run_variance: float) -> float:
 
 
 def _run_variance(correlation: float) -> float:
-    """Of the mean of a run whose steps have variance 1."""
+    """The variance of the mean of a run whose steps have variance 1."""
     lags = range(1, RUN_STEPS)
     return (1 + 2 * sum((1 - lag / RUN_STEPS) * correlation**lag for lag in lags)) / RUN_STEPS

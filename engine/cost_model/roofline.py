@@ -34,7 +34,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
-        """Of a mixture that transformers computes: as if it were dense."""
+        """The shape of a model. A mixture that transformers computes counts as if it were dense."""
         layers = config.layers if isinstance(config, ModelConfig) else ()
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
         return cls(
@@ -54,12 +54,14 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Of all layers, which every token is multiplied by: of a mixture, the experts that are chosen for it."""
+        """The number of weights of all layers that every token is multiplied by: of a mixture, the experts that are
+        chosen for it."""
         return self._layer_weights(0 if self.experts is None else self.experts.per_token)
 
     @property
     def held_layer_weights(self) -> int:
-        """Of all layers with all experts: what memory holds, and what a step of many tokens reads."""
+        """The number of weights of all layers with all experts: what memory holds, and what a step of many tokens
+        reads."""
         return self._layer_weights(0 if self.experts is None else self.experts.num_experts)
 
     def _layer_weights(self, num_experts: int) -> int:
@@ -77,7 +79,7 @@ class ModelShape:
 
     @property
     def share_of_a_token(self) -> float:
-        """Of all weights, those that one token reads or is multiplied by: 1 where it chooses among no experts."""
+        """The share of all weights that one token reads or is multiplied by: 1 where it chooses among no experts."""
         return 1 - (self.held_layer_weights - self.layer_weights) / self.num_weights
 
     @property
@@ -88,7 +90,7 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """Of the output layer, which only tokens that sample are multiplied by."""
+        """The number of weights of the output layer, which only tokens that sample are multiplied by."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -105,7 +107,8 @@ class ModelShape:
 
     @property
     def flops_per_pair(self) -> int:
-        """Of attention: a query's product with a key and its share of a value, in every head and layer."""
+        """Operations of attention for one query and one key: their product and the share of a value, in every head and
+        layer."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
 

@@ -22,7 +22,8 @@ class RowCosts:
         self._num_steps = [0] * _SIZES
 
     def extra_s(self, num_decodes: float, num_drafts: float, prefill_token_s: float) -> float:
-        """Of that many drafts. `prefill_token_s`: what a token of a prompt costs, which is what is assumed at first."""
+        """Seconds that so many drafts add to a step. `prefill_token_s`: what a token of a prompt costs, which is what
+        is assumed at first."""
         if not num_drafts:
             return 0.0
         return num_drafts * self._known_s(_size(num_decodes + num_drafts), prefill_token_s)

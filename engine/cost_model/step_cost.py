@@ -58,7 +58,7 @@ class StepWork:
         )
 
     def plus_prefill(self, num_tokens: float, num_cached: float) -> StepWork:
-        """And as many tokens of a prompt, behind `num_cached` that are known already."""
+        """The work with as many tokens of a prompt besides, behind `num_cached` that are known already."""
         return StepWork(
             prefill_tokens=self.prefill_tokens + num_tokens,
             prefill_pairs=self.prefill_pairs + num_tokens * (num_cached + (num_tokens + 1) / 2),
@@ -152,7 +152,7 @@ class StepCost:
         return found
 
     def prefill_s(self, num_tokens: float, num_cached: float = 0.0, chunk_tokens: float = float("inf")) -> float:
-        """Of a whole prompt, in chunks, with nothing else in its steps."""
+        """Seconds for a whole prompt, in chunks, with nothing else in its steps."""
         num_steps = max(1.0, -(-num_tokens // chunk_tokens))
         each_s = self.base_s + self.prefill_base_s
         return self.step_s(StepWork.of_prefill(num_tokens, num_cached)) + (num_steps - 1) * each_s

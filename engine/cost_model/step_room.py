@@ -48,7 +48,7 @@ class StepRoom:
         return self.chunk(LEAST_CHUNK, 0) > 0
 
     def chunk(self, wanted: int, num_cached: int) -> int:
-        """Of `wanted` tokens of a prompt behind `num_cached` computed ones, how many there is room for."""
+        """How many of `wanted` tokens of a prompt there is room for, behind `num_cached` computed ones."""
         wanted = min(wanted, self._tokens_left)
         if self._cost is None or wanted <= 0:
             return max(wanted, 0)

@@ -112,7 +112,7 @@ class DraftModel:
         return Drawing(cost.step_s(StepWork()), each_s, before_s, spread)
 
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """So many drafts of each sequence; fewer where one ends it, none where it is not caught up with yet."""
+        """Draw so many drafts of each sequence; fewer where one ends it, none where it is not caught up with yet."""
         self._release_ended()
         followers = [self._follow(seq) for seq in wanted]
         items, num_left = [], CATCH_UP_TOKENS
@@ -166,7 +166,8 @@ class DraftModel:
         return follower
 
     def _make_room(self, ours: Sequence, num_tokens: int, wanted: Collection[Sequence]) -> bool:
-        """From those that were not drawn for the longest, if need be: they are computed again when they are."""
+        """Make room for a sequence, if need be from those that were not drawn for the longest: they are computed again
+        when they are."""
         while not self._allocator.grow(ours, num_tokens):
             idle = next((seq for seq in self._followers if seq not in wanted), None)
             if idle is None:

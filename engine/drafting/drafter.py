@@ -48,7 +48,8 @@ class Draft:
 
 
 class Drafted(NamedTuple):
-    """With the last token that a sequence has of a step with drafts: those that became tokens, and the others."""
+    """What became of a step's drafts: those that became tokens, and the others. It comes with the last token that a
+    sequence has of the step."""
 
     drafter: DrafterName
     num_accepted: int
@@ -62,7 +63,8 @@ class Drafter(Protocol):
     def name(self) -> DrafterName: ...
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
-        """At most `most` tokens, 1 or more, after the newest token of `seq`. None: it has nothing to say."""
+        """Draft at most `most` tokens, 1 or more, after the newest token of `seq`. None: the drafter has nothing to
+        say."""
         ...
 
     def ended(self, seq: Sequence) -> None:

@@ -12,7 +12,8 @@ from engine.sequence import Sequence
 
 
 class GrammarDrafter:
-    """From the grammar that a sequence follows, by the `masks` of the sampler, which must not be at work meanwhile."""
+    """Drafts from the grammar that a sequence follows, by the `masks` of the sampler, which must not be at work
+    meanwhile."""
 
     name: DrafterName = "grammar"
 

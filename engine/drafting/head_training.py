@@ -39,8 +39,8 @@ Tokens = list[int]
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """On some texts. `divergence`: of each head from what the model says, in nats, in the mean. `agreement`: how often
-    both find the same token likeliest."""
+    """How good heads are on some texts. `divergence`: of each head from what the model says, in nats, in the mean.
+    `agreement`: how often both find the same token likeliest."""
 
     divergence: list[float]
     agreement: list[float]
@@ -53,7 +53,7 @@ class HeadScores:
 
 
 class _Head(nn.Module):
-    """In float32, whatever the model computes in."""
+    """A head in float32, whatever the model computes in."""
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ def frequent_tokens(texts: Iterable[Tokens], vocab_size: int, most: int) -> Tens
 
 
 class HeadTraining:
-    """Of heads that begin as the identity, or as `begun`, the tensors of a folder. `output_layer [num_tokens, hidden]`
-    are the model's rows of `token_map [num_tokens]`; both None: of all tokens.
+    """Trains heads that begin as the identity, or as `begun`, the tensors of a folder. `output_layer [num_tokens,
+    hidden]` are the model's rows of `token_map [num_tokens]`; both None: of all tokens.
 
     Nothing else may run on the model meanwhile.
     """
@@ -183,7 +183,7 @@ class HeadTraining:
         return list(torch.split(hidden, [len(text) for text in texts]))
 
     def save(self, folder: Path) -> None:
-        """As `engine.drafting.heads` loads it, with its config, which is written last."""
+        """Write the heads as `engine.drafting.heads` loads them, with their config, which is written last."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: weight.detach().cpu().contiguous() for name, weight in self._heads.state_dict().items()}
         tensors["lm_head.weight"] = self._output_layer.contiguous()

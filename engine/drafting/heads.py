@@ -46,7 +46,8 @@ _RECENT: Final = 16
 
 
 def target_config(config: DecoderConfig) -> ModelConfig:
-    """Of a model that heads can be for. Raises ValueError for one whose output layer only its own code knows."""
+    """The config of a model that heads can be for. Raises ValueError for one whose output layer only its own code
+    knows."""
     if not isinstance(config, ModelConfig):
         raise ValueError(
             f"heads draft only for models that Legato's own code computes, and {config.architecture} is computed by"
@@ -84,7 +85,8 @@ class HeadsConfig:
         return cls(**sizes, num_layers=num_layers, num_tokens=num_tokens, target=target)
 
     def write(self, folder: Path) -> None:
-        """As vLLM reads it too, but for the target's fingerprint. Whole or not at all: with it a folder can be used."""
+        """Write the config as vLLM reads it too, but for the target's fingerprint. Whole or not at all: with it a
+        folder can be used."""
         fields = {
             "model_type": _MODEL_TYPE,
             "architectures": ["MedusaModel"],
@@ -192,7 +194,7 @@ class MedusaHeads:
             raise ValueError(f"heads have no tensor {min(left)}")
 
     def logits(self, rows: list[Tensor]) -> list[Tensor]:
-        """For the first heads, of hidden states `[R, hidden]` each: `[R, vocabulary]` float32."""
+        """Logits of the first heads, from hidden states `[R, hidden]` each: `[R, vocabulary]` float32."""
         states = [self._state(head, hidden) for head, hidden in enumerate(rows)]
         if len(self._output) > 1:
             return [self._spread(self._output[head](state).float()) for head, state in enumerate(states)]
@@ -206,7 +208,7 @@ class MedusaHeads:
         return hidden
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Of all tokens."""
+        """Spread the logits of the heads' own tokens over all tokens of the vocabulary."""
         cap = self._softcap
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
@@ -314,7 +316,7 @@ class HeadDrafter:
         return {seq: self._before_end(seq, token_ids) for seq, token_ids in drafts.items()}
 
     def _before_end(self, seq: Sequence, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Without what would end the sequence, which the row before it samples, and what is drawn after that."""
+        """Drop a token that would end the sequence, which the row before it samples, and what is drawn after that."""
         ends = set(seq.params.stop_token_ids) | (frozenset() if seq.params.ignore_eos else self._eos_token_ids)
         count = next((index for index, token_id in enumerate(token_ids) if token_id in ends), len(token_ids))
         return token_ids[:count]

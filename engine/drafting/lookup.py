@@ -61,7 +61,8 @@ class TokenText:
         return None
 
     def after_first(self, run: tuple[int, ...], start: int, stop: int) -> int | None:
-        """Likewise after the first place that begins at `start` or later and ends before `stop`."""
+        """The position after the first place that begins at `start` or later and ends before `stop` where the run
+        stands; None if there is none."""
         wanted, begin = array("I", run).tobytes(), start * _TOKEN_BYTES
         for _ in range(_MISALIGNED_MOST):
             at = self._bytes.find(wanted, begin, stop * _TOKEN_BYTES)
@@ -91,7 +92,7 @@ def _longest_run(seq: Sequence, text: TokenText, before: int) -> tuple[int, int]
 
 
 class LookupDrafter:
-    """From the sequence's own prompt and output."""
+    """Drafts from the sequence's own prompt and output."""
 
     name: DrafterName = "lookup"
 
@@ -141,7 +142,7 @@ class _Answers:
 
 
 class HistoryDrafter:
-    """From what sequences of the same cache salt generated on this worker before.
+    """Drafts from what sequences of the same cache salt generated on this worker before.
 
     That something was said before shows in how fast it comes. So answers are kept apart as cached prefixes are: by the
     salt, which the gateway draws from the client's key.
@@ -203,7 +204,7 @@ class _Reading:
 
 
 class PredictionDrafter:
-    """From what the request's client expects: OpenAI's `prediction`."""
+    """Drafts from what the request's client expects: OpenAI's `prediction`."""
 
     name: DrafterName = "prediction"
 

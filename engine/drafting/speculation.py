@@ -83,7 +83,7 @@ class _Source(NamedTuple):
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Of drafts whose predecessors were right, how many were right: with older ones counting less."""
+    """The share of drafts that were right among those whose predecessors were, with older ones counting less."""
 
     right: float = 0.0
     wrong: float = 0.0
@@ -106,7 +106,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _State:
-    """Of a sequence."""
+    """What is known of one sequence's drafts."""
 
     acceptances: dict[_Source, _Acceptance] = field(default_factory=dict)
     best_rate: float = 1.0  # of all that drafts of it were from so far
@@ -123,7 +123,8 @@ class Candidate(NamedTuple):
 
 
 class Speculation:
-    """Of one worker. `fixed` as in `SpeculationConfig`."""
+    """Decides, for one worker, which sequences have drafts in a step, and how many. `fixed` as in
+    `SpeculationConfig`."""
 
     def __init__(self, drafters: list[Drafter], costs: StepCosts, *, fixed: int | None = None) -> None:
         self.drafters = drafters
@@ -151,8 +152,8 @@ class Speculation:
     def plan(
         self, candidates: list[Candidate], work: StepWork, *, most: int, longest_s: float = math.inf
     ) -> dict[Sequence, tuple[int, ...]]:
-        """At most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens; none by
-        which it lasts longer than `longest_s`."""
+        """Plan at most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens; none
+        by which it lasts longer than `longest_s`."""
         self._step += 1
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
@@ -196,7 +197,7 @@ class Speculation:
         return self._begin(kept)
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> DrafterName:
-        """Of the drafts of `seq` in the step that is over, so many were right; returns whose they were."""
+        """Learn how many of the drafts of `seq` in the step that is over were right; returns whose they were."""
         state = self._state(seq)
         assert state.draft is not None, f"nothing was drafted for {seq.request_id}"
         draft, state.draft = state.draft, None
@@ -264,8 +265,8 @@ class Speculation:
         return state
 
     def _propose(self, seq: Sequence, most: int, plain_s: float = math.inf) -> Draft | None:
-        """Of the first drafter that is likely right, or else of the one that is most likely so. What is to be drawn has
-        to be the more so, by what drawing takes of a step without drafts."""
+        """The draft of the first drafter that is likely right, or else of the one that is most likely so. What is to be
+        drawn has to be the more so, by what drawing takes of a step without drafts."""
         state, best, best_worth = self._state(seq), None, -math.inf
         for drafter in self.drafters:
             draft = drafter.propose(seq, most)

@@ -73,7 +73,7 @@ class PrefixLookup:
         self._block_size = block_size
 
     def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
+        """The hashes of the first `num_blocks` full blocks; each token is hashed once in the sequence's life."""
         if seq.prefix is None:
             seq.prefix = PrefixHasher(self._block_size, seq.cache_salt)
         num_hashed = len(seq.prefix.hashes)
@@ -173,7 +173,7 @@ class BlockAllocator:
         return self.num_columns_for(num_tokens) * len(host_groups)
 
     def hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Of the first `num_blocks` full blocks."""
+        """The hashes of the first `num_blocks` full blocks."""
         return self._lookup.hashes(seq, num_blocks)
 
     def is_moving(self, seq: Sequence) -> bool:

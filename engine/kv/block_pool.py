@@ -39,7 +39,7 @@ class PoolObserver(Protocol):
         ...
 
     def removed(self, block: int, key: BlockKey) -> None:
-        """It no longer does, and the block's bytes may change once this returns."""
+        """The block holds this content no more, and its bytes may change once this returns."""
         ...
 
 
@@ -79,7 +79,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Of those, the ones whose content is kept until they are taken."""
+        """The number of free blocks whose content is kept until they are taken."""
         return len(self._cached)
 
     @property

@@ -170,7 +170,8 @@ class KVCache:
         self.blocks.index_fill_(0, _indices(blocks, self), 0)
 
     def slot_addresses(self, group_row: GroupRow, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where `store` puts tokens at `positions` `[T]` of a sequence; also for a whole table `[G, columns]`."""
+        """The addresses to which `store` puts tokens at `positions` `[T]` of a sequence; also for a whole table `[G,
+        columns]`."""
         blocks = group_row[..., positions // self.layout.block_size].astype(np.int64)
         return blocks * self.slots_per_block + positions % self.layout.block_size
 
@@ -208,7 +209,7 @@ def _scatter(source: KVCache, sources: GroupRow, target: KVCache, targets: Group
 
 
 def _gathered(rows: Tensor, chosen: GroupRow, cache: KVCache) -> Tensor:
-    """In place, where they lie side by side."""
+    """The chosen rows, in place where they lie side by side."""
     first, last = int(chosen[0]), int(chosen[-1])
     if last - first + 1 == len(chosen) and (np.diff(chosen) == 1).all():
         return rows[first : last + 1]
@@ -238,7 +239,7 @@ class SequenceKV(Protocol):
 
     @property
     def layout(self) -> KVLayout:
-        """With all heads of a token."""
+        """The layout with all heads of a token."""
         ...
 
     @property

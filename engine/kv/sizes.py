@@ -24,7 +24,7 @@ class KVMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSizes:
-    """In blocks. The device cache holds the pool's, then the ring's."""
+    """Sizes of the KV memory, in blocks. The device cache holds the pool's, then the ring's."""
 
     pool_blocks: int
     host_blocks: int

@@ -72,7 +72,7 @@ class _Mapping:
 
 
 class GpuMemory:
-    """Of one GPU, for processes that use the same one. Every function may raise GpuMemoryError."""
+    """Memory of one GPU, for processes that use the same one. Every function may raise GpuMemoryError."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index

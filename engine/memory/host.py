@@ -33,7 +33,8 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """Of the own group and of all above it. In a container the own group may be mounted as if it were the top."""
+    """The files that limit the memory of the own group and of all above it. In a container the own group may be mounted
+    as if it were the top."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -20,13 +20,13 @@ class Event(Protocol):
     """A place in a stream: come to when all that was queued there before it has been done."""
 
     def wait(self) -> None:
-        """In the calling thread, until the device has come to it."""
+        """Block the calling thread until the device has come to the event."""
         ...
 
 
 class TimedEvent(Event, Protocol):
     def seconds_since(self, earlier: TimedEvent) -> float:
-        """Of the device's time. Both must have been come to."""
+        """Seconds of the device's time since an earlier event. Both must have been come to."""
         ...
 
 
@@ -42,7 +42,7 @@ class Stream(Protocol):
     def record(self) -> Event: ...
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Bytes of the device `[num_bytes]`, whose former owners' work comes first, for use on this stream alone."""
+        """Device memory `[num_bytes]` for use on this stream alone; the work of its former owners comes first."""
         ...
 
 
@@ -56,7 +56,7 @@ class TimedStream(Protocol):
     def record(self) -> TimedEvent: ...
 
     def is_current(self) -> AbstractContextManager[None]:
-        """For the calling thread: an event recorded in it is one of this stream's."""
+        """Make the stream current for the calling thread: an event recorded in it is one of this stream's."""
         ...
 
 

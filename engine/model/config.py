@@ -87,8 +87,8 @@ class DecoderConfig(Protocol):
 
 
 def read_config(folder: str | Path, backend: Backend = "auto") -> DecoderConfig:
-    """Of the model in a folder, as it will be computed: a `ModelConfig` natively. Raises ValueError for what cannot be
-    served so."""
+    """The config of the model in a folder, as it will be computed: a `ModelConfig` natively. Raises ValueError for what
+    cannot be served so."""
     if backend == "native":
         return ModelConfig.from_folder(folder)
     refused: ValueError | None = None
@@ -130,7 +130,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """In what a layer may differ from the others of its model."""
+    """What may differ from layer to layer of a model."""
 
     window: int | None  # tokens that attention sees, the newest included; None: all
     rope: RopeConfig
@@ -176,7 +176,7 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> frozenset[int]:
-        """Of all MLPs that it has: dense ones, and experts."""
+        """The widths of all MLPs that it has: dense ones, and experts."""
         return frozenset(layer.experts.width if layer.experts else self.intermediate_size for layer in self.layers)
 
     @classmethod
@@ -232,7 +232,8 @@ def load_hf_config(folder: Path) -> Any:
 
 
 def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
-    """Those of config.json and of generation_config.json: either file may know one that the other does not."""
+    """The tokens that end an answer, from config.json and generation_config.json: either file may know one that the
+    other does not."""
     generation = folder / "generation_config.json"
     named = [hf.eos_token_id, read_json(generation).get("eos_token_id") if generation.exists() else None]
     ids: set[int] = set()
@@ -318,7 +319,8 @@ def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
 
 
 def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
-    """From `rope_parameters`, which holds either one set of parameters or one per layer type."""
+    """The rotary embedding of a type of layer, from `rope_parameters`, which holds either one set of parameters or one
+    per layer type."""
     parameters = hf.rope_parameters.get(layer_type, hf.rope_parameters)
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_KINDS:

@@ -122,7 +122,7 @@ def _known_config(folder: Path) -> tuple[Any, str]:
 
 
 def _width(text: Any) -> int:
-    """Of the MLP, or what is like it."""
+    """The width of the MLP, or of what is like it."""
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return int(max(width) if isinstance(width, list) else width)
 
@@ -144,7 +144,7 @@ def _rope_parameters(text: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Of attention, in the trial."""
+    """A call of attention, as the trial saw it."""
 
     num_heads: int
     num_kv_heads: int
@@ -386,7 +386,7 @@ class HuggingFaceModel:
 
 
 class _Projection(nn.Module):
-    """In place of a `torch.nn.Linear`: the device's kernel, with the weight laid out for it."""
+    """A projection in place of a `torch.nn.Linear`: the device's kernel, with the weight laid out for it."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
         super().__init__()
@@ -401,7 +401,8 @@ class _Projection(nn.Module):
 
 
 class _RmsNorm(nn.Module):
-    """In place of a norm that computes the same: the device's kernel, in one pass over memory for six."""
+    """A norm in place of the model's own that computes the same: the device's kernel, in one pass over memory for
+    six."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -424,7 +425,7 @@ def _take_kernels(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _as_rms_norm(module: nn.Module, kernels: Kernels) -> _RmsNorm | None:
-    """None where it computes something else, as seen by what it makes of numbers."""
+    """The norm as an `_RmsNorm`; None where it computes something else, as seen by what it makes of numbers."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weights = dict(module.named_parameters())
     if not (isinstance(eps, float) and "Norm" in type(module).__name__ and weights.keys() == {"weight"}):

@@ -62,7 +62,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """As `_llama3`, but the blend is linear in the dimension's index (arXiv:2309.00071, section 3.2)."""
+    """Blend frequencies as `_llama3` does, but linearly in the dimension's index (arXiv:2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         """The (fractional) pair of dimensions that makes so many turns within the original context."""

@@ -55,7 +55,7 @@ class Shard:
         return slice(head, head + 1)
 
     def vocabulary(self, vocab_size: int) -> slice:
-        """As equal as can be."""
+        """The rows of the vocabulary that this rank has: shares as equal as can be."""
         start, stop = (vocab_size * rank // self.degree for rank in (self.rank, self.rank + 1))
         return slice(start, stop)
 

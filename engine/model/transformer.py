@@ -178,7 +178,8 @@ class Model:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
-        """As many of the first layers as one call takes, and how many these are: `x`, `normed` become theirs."""
+        """Run as many of the first layers as one call takes, and return how many these are: `x`, `normed` become
+        theirs."""
         attentions = [step.attentions[window] for window in self.windows]
         if self.fused is None or not self.fused.takes(attentions):
             return 0

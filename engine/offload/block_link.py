@@ -79,7 +79,8 @@ class BlockLink:
         self._copy(listed, self._on_device, self._on_host, (1, 0))
 
     def _listed(self, pairs: BlockPairs, numbers: Tensor, goes_on: npt.NDArray[np.bool_]) -> ListedPairs:
-        """By the kernel, unless stretches are long. `goes_on [n - 1]`: the next pair is of the same stretch."""
+        """List pairs of blocks by the kernel, unless stretches are long. `goes_on [n - 1]`: the next pair is of the
+        same stretch."""
         num_stretches = len(pairs) - int(np.count_nonzero(goes_on))
         is_torn = len(pairs) * self._block_bytes < num_stretches * _STRETCH_BYTES
         return ListedPairs(pairs=pairs, numbers=numbers if is_torn else None)

@@ -63,7 +63,8 @@ class StagedTiers:
         return self.ring.num_groups if self.ring else 0
 
     def place(self, plan: StepPlan) -> Placement | None:
-        """None if all of the plan's sequences are on the device. Raises ValueError if they do not fit the ring."""
+        """Place a step's host-resident groups in the ring. None if all of the plan's sequences are on the device.
+        Raises ValueError if they do not fit the ring."""
         return place(plan, self.kv_cache.layout, self.ring, self.num_pool_blocks)
 
     def fetched(self, placement: Placement, group: int) -> BlockPairs:
@@ -75,7 +76,7 @@ class StagedTiers:
 
 
 class Staging(Protocol):
-    """Who copies between the tiers of a runner, within its steps."""
+    """Copies between the tiers of a runner, within its steps."""
 
     @property
     def tiers(self) -> StagedTiers: ...

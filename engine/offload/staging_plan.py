@@ -67,7 +67,7 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the host-resident groups of one step lie in the ring."""
+    """The places of one step's host-resident groups in the ring."""
 
     groups: tuple[int, ...]  # all of the step that rest on the host, ascending
     first_block: dict[int, int]  # of the slot of each group, in the device cache

@@ -44,7 +44,7 @@ class StagingStreams:
 
     @staticmethod
     def of(device: torch.device) -> StagingStreams:
-        """Of a CUDA device."""
+        """The streams of a CUDA device."""
         return StagingStreams(
             compute=CudaStream(device, timed=True, own=False),
             inward=CudaStream(device, timed=True),
@@ -154,7 +154,7 @@ class StreamedStep:
         self.ends = (self._streams.inward.record(), self._staging.written)
 
     def wait(self) -> None:
-        """Until the copies have ended: once, after the context, by whoever takes the step's results in."""
+        """Wait until the copies have ended: once, after the context, by whoever takes the step's results in."""
         for end in self.ends:
             end.wait()
         self._lists.clear()

@@ -46,7 +46,8 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """In the process of a rank, before anything else: kernels run on the device that is current."""
+    """Make a device current in the process of a rank, before anything else: kernels run on the device that is
+    current."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -78,7 +79,7 @@ def mark_on(device: torch.device) -> Mark | None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that this process gave it: other processes' streams know nothing of ours."""
+    """Wait until the device has done all that this process gave it: other processes' streams know nothing of ours."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -89,7 +90,7 @@ def do_nothing() -> None:
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """For what reads its settings from there, once; other groups of this process have others."""
+    """Set variables for what reads its settings from there, once; other groups of this process have others."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

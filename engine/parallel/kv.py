@@ -23,7 +23,7 @@ _COPY_BYTES = 4 << 20
 
 
 def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
-    """Of the blocks of one rank, for blocks of `layout`, which has all heads."""
+    """The layout of one rank's blocks, for blocks of `layout`, which has all heads."""
     heads = shard.kv_heads(layout.num_kv_heads)
     return replace(layout, num_kv_heads=heads.stop - heads.start)
 
@@ -45,7 +45,7 @@ def shared_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> tu
 
 
 def shared_cache(layout: KVLayout, num_blocks: int, device: torch.device, descriptor: int) -> KVCache:
-    """The same cache, in another process that uses the same device."""
+    """The same cache in another process that uses the same device."""
     num_bytes = num_blocks * layout.block_bytes
     if device.type == "cpu":
         return KVCache(layout, num_blocks, memory=memoryview(mmap.mmap(descriptor, num_bytes)))

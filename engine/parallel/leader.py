@@ -109,7 +109,7 @@ class GroupLeader:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks' processes, by rank."""
+        """The process ids of the other ranks, by rank."""
         return [process.pid for process in self._processes]
 
     def wait_until_loaded(self) -> None:
@@ -119,7 +119,7 @@ class GroupLeader:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Of the ranks."""
+        """The devices of the ranks."""
         return [rank_device(self._device, shard.rank) for shard in self._ranks]
 
     def give_kv(self, num_blocks: int) -> KVCache:
@@ -186,7 +186,8 @@ class GroupLeader:
             self._meeting.cleanup()
 
     def _join(self, spec: RankSpec) -> RankGroup:
-        """In a thread that is left behind if need be: nobody can give up a communicator that is being made."""
+        """Join the group in a thread that is left behind if need be: nobody can give up a communicator that is being
+        made."""
         self._expect(HERE, START_S)
         for process in self._processes:
             process.tell(JOIN)
@@ -218,7 +219,8 @@ class GroupLeader:
         self.ranks.tell(content)
 
     def _break(self, reason: str, look_s: float = _LOOK_S) -> None:
-        """From any thread. `reason` is what is said if within `look_s` no rank's end turns out to be the reason."""
+        """End the group, from any thread. `reason` is what is said if within `look_s` no rank's end turns out to be the
+        reason."""
         with self._lock:
             if self._broken is not None:
                 return
@@ -252,7 +254,8 @@ class GroupModel:
 
     @contextmanager
     def _telling(self, hooks: LayerHooks | None) -> Iterator[Callable[[int], None]]:
-        """For one pass, which begins with this context. Gives what to call when a layer is over without sums.
+        """Tell hooks of layers during one pass, which begins with this context. Gives what to call when a layer is over
+        without sums.
 
         How far the pass is shows by its sums, of which each layer has two: before the second one every rank has stored
         and read its KV, and none has begun with the next layer. On a GPU that holds of what the stream is given next.

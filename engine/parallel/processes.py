@@ -44,7 +44,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Of the rank's process, for whoever looks at it from outside."""
+        """The id of the rank's process, for whoever looks at it from outside."""
         return self._process.pid
 
     @property
@@ -77,7 +77,8 @@ class RankProcess:
         assert heard == message, f"rank {self.rank} said {heard!r} where {message!r} was due"
 
     def exit_code(self, deadline: float) -> int | None:
-        """Of its process, a negative one for a signal; None if it has not ended by `deadline` (`time.monotonic()`)."""
+        """The exit code of its process, a negative one for a signal; None if it has not ended by `deadline`
+        (`time.monotonic()`)."""
         try:
             return self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -120,7 +121,7 @@ class GroupWatch:
         self._thread.start()
 
     def expect(self, mark: Mark | None) -> None:
-        """That the device comes to it, and to all before it. None: it has."""
+        """Watch that the device comes to `mark` within `within_s`. None: there is nothing to wait for."""
         if mark is None:
             return
         with self._lock:
@@ -167,7 +168,8 @@ class GroupWatch:
             return None if self._watched is None else max(0.0, self._deadline - time.monotonic())
 
     def _is_late(self) -> bool:
-        """With the lock held, at the deadline. If not, watch the mark that was given last."""
+        """Whether the device is late, at the deadline and with the lock held. If not, watch the mark that was given
+        last."""
         watched, latest = self._watched, self._latest
         if watched is None or time.monotonic() < self._deadline:
             return False

@@ -61,8 +61,8 @@ def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -
 
 
 def _banned(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -> TokenIds:
-    """All bans together, of which the kernel lifts all if nothing is left: what else is banned gives way here where it
-    would leave nothing of what is allowed."""
+    """Ids of all tokens that are banned next. With `allowed_token_ids`, all others are banned too; if the other bans
+    would leave none of the allowed ones, only that list counts."""
     banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
     allowed = within_vocabulary(seq.params.allowed_token_ids, vocab_size)
     if not len(allowed):
@@ -189,7 +189,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _logprobs(found: list[Tensor], wanted: list[int | None]) -> list[TokenLogprobs | None]:
-    """From the host's copies of a `RowLogprobs`; None for rows that want none."""
+    """Log-probabilities from the host's copies of a `RowLogprobs`; None for rows that want none."""
     chosen, top_ids, top = (tensor.numpy() for tensor in found)
     chosen, top = np.maximum(chosen, MIN_LOGPROB), np.maximum(top, MIN_LOGPROB)
     return [

@@ -99,7 +99,7 @@ class GrammarMasks:
             raise GrammarError(f"the grammar of request {seq.request_id} cannot be followed any further: {why}")
 
     def _matcher(self, seq: Sequence) -> LLMatcher:
-        """In the state that the output so far leads to; what is wrong is told by its masks."""
+        """The sequence's matcher, in the state that the output so far leads to; what is wrong is told by its masks."""
         assert seq.params.grammar is not None
         followed = self._followed.get(seq)
         if followed is None or not followed.leads_to(seq.output_token_ids):
@@ -167,7 +167,7 @@ def _is_behind_its_own(rows: Rows, index: int) -> bool:
 
 
 def _drafts_after(rows: Rows, index: int) -> tuple[int, ...]:
-    """Those of the rows that follow a sequence's own."""
+    """The drafts in the rows that follow a sequence's own."""
     drafts: tuple[int, ...] = ()
     while index + 1 < len(rows) and isinstance(row := rows[index + 1], DraftedSequence):
         drafts, index = row.drafts, index + 1

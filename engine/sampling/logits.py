@@ -101,7 +101,7 @@ def _penalise_output(row: Row, seq: TokensSoFar) -> None:
 
 
 def banned_ids(seq: TokensSoFar, eos_token_ids: Iterable[int]) -> list[int]:
-    """Of step 4: tokens that would end the sequence too early, or complete a bad word. May name one twice."""
+    """Tokens that step 4 bans: they would end the sequence too early, or complete a bad word. May name one twice."""
     params = seq.params
     banned = _completing(params.bad_words, seq) if params.bad_words else []
     if seq.num_output_tokens < params.min_tokens:
@@ -125,7 +125,7 @@ def _ban(row: Row, ids: TokenIds) -> None:
 
 
 def within_vocabulary(token_ids: Iterable[int], vocab_size: int) -> TokenIds:
-    """Those that name a token, in their order."""
+    """The ids that name a token, in their order."""
     ids = np.fromiter(token_ids, dtype=np.int64)
     return ids[ids < vocab_size]
 

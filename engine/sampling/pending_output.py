@@ -40,7 +40,7 @@ class SampledTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """Those that were sampled on the host."""
+    """Output whose tokens were sampled on the host, so that they are known at once."""
 
     tokens: Sequence[SampledToken | None]
 
@@ -101,7 +101,7 @@ class PendingOutput:
         return StepOutput(sampled, self.prompt_logprobs, self.pooled, following)
 
     def _after_right_drafts(self, tokens: Sequence[SampledToken | None], row: int) -> Iterator[SampledToken]:
-        """Of the rows after this one, those before which no draft is wrong."""
+        """The tokens of the rows after this one before which no draft is wrong."""
         while (token := tokens[row]) is not None and token.token_id == self.drafts.get(row):
             row += 1
             following = tokens[row]

@@ -63,7 +63,7 @@ class Sampler:
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def begin(self, logits: torch.Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> KnownTokens:
-        """As `sample`; nothing is left to wait for."""
+        """Sample, as `sample` does; nothing is left to wait for."""
         return KnownTokens(self._sample(logits, rows, drafts))
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> list[SampledToken]:
@@ -74,7 +74,7 @@ class Sampler:
         return [token for token in self._sample(logits, rows, NO_DRAFTS) if token is not None]
 
     def _sample(self, logits: torch.Tensor, rows: Rows, drafts: Drafts) -> list[SampledToken | None]:
-        """None for rows that come after a wrong one of the `drafts`."""
+        """Sample each row; None for rows that come after a wrong one of the `drafts`."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         logits_BV = _array(logits)
         masks = masks_of(rows, self.masks)
@@ -123,7 +123,7 @@ class Sampler:
 
 
 def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
-    """None for rows of which neither a grammar nor a budget of reasoning says what comes next."""
+    """The mask of each row; None where neither a grammar nor a budget of reasoning says what comes next."""
     if all(seq.params.grammar is None and seq.params.thinking_budget is None for seq in rows):
         return [None] * len(rows)
     assert masks is not None, "this sampler was made for no masks"
@@ -131,7 +131,7 @@ def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
 
 
 def _best(logits_BV: npt.NDArray[np.float32], masks: list[Bits | None]) -> tuple[npt.NDArray[np.int64], Row]:
-    """Of each row: its best allowed token, -1 if none is possible; the largest of all its logits, NaN if one is."""
+    """For each row its best allowed token, -1 if none is possible; and the largest of all its logits, NaN if one is."""
     found = best_tokens(logits_BV, masks)
     if found is not None:
         return found

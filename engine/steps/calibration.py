@@ -117,7 +117,7 @@ class Scratch:
         return list(dict.fromkeys(fitting for trial in trials if (fitting := self._fitting(trial)) is not None))
 
     def _fitting(self, trial: Trial) -> Trial | None:
-        """None where not even the new tokens fit."""
+        """The trial, cut to what fits; None where not even the new tokens fit."""
         room = min(self._model.max_model_len, self._num_columns // trial.num_seqs * self._layout.block_size)
         num_cached = min(trial.num_cached, room - trial.num_tokens)
         return dataclasses.replace(trial, num_cached=num_cached) if num_cached >= 0 else None

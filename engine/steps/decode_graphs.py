@@ -130,7 +130,7 @@ class DecodeGraphs:
         )
 
     def _queries(self, batch: Batch) -> int | None:
-        """Of the recordings that are for as many rows a sequence, the least; None: there is none."""
+        """The least rows per sequence, among the recordings, that this batch fits; None: there is none."""
         most = max(segment.num_queries for segment in batch.segments)
         return min((queries for queries in self._replays if queries >= most), default=None)
 
@@ -166,7 +166,8 @@ class DecodeGraphs:
         )
 
     def _record(self, record: Record, size: int, queries: int) -> Replay:
-        """On rows that are nobody's, with attention's lists empty: nothing of the KV is read or written."""
+        """Record a step on rows that are nobody's, with attention's lists empty: nothing of the KV is read or
+        written."""
         batch = Batch(
             token_ids=self.inputs[0, :size],
             positions=self.inputs[1, :size],

@@ -42,7 +42,7 @@ class FaultFinder:
         return seq if seq is not None and seq.num_alone else None
 
     def was_there(self, key: SequenceKey) -> bool:
-        """In the first step that failed, since all began anew."""
+        """Whether the sequence was in the first step that failed since all began anew."""
         return key in self._failed
 
     def is_accused(self, key: SequenceKey) -> bool:
@@ -65,7 +65,7 @@ class FaultFinder:
         return True
 
     def end_probe(self) -> Sequence:
-        """It is over. Returns who was accused."""
+        """End the probe. Returns who was accused."""
         assert self._lease is not None
         assert self._accused is not None
         self._pool.release(self._lease)

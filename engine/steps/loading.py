@@ -151,14 +151,14 @@ class _Loading:
     progress: LoadProgress | None
 
     def runner(self, sizes: KVSizes) -> ModelRunner:
-        """Of one process, or of a group of them, which are up when this returns. Raises GroupError."""
+        """Build the runner of one process, or of a group of them, which are up when this returns. Raises GroupError."""
         if self.engine.tensor_parallel > 1:
             return self._group_runner(sizes)
         sharing = replace(self, kernels=self._sharing_kernels())
         return sharing._runner(sizes, KVCache(self.layout, sizes.device_blocks, self.device), group=None)
 
     def _sharing_kernels(self) -> Kernels:
-        """With packed weights where other workers of the machine have theirs, if these kernels can."""
+        """The kernels, which share packed weights with other workers of the machine if they can."""
         if not isinstance(self.kernels, NativeCpuKernels) or not isinstance(self.config, ModelConfig):
             return self.kernels
         facts = f"{self.kernels.packing} {self.layout.dtype} {self.engine.quantisation}"
@@ -259,7 +259,8 @@ class _Loading:
 
 
 def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
-    """Of the model as it will be computed. Raises ValueError for what cannot be served, or not in this way."""
+    """The config of the model as it will be computed. Raises ValueError for what cannot be served, or not in this
+    way."""
     config = read_config(folder, engine.backend)
     if not isinstance(config, ModelConfig):
         wished = {
@@ -300,7 +301,7 @@ def require_whole_cache(device: torch.device, tensor_parallel: int, host_bytes: 
 
 
 def _set_threads(num_threads: int | None, tensor_parallel: int) -> None:
-    """Of torch, for the whole process. The processes of a group share what one would have."""
+    """Set the number of torch's threads, for the whole process. The processes of a group share what one would have."""
     if num_threads is None and tensor_parallel > 1:
         num_threads = max(1, torch.get_num_threads() // tensor_parallel)
     if num_threads is not None:
@@ -543,7 +544,7 @@ def model_fingerprint(folder: Path, quantisation: Quantisation | None, activatio
 
 
 def _estimated_cost(runner: ModelRunner) -> StepCost:
-    """With nothing measured. Only its proportions matter."""
+    """A cost for a runner of which nothing is measured. Only its proportions matter."""
     shape = ModelShape.of(runner.config, bytes_per_value=runner.kv_cache.layout.dtype.itemsize)
     return roofline_cost(shape, CPU_CORE if runner.kv_cache.tensor.device.type == "cpu" else H100_SXM)
 
@@ -558,8 +559,8 @@ def dtype_of(name: DtypeName, folder: Path) -> torch.dtype:
 
 
 def context_length(wanted: int | None, *, made_for: int, held: int) -> int:
-    """Of a worker: as many tokens as were asked for, or as the model was made for and the KV memory holds. Raises
-    ValueError where that is too much."""
+    """The context of a worker: as many tokens as were asked for, or as the model was made for and the KV memory holds.
+    Raises ValueError where that is too much."""
     if wanted is None:
         return min(made_for, held)
     if wanted > made_for:

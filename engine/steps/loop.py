@@ -87,7 +87,7 @@ class InFlightStep:
         return self._prepared is not None
 
     def submit(self, runner: Runner, compute: ComputeThread, on_layer: OnLayer | None) -> None:
-        """With no other step in flight, and none until its result is there."""
+        """Hand the step to the compute thread, with no other step in flight, and none until its result is there."""
         self.result = compute.submit(lambda: runner.execute(self.plan, on_layer))
 
     def submit_async(
@@ -131,14 +131,15 @@ class InFlightStep:
         self._over.set()
 
     def abort(self) -> None:
-        """Nobody waits for the result any more; a step after it comes to nothing. Harmless if it is completed."""
+        """Give the step up: nobody waits for its result any more, and a step after it comes to nothing. Harmless if it
+        is completed."""
         if not self._over.is_set():
             self._is_aborted = True
             self._over.set()
         self.result.cancel()
 
     def wait_until_completed(self) -> None:
-        """In the compute thread, while a later step runs. Raises StepSkippedError if it was aborted."""
+        """Wait in the compute thread, while a later step runs. Raises StepSkippedError if it was aborted."""
         if not self._over.wait(MAX_TAKING_IN_S):
             raise TimeoutError(f"the results of a step were not taken in within {MAX_TAKING_IN_S} s; the worker hangs")
         if self._is_aborted:

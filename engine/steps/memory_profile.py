@@ -56,7 +56,8 @@ def sizes_left(
 
 
 def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
-    """Of `share` of the device's memory, what neither others nor the model nor its largest step take, for all heads.
+    """Bytes left for KV of all heads: of `share` of the device's memory, what neither others nor the model nor its
+    largest step take.
 
     The runner's cache must have room for that step, and counts as free: it is to be replaced. Raises ValueError where
     nothing is left.
@@ -77,7 +78,7 @@ def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
 
 
 def _left_to_a_rank(runner: ModelRunner, device: torch.device, step_bytes: int, share: float) -> int:
-    """For its own heads' KV, where ranks that compute on one device share what is left of it."""
+    """Bytes left for the KV of a rank's own heads, where ranks that compute on one device share what is left of it."""
     num_ranks = runner.devices.count(device)
     free, total = device_memory(device)
     return int(free - (1.0 - share) * total) // num_ranks + runner.kv_cache.num_bytes - step_bytes
@@ -135,7 +136,7 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free, those included that torch keeps for tensors to come, and all there are."""
+    """Bytes of the device that are free, those included that torch keeps for tensors to come, and all there are."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total

@@ -140,7 +140,7 @@ class ModelRunner:
         self.staging = self._stage(host_cache, ring)
 
     def keep_kv_in(self, kv_cache: KVCache, host_cache: KVCache | None, ring: StagingConfig | None) -> None:
-        """In place of where it was kept so far, and forget that: before the runner is put to use."""
+        """Keep KV here in place of where it was kept so far, and forget that: before the runner is put to use."""
         assert self.staging is None, "what is staged belongs to a cache"
         assert self.graphs is None, "what is recorded belongs to a cache"
         self.kv_cache = kv_cache
@@ -183,7 +183,7 @@ class ModelRunner:
 
     @property
     def transfer_stats(self) -> TransferStats | None:
-        """None without host memory."""
+        """Counts of what moves between the tiers; None without host memory."""
         return None if self.staging is None else self.staging.stats
 
     @property
@@ -193,7 +193,7 @@ class ModelRunner:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where the model computes: one for each rank of a group."""
+        """The devices on which the model computes: one for each rank of a group."""
         return [self.kv_cache.device] if self.group is None else self.group.devices
 
     @property
@@ -338,7 +338,8 @@ def _native_model(
 
 
 def _sampled_rows(items: list[ScheduledSequence]) -> tuple[list[TokensSoFar], Drafts]:
-    """Whose tokens are sampled, row by row, and what the rows after them were computed for."""
+    """An entry for each row that is sampled: its sequence, or that with the drafts before the row appended. And by row
+    the draft that the next row was computed for."""
     rows: list[TokensSoFar] = []
     drafts: dict[int, int] = {}
     for item in items:
@@ -350,8 +351,8 @@ def _sampled_rows(items: list[ScheduledSequence]) -> tuple[list[TokensSoFar], Dr
 
 
 def _pooled(plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, npt.NDArray[np.float64]]:
-    """By item, the sum over those of its rows of `hidden` `[R, E]` that are pooled, in float64: however a prompt is cut
-    into chunks, it comes to the same. Waits for the device. Raises FloatingPointError where a vector is none."""
+    """For each item, the sum over those of its rows of `hidden` `[R, E]` that are pooled, in float64: however a prompt
+    is cut into chunks, it comes to the same. Waits for the device. Raises FloatingPointError where a vector is none."""
     found: dict[int, npt.NDArray[np.float64]] = {}
     at = len(hidden) - sum(count for _, count in batch.pooled_spans)
     for item, count in batch.pooled_spans:
@@ -376,6 +377,6 @@ def _group_windows(config: DecoderConfig, layout: KVLayout) -> tuple[int | None,
 
 
 def staging_for(tiers: StagedTiers) -> Staging:
-    """By a thread, or by the device's streams."""
+    """The staging between these tiers: by a thread, or by the device's streams."""
     device = tiers.kv_cache.device
     return StreamStaging(tiers, StagingStreams.of(device)) if device.type == "cuda" else ThreadStaging(tiers)

@@ -26,7 +26,7 @@ _GAIN: Final = 0.95  # a step with more threads has to take less than so much of
 
 
 class StepThreads:
-    """Of the thread that computes steps."""
+    """Chooses how many threads compute a step, by how fast steps of its size were."""
 
     def __init__(self, num_threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_threads = num_threads
@@ -35,7 +35,8 @@ class StepThreads:
 
     @contextlib.contextmanager
     def computing(self, num_tokens: int) -> Iterator[None]:
-        """For as long as a step of so many tokens is computed by this thread."""
+        """Have the chosen number of threads compute a step of so many tokens, which this thread computes within the
+        context."""
         if self.num_threads == 1 or num_tokens > FEW_TOKENS:
             set_team(self.num_threads)
             yield

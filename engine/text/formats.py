@@ -139,7 +139,7 @@ def choose_tool_format(
 def choose_reasoning_format(
     name: ReasoningFormatName, chat_template: str, response_template: Mapping[str, Any] | None
 ) -> ReasoningFormat | None:
-    """Like `choose_tool_format`."""
+    """Choose how reasoning is marked, as `choose_tool_format` does for calls."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     declared = _declared(response_template, "thinking")
@@ -169,7 +169,7 @@ def output_formats(
     chat_template: str,
     response_template: Mapping[str, Any] | None,
 ) -> OutputFormats:
-    """Of a checkpoint, as far as the two names leave it to that."""
+    """The formats of a checkpoint's output, as far as the two names leave it to that."""
     chosen = choose_tool_format(tools, chat_template, response_template)
     return OutputFormats(
         tools=chosen or HERMES,

@@ -42,8 +42,8 @@ def output_parser(
 
 
 class HarmonyParser(EventReader):
-    """Without `is_split` what is on the channel of reasoning is text, too. Of a header that was cut off nothing is
-    told."""
+    """Reads the harmony format. Without `is_split` what is on the channel of reasoning is text, too. Of a header that
+    was cut off nothing is told."""
 
     def __init__(
         self, *, functions: Collection[str] = (), single: bool = False, is_split: bool = True, reasons: bool = False

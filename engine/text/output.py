@@ -211,7 +211,8 @@ class OutputParser(EventReader):
 
 
 def mark_start(text: str, mark: str) -> int:
-    """Where the longest beginning of `mark` that `text` ends with starts; its length where there is none."""
+    """The index at which the longest beginning of `mark` that `text` ends with starts; the text's length where there is
+    none."""
     at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while at >= 0:
         if mark.startswith(text[at:]):
@@ -383,7 +384,7 @@ def _loaded(raw: str) -> Any:
 
 
 def _arguments_text(raw: str, value: Any) -> str:
-    """Of arguments that were read as a whole: an object, the JSON text of one, or null."""
+    """The text of arguments that were read as a whole: an object, the JSON text of one, or null."""
     if isinstance(value, str):
         raw, value = value, _loaded(value)
     _require(value is None or isinstance(value, dict))

@@ -84,7 +84,8 @@ def spell_sentencepiece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Bytes that Latin-1 prints stand for themselves; the others follow, in order, from U+0100 on."""
+    """The bytes of byte-level BPE by character. Those that Latin-1 prints stand for themselves; the others follow, in
+    order, from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -125,7 +126,7 @@ class Tokenizer:
 
     @property
     def json(self) -> str:
-        """As tokenizer.json writes one, with all added tokens."""
+        """The tokenizer as tokenizer.json writes one, with all added tokens."""
         text: str = self._backend.to_str()
         return text
 
@@ -163,7 +164,7 @@ class Tokenizer:
         return known
 
     def token_name(self, token_id: int) -> str:
-        """As the vocabulary writes it, its spaces marked; "" for an id that it lacks."""
+        """A token as the vocabulary writes it, its spaces marked; "" for an id that it lacks."""
         return self._backend.id_to_token(token_id) or ""
 
     def text_end(self, token_ids: Sequence[int]) -> list[int]:
@@ -186,7 +187,7 @@ class Tokenizer:
         return self._chat_templates.get("default", "")
 
     def special_ids_of(self, marks: Iterable[str]) -> frozenset[int]:
-        """Those of the marks that are special tokens, which a text lacks unless they are asked for."""
+        """The ids of those marks that are special tokens, which a text lacks unless they are asked for."""
         ids = map(self._backend.token_to_id, marks)
         return self.special_token_ids.intersection(token_id for token_id in ids if token_id is not None)
 
@@ -329,7 +330,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """With `skip_special_tokens` these have no text, but for those that are `shown`."""
+        """Begin after these tokens of a prompt. With `skip_special_tokens` special ones have no text, but for those
+        that are `shown`."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         if shown:
@@ -420,7 +422,8 @@ class _Matcher:
 
 @lru_cache(maxsize=64)
 def _fallbacks(string: str) -> tuple[int, ...]:
-    """For each index the longest proper prefix that string[:index + 1] ends with. All choices of a request share it."""
+    """For each index the length of the longest proper prefix that string[:index + 1] ends with. All choices of a
+    request share it."""
     fallback = [0] * len(string)
     for index in range(1, len(string)):
         fallback[index] = _extended(string, fallback, fallback[index - 1], string[index])

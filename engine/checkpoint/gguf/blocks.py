@@ -35,7 +35,8 @@ class _Format:
 
 
 def quantised_weight(data: Bytes, kind: Kind) -> QuantisedWeight | None:
-    """From `[R, bytes of a row]`. None for a kind that has no such form: who wants its values dequantises it."""
+    """The quantised weight in `[R, bytes of a row]`. None for a kind that has no such form: who wants its values
+    dequantises it."""
     layout = _FORMATS.get(kind)
     if layout is None:
         return None
