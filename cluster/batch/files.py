@@ -12,6 +12,7 @@ import secrets
 import shutil
 import sqlite3
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -87,8 +88,18 @@ class Files:
         """Raises NotFoundError, also for one of another owner."""
         found = await self._database.transact(_find, file_id, owner)
         if found is None:
-            raise NotFoundError(f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
+            raise _not_found(file_id)
         return found
+
+    async def read(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
+        """Its content, piece by piece. Raises NotFoundError where it has been deleted."""
+        try:
+            opened = await asyncio.to_thread(self.content(file).open, "rb")
+        except FileNotFoundError:
+            raise _not_found(file.id) from None
+        with opened:
+            while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
+                yield piece
 
     async def list(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
@@ -106,6 +117,10 @@ class Files:
         """Take away what has expired, and contents without a record."""
         known = await self._database.transact(_expire, now)
         await self._database.in_thread(_remove_others, self._database.files, known, now)
+
+
+def _not_found(file_id: str) -> NotFoundError:
+    return NotFoundError(f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
 
 
 def _copy(source: BinaryIO, content: Path) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -288,16 +288,26 @@ class GenerationResponse(Answer):
         return dumps_large(self._shape.whole(deltas))
 
 
-class EventStream(Response):
-    """Server-sent events that are not generated for their client, until there are no more, it leaves or does not read,
-    or the server stops. Each of `events`, which it closes, is one or several. What they raise before the first one is
-    the answer."""
+class ReadResponse(Response):
+    """An answer that is not generated for its client, sent as fast as that reads. It ends early where the client leaves
+    or does not read, or too much waits for it. `pieces`, which it closes, are the body; what they raise before the first
+    one is the answer."""
 
-    def __init__(self, api: Api, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, api: Api, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__()
         self._api = api
-        self._events = events
+        self._pieces = pieces
+        self._named = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._started = self._complete = False
+
+    @classmethod
+    def of_json(cls, api: Api, data: bytes) -> ReadResponse:
+        """An answer with this JSON, of any size."""
+
+        async def whole() -> AsyncGenerator[bytes, None]:
+            yield data
+
+        return cls(api, whole(), {"content-type": "application/json", "content-length": str(len(data))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
@@ -306,34 +316,50 @@ class EventStream(Response):
         try:
             await first_of(self._send(send, connection, outbox), disconnected(receive), too_much.wait())
         except (TimeoutError, UnreadError):
-            logger.info("somebody who asked for events did not read them")
+            logger.info("somebody did not read what was asked for")
         except ApiError as error:
             if not self._started:
                 raise
-            logger.info("a stream of events ends early: %s", error.message)
+            logger.info("an answer ends early: %s", error.message)
         finally:
             outbox.close()
-            await self._events.aclose()
+            await self._pieces.aclose()
             if self._started and not self._complete:
                 connection.abort()
 
     async def _send(self, send: Send, connection: Connection, outbox: Outbox) -> None:
-        """Raises TimeoutError or UnreadError for a client that does not read, and what `events` raise."""
-        events: bytes | None = await anext(self._events, None)
-        headers = {"content-type": "text/event-stream", **UNBUFFERED}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        """Raises TimeoutError or UnreadError for a client that does not read, and what `pieces` raise."""
+        timeout_s = self._api.limits.unread_timeout_s
+        content: bytes | None = await anext(self._pieces, None)
         self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        while events is not None and not connection.is_ending():
-            outbox.grow(len(events))
-            for start in range(0, len(events), PIECE_BYTES):
-                async with asyncio.timeout(self._api.limits.unread_timeout_s):
-                    piece = events[start : start + PIECE_BYTES]
+        await send({"type": "http.response.start", "status": 200, "headers": self._named})
+        while content is not None and not self._is_over(connection):
+            outbox.grow(len(content))
+            for start in range(0, len(content), PIECE_BYTES):
+                async with asyncio.timeout(timeout_s):
+                    piece = content[start : start + PIECE_BYTES]
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            outbox.shrink(len(events))
-            events = await anext(self._events, None)
+            outbox.shrink(len(content))
+            content = await anext(self._pieces, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        connection.answered()
+        async with asyncio.timeout(timeout_s):
+            await connection.taken()
         self._complete = True
+
+    def _is_over(self, connection: Connection) -> bool:
+        """Whether the rest may be left out."""
+        return False
+
+
+class EventStream(ReadResponse):
+    """Server-sent events until there are no more, or the server stops. Each of `events` is one or several."""
+
+    def __init__(self, api: Api, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(api, events, {"content-type": "text/event-stream", **UNBUFFERED})
+
+    def _is_over(self, connection: Connection) -> bool:
+        return connection.is_ending()
 
 
 async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, object]) -> None:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import FileResponse
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
@@ -24,6 +23,7 @@ from cluster.http.api import Api, ApiOf
 from cluster.http.inside import OnBehalf, on_behalf, post_inside
 from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
+from cluster.http.response import ReadResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.server.request_id import OneRequestId
 from cluster.http.terms import Tenants
@@ -124,9 +124,10 @@ async def retrieve_file(file_id: str, request: Request, api: ApiOf) -> dict[str,
 
 
 @router.get(FILES_PATH + "/{file_id}/content", response_model=None)
-async def file_content(file_id: str, request: Request, api: ApiOf) -> FileResponse:
+async def file_content(file_id: str, request: Request, api: ApiOf) -> ReadResponse:
     file = await _file(file_id, request, api)
-    return FileResponse(_service(api).files.content(file), media_type="application/octet-stream")
+    headers = {"content-type": "application/octet-stream", "content-length": str(file.num_bytes)}
+    return ReadResponse(api, _service(api).files.read(file), headers)
 
 
 @router.delete(FILES_PATH + "/{file_id}", response_model=None)

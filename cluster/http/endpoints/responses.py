@@ -32,7 +32,7 @@ from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, ChatBody
 from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
-from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse
+from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
 from engine.text.output import Event
@@ -85,7 +85,7 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     await responses.begin(queued, GenerationResponse(api, timeline, shape))
     if body.stream:
         return EventStream(api, responses.follow(job.id, owner, -1))
-    return _json(queued.response)
+    return _json(queued.response, api)
 
 
 def _check(body: ResponsesBody, request: Request, api: Api) -> None:
@@ -213,7 +213,7 @@ async def retrieve_response(
             raise InvalidRequestError(
                 "starting_after is only possible with stream=true. Leave it out, or stream.", param="starting_after"
             )
-        return _json(found.response if found.runs_until is None else json.dumps(found.describe()))
+        return _json(found.response if found.runs_until is None else json.dumps(found.describe()), api)
     if not found.is_background:
         raise InvalidRequestError(
             "Only a response that was made with background: true can be streamed again. Leave out stream.",
@@ -246,7 +246,7 @@ async def list_input_items(
         ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
         return json.dumps({"object": "list", "data": shown, **ends, "has_more": begin + limit < len(items)})
 
-    return _json(await _read(size, api, page))
+    return _json(await _read(size, api, page), api)
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
@@ -254,7 +254,7 @@ async def cancel_response(response_id: str, request: Request, api: ApiOf) -> Res
     responses = _responses(api)
     found = await responses.kept.cancel(response_id, _owner(request, api))
     responses.end(found.id)
-    return _json(found.response)
+    return _json(found.response, api)
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
@@ -265,8 +265,8 @@ async def delete_response(response_id: str, request: Request, api: ApiOf) -> dic
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _json(text: str) -> Response:
-    return Response(text, media_type="application/json")
+def _json(text: str, api: Api) -> Response:
+    return ReadResponse.of_json(api, text.encode())
 
 
 class StoredAnswer(GenerationResponse):

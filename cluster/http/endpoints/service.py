@@ -13,6 +13,7 @@ from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
+from cluster.http.response import ReadResponse
 from cluster.http.server.body import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
@@ -61,8 +62,8 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
 
 
 async def _json(answer: dict[str, Any], api: Api) -> Response:
-    """Of any size."""
-    return Response(await api.turns.writing(dumps_large, answer), media_type="application/json")
+    """An answer of any size."""
+    return ReadResponse.of_json(api, await api.turns.writing(dumps_large, answer))
 
 
 @router.post("/detokenize", response_model=None)
