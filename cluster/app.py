@@ -75,6 +75,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_application(config: LegatoConfig) -> Application:
+    """Bind the deployments of a configuration: gateways, the scheduler and the pools of workers. Raises ConfigError."""
     logging.basicConfig(level=config.log_level)
     drawn_secret = draw_secret()
     scheduler = Scheduler.options(  # type: ignore[attr-defined]
@@ -98,7 +99,8 @@ def build_application(config: LegatoConfig) -> Application:
 def worker_pool(
     role: Role, config: LegatoConfig, drawn_secret: SecretBytes | None, scheduler: Application
 ) -> Application:
-    """The workers that are started in this role: each one's share of the machine, and how many there are."""
+    """Bind the pool of workers that are started in this role:
+    how many there are, and each one's share of the machine."""
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (
@@ -125,7 +127,7 @@ def worker_pool(
 
 @serve.deployment(name="GlobalScheduler")
 class Scheduler:
-    """The one global scheduler. Found by its Serve handle, spoken to over its own port."""
+    """The one global scheduler. Others ask its Serve handle for its address, and speak to it over its own port."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, drawn_secret: SecretBytes | None, host: str
@@ -152,7 +154,8 @@ class Scheduler:
 @serve.deployment(name="Gateway")
 @serve.ingress()
 class Gateway:
-    """HTTP in, tokens out. Holds the worker pools' handles only so that they belong to the application."""
+    """A gateway: takes HTTP requests and answers them with tokens. It holds the worker pools' handles only so that they
+    belong to the application."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -195,7 +198,8 @@ class Gateway:
         return limits is not None and limits.ready
 
     def _on_ended(self, config: LegatoConfig) -> Callable[[RequestTimeline], None]:
-        """What tells each request that ended to the request log and to who makes spans, where there are any."""
+        """The function that passes each request that has ended on to the request log and to the maker of spans, where
+        there are any."""
         told = [] if self._traces is None else [self._traces.ended]
         if config.gateway.request_log is not None:
             recorder = RequestRecorder(
@@ -215,7 +219,7 @@ class Gateway:
         return on_ended
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve after the constructor."""
+        """Make the HTTP application. Serve calls this after the constructor."""
         with starting("a gateway"):
             return self._app(self._config)
 
@@ -262,6 +266,7 @@ class Gateway:
 
 
 def _batch_service(config: LegatoConfig) -> BatchService | None:
+    """What keeps files, batches and responses, in a folder of this model's own. None: no storage is configured."""
     settings = config.gateway
     if settings.storage is None:
         return None
@@ -270,22 +275,23 @@ def _batch_service(config: LegatoConfig) -> BatchService | None:
 
 
 async def _run_batches(app: FastAPI) -> None:
-    """Until it is cancelled."""
+    """Run the batches that clients leave, until cancelled."""
     async with running_batches(app):
         await asyncio.get_running_loop().create_future()
 
 
 def control_identity(role: str, secret: bytes) -> Identity:
+    """The identity by which this replica, a gateway or the scheduler, introduces itself on connections."""
     replica = serve.get_replica_context().replica_id.unique_id
     node_id = ray.get_runtime_context().get_node_id()
     return Identity(worker_id=f"{role}-{replica}-{os.getpid()}", node_id=node_id, secret=secret, compatibility={})
 
 
 def _settle_heap() -> None:
-    """Keeps the garbage collector away from what stays for ever, once all of it is loaded.
+    """Keep the garbage collector away from all objects that exist now. Call it once everything is loaded.
 
     A collection that looks through all libraries is a pause of a tenth of a second, and costs a gateway a third of its
-    time; it looks only through what comes later.
+    time. From now on it looks only through what comes later.
     """
     gc.collect()
     gc.freeze()

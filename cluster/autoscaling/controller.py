@@ -21,14 +21,16 @@ from kv_transfer.messages.workers import ChangeRole, KnownWorker, PoolTarget, Wo
 logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 10.0  # what still runs then goes on elsewhere
-_FLIP_S: Final = 120.0  # by then it has come back in its new role, or never will
+_FLIP_S: Final = 120.0  # after this a worker has come back in its new role, or never will
 
 Order = tuple[str, PoolTarget | ChangeRole]
-"""To whom, and what."""
+"""A worker's id, and the message to send it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flip:
+    """A change of a worker's role that was ordered. It is done when the process reports the new role, or at `until`."""
+
     info: WorkerInfo  # in its old role
     role: Role
     until: float
@@ -38,7 +40,8 @@ class _Flip:
 
 
 class Autoscaler:
-    """`watch` is to hear of every verdict."""
+    """Decides how many workers each pool should have, and who changes its role. Its `watch` must hear of every verdict
+    of the scheduler."""
 
     def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
         self._ledger = ledger
@@ -51,7 +54,7 @@ class Autoscaler:
         self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
 
     def orders(self, now: float) -> Iterator[Order]:
-        """To be sent now, and to be asked for again in about a second."""
+        """Yields the orders to send to workers now. Ask again in about a second."""
         self._advise(now)
         workers = [info for info, _ in self._ledger.workers()]
         self._flips = [flip for flip in self._flips if not flip.is_done(workers, now)]
@@ -67,6 +70,7 @@ class Autoscaler:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
     def _advise(self, now: float) -> None:
+        """Make `advice` anew from the demand and from burning error budgets; the log tells when it changes."""
         burning = BurnAlerts.of(self._tracker.totals(now))
         prefill, decode = self.watch.views(now, burning)
         before, advice = self.advice, self._sizer.advise(now, prefill, decode)
@@ -85,7 +89,7 @@ class Autoscaler:
             )
 
     def _flip(self, role: Role, now: float) -> Iterator[Order]:
-        """Whoever has the least to lose."""
+        """Yields the order to take on `role`, for the worker that has the least to lose; nothing if there is none."""
         able = [(info, snapshot) for info, snapshot in self._ledger.workers() if info.role != role]
         chosen = min((w for w in able if not w[1].draining), key=_to_lose, default=None)
         if chosen is not None:
@@ -93,7 +97,8 @@ class Autoscaler:
             yield chosen[0].worker_id, ChangeRole(role=role, drain_s=DRAIN_S)
 
     def _by_home(self, advice: PoolAdvice, workers: Iterable[WorkerInfo]) -> dict[Role, int]:
-        """Workers that Serve should have in each pool. Who is about to change its role counts as if it had."""
+        """How many workers Serve should have in each pool, by the pool that they were started in. A worker that is
+        about to change its role counts as if it had."""
         targets: dict[Role, int] = {"prefill": advice.num_prefill, "decode": advice.num_decode}
         changing = {flip.info.worker_id for flip in self._flips}
         roles = [(flip.info, flip.role) for flip in self._flips]
@@ -110,7 +115,8 @@ def _process(info: WorkerInfo) -> tuple[str, int]:
 
 
 def _to_lose(worker: KnownWorker) -> tuple[int, int, int, str]:
+    """A key that is smallest for the worker that loses least by a change of its role."""
     info, snapshot = worker
-    at_home = info.home is None or info.home == info.role  # else it would only go back
+    at_home = info.home is None or info.home == info.role  # else it would only go back to its own role
     held = snapshot.num_running + snapshot.num_waiting
     return (at_home, held + snapshot.num_pending, snapshot.context_tokens, info.worker_id)

@@ -25,15 +25,16 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.scheduling import Place
 
 _NUM_PARTS: Final = 12
-_FASTEST_GROWTH: Final = 2.0  # more is not believed of a trend, however steep
+_FASTEST_GROWTH: Final = 2.0  # a trend, however steep, at most doubles the demand
 _SURE: Final = 2.0  # standard errors by which a rise must show before it counts as a trend
-_FEWEST_MISSES: Final = 3  # that say anything about a budget
-_EARLY_S: Final = 0.5  # clocks differ
-_RETURN_S: Final = 60.0  # so long after it was asked to come back, who asks the same again is the same client
+_FEWEST_MISSES: Final = 3  # with fewer missed promises nothing is said about a budget
+_EARLY_S: Final = 0.5  # how much too early a client may come back, since clocks differ
+_RETURN_S: Final = 60.0  # who asks the same again within this time after it was to come back is the same client
 
 
 def prefill_work_s(cost: StepCost, uncached_tokens: float, cached_tokens: float, chunk_tokens: float) -> float:
-    """Of a busy worker's time: it fills its steps, so that short prompts share what every step costs."""
+    """How much of a busy worker's time a prompt takes, in seconds. Such a worker fills its steps, so that short prompts
+    share what every step costs."""
     work = cost.step_s(StepWork.of_prefill(uncached_tokens, cached_tokens)) - cost.base_s
     return work + cost.base_s * min(1.0, uncached_tokens / chunk_tokens)
 
@@ -41,8 +42,8 @@ def prefill_work_s(cost: StepCost, uncached_tokens: float, cached_tokens: float,
 def largest_batch(
     cost: StepCost, kv_tokens: float, max_num_seqs: float, *, context_tokens: float, tpot_s: float
 ) -> float:
-    """Of sequences alike on a decode worker: as many as its memory of `kv_tokens` and `max_num_seqs` allow, and whose
-    step is in time (inf: any time is)."""
+    """How many sequences of `context_tokens` a decode worker can run together: its memory of `kv_tokens` and
+    `max_num_seqs` must allow it, and a step must take at most `tpot_s` (inf: it may take any time)."""
     each_s = cost.decode_s + cost.context_token_s * context_tokens
     in_time = (tpot_s - cost.base_s) / each_s if each_s > 0.0 else math.inf
     return max(1.0, min(in_time, kv_tokens / context_tokens, max_num_seqs))
@@ -51,8 +52,8 @@ def largest_batch(
 def decode_work_s(
     cost: StepCost, kv_tokens: float, max_num_seqs: float, *, num_tokens: float, num_output: float, tpot_s: float
 ) -> float:
-    """Of a worker's time, with as many beside it as may be (see `largest_batch`): `num_output` tokens behind a prompt
-    of `num_tokens`."""
+    """How much of a decode worker's time `num_output` tokens behind a prompt of `num_tokens` take, in seconds, in the
+    largest batch of such sequences (see `largest_batch`)."""
     context = num_tokens + num_output / 2
     batch = largest_batch(cost, kv_tokens, max_num_seqs, context_tokens=context, tpot_s=tpot_s)
     return num_output * (cost.base_s / batch + cost.decode_s + cost.context_token_s * context)
@@ -60,13 +61,15 @@ def decode_work_s(
 
 @dataclass(slots=True)
 class _Part:
+    """The work that arrived in one part of a window, in seconds: its sum, and the sum of its squares."""
+
     work: float = 0.0
     squares: float = 0.0
 
 
 class WorkRate:
-    """Work as it arrives, as a compound Poisson process: its sum tells the rate, the sum of squares how sure it is.
-    A short window shows what is new, a long one what is usual."""
+    """Counts work as it arrives and forecasts its rate. Taken as a compound Poisson process: the sum of the work tells
+    the rate, the sum of squares how sure that is. A short window shows what is new, a long one what is usual."""
 
     def __init__(self, start_s: float, short_s: float, long_s: float) -> None:
         assert 0 < short_s < long_s
@@ -82,9 +85,8 @@ class WorkRate:
             part.squares += work_s * work_s
 
     def forecast(self, now: float, lead_s: float) -> float:
-        """The demand in `lead_s`: the usual one, or the new one where it is surely higher, and on as it rises.
-
-        In worker-seconds per second, that is workers kept busy.
+        """The demand `lead_s` from now, in worker-seconds per second, that is workers kept busy: the usual demand, or
+        the new one where that is surely higher, plus what it rises by until then.
         """
         short_s = max(self._short.covered_s(now), self._short.window_s / 2)  # in the first moments, nothing is sure
         long_s = max(self._long.covered_s(now), short_s)
@@ -96,9 +98,8 @@ class WorkRate:
 
 
 def _rise(difference: float, error: float, short_s: float, long_s: float, lead_s: float) -> float:
-    """From the middle of the short window on, if the demand grows as steadily as from the middle of the long one.
-
-    A mean over a window tells of the window's middle.
+    """How much the demand rises from the middle of the short window to `lead_s` from now, if it goes on growing as it
+    did between the middles of the two windows (a mean over a window tells of its middle). 0 if no rise is sure.
     """
     between_s = (long_s - short_s) / 2
     sure = difference - _SURE * error
@@ -109,8 +110,8 @@ def _rise(difference: float, error: float, short_s: float, long_s: float, lead_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnAlerts:
-    """Which promises are broken faster than the budget allows, in both windows. `tpot`: by tokens that came too slowly,
-    in the mean or between two of them. `other`: by turning clients away, or by failing them."""
+    """Which promises are broken faster than their error budgets allow, in both windows. `ttft`: first tokens came late.
+    `tpot`: tokens came too slowly, in the mean or between two of them. `other`: requests were turned away or failed."""
 
     ttft: bool = False
     tpot: bool = False
@@ -118,7 +119,8 @@ class BurnAlerts:
 
     @classmethod
     def of(cls, series: Iterable[SeriesSnapshot]) -> BurnAlerts:
-        """By any class. Few misses are chance, however small the budget."""
+        """The alerts of these series: one is on if any class burns its budget. Few misses are chance, however small the
+        budget, and do not count."""
         windows = [(s.short, s.long) for s in series if s.counts.missed >= _FEWEST_MISSES]
         return cls(
             ttft=any(min(short.ttft_rate, long.ttft_rate) > 1.0 for short, long in windows),
@@ -131,13 +133,14 @@ class BurnAlerts:
 
 
 def _tokens_rate(burn: Burn) -> float:
-    """Who is late in the mean is so between two tokens, too, as a rule: counted once."""
+    """The burn rate of tokens that came late. Who is late in the mean is so between two tokens, too, as a rule, and
+    must not count twice: the larger of both rates."""
     return max(burn.tpot_rate, burn.gap_rate)
 
 
 class DemandMonitor:
-    """Hears of every verdict, and says now and then what is asked of each pool. Demand is predicted as far ahead as a
-    new worker takes to start, from what came in three times as long as the pool waits before it shrinks."""
+    """Predicts the demand on each pool from the scheduler's verdicts, all of which it hears. It looks as far ahead as a
+    new worker takes to start, and back three times as long as the pool waits before it shrinks."""
 
     def __init__(self, ledger: Ledger, plan: PoolsPlan, now: float) -> None:
         self._ledger = ledger
@@ -146,11 +149,12 @@ class DemandMonitor:
             WorkRate(now, short_s=rules.hold_s / 2, long_s=3 * rules.hold_s) for rules in (plan.prefill, plan.decode)
         )
         self._held, self._held_at = 0.0, now  # see `_held_by_those_who_decode`, smoothed
-        self._turned_away: OrderedDict[Hashable, float] = OrderedDict()  # and when they were asked to come back
+        # Questions that were turned away, and when they were asked to come back.
+        self._turned_away: OrderedDict[Hashable, float] = OrderedDict()
 
     def asked(self, query: Place, verdict: Verdict, now: float) -> None:
-        """A request came for the first time, and this is what became of it. One that waits counts like one that was
-        placed, one that is turned away until its client has come back."""
+        """Count a request, if it is its first attempt, by the verdict on it. One that waits counts like one that was
+        placed. One that was turned away counts as well, so its client's return does not."""
         if query.attempt > 0 or not verdict.decision.rows:
             return
         is_back = self._is_back(query, now)
@@ -160,14 +164,15 @@ class DemandMonitor:
             self._count(query, verdict, now)
 
     def forecasts(self, now: float) -> tuple[float, float]:
-        """Workers that what was asked of prefill, and of decode, will keep busy."""
+        """How many workers the demand on prefill, and that on decode, will keep busy, by arrivals alone."""
         return (
             self._prefill.forecast(now, self._plan.prefill.start_s),
             self._decode.forecast(now, self._plan.decode.start_s),
         )
 
     def views(self, now: float, burning: BurnAlerts) -> tuple[PoolView, PoolView]:
-        """Of prefill and decode. What is not one pool's fault is blamed on the busier one."""
+        """How the pools of prefill and of decode stand now.
+        What is not one pool's fault is blamed on the busier one."""
         table = self._ledger.table
         num_prefill, num_decode = (int((table.rows[Row.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
         fresh = -math.expm1((self._held_at - now) / (self._plan.decode.hold_s / 2))
@@ -181,6 +186,7 @@ class DemandMonitor:
         )
 
     def _count(self, query: Place, verdict: Verdict, now: float) -> None:
+        """Add the work of a request to the pools whose workers would do it."""
         best, table, uncached = verdict.decision.best, self._ledger.table, verdict.decision.uncached_tokens
         computing, decoding = table.row(best.computing), table.row(best.decode)
         prompt_s = prefill_work_s(
@@ -200,7 +206,8 @@ class DemandMonitor:
         self._decode.add(now, decode_s)
 
     def _is_back(self, query: Place, now: float) -> bool:
-        """Others may ask the same; hence nobody is before its time, and nobody twice."""
+        """Whether a client comes back that was turned away and is counted. It must be time for that, and each is back
+        only once, since others may ask the same."""
         while self._turned_away and now - next(iter(self._turned_away.values())) > _RETURN_S:
             self._turned_away.popitem(last=False)
         client = query.question
@@ -211,10 +218,11 @@ class DemandMonitor:
 
 
 def _held_by_those_who_decode(ledger: Ledger) -> float:
-    """Decode workers that those who decode now fill: each takes its share of the largest batch that it could be in.
+    """How many decode workers the sequences that decode now would fill, if each takes its share of the largest batch
+    that it could be in.
 
-    At less than that batch they also leave sooner, so this tells less than arrivals do, unless outputs turn out longer
-    than expected, or began before this scheduler did."""
+    In smaller batches they leave sooner, so this tells less than arrivals do, unless outputs turn out longer than
+    expected, or began before this scheduler did."""
     _, decodes = ledger.table.pools()
     facts, slots = ledger.table.rows[:, decodes], ledger.table.slots[:, decodes]
     contexts = np.maximum(slots[Slot.TOKENS] + slots[Slot.OUTPUT] / 2, 1.0)

@@ -16,7 +16,7 @@ _REPORTED_OVER_S = 5.0  # Serve takes five samples in this time
 
 
 def follow_advice(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve autoscaling policy: the newest advice that any worker of the pool reports; without any, no change."""
+    """Autoscaling policy for Serve: the newest advice that any worker of the pool reports; without any, no change."""
     reports = [series[-1] for series in (ctx.raw_metrics or {}).get("wanted", {}).values() if series]
     if not reports:
         return int(ctx.target_num_replicas), {}
@@ -26,7 +26,8 @@ def follow_advice(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
-    """For Serve. Advice is followed at once: who gives it has waited already where waiting is due."""
+    """The autoscaling settings of a pool, for Serve. Advice is followed at once: the scheduler has already waited where
+    waiting is due."""
     return {
         "min_replicas": scaling.min_replicas,
         "initial_replicas": replicas,

@@ -19,19 +19,21 @@ from typing import Final
 from kv_transfer.messages.fields import Role
 
 _ROUNDING: Final = 1e-9
-_LEAST_TARGET: Final = 0.5  # of the configured one, however often the budget burns
-_LEARNED: Final = 0.9  # of the utilisation at which it burned: the target for a while
+_LEAST_TARGET: Final = 0.5  # of the configured target: what is learned is never lower
+_LEARNED: Final = 0.9  # of the utilisation at which the budget burned: the target for a while
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRules:
-    """`initial`: workers that there will be at first. `scales` False: their number is fixed, and only flips change it.
+    """How the size of one pool is chosen. `initial`: workers that there will be at first. `scales` False: their number
+    is fixed, and only flips change it.
 
-    `target`: utilisation that is aimed at; `margin`: how far below it, as a share, the pool must be with one fewer.
-    A pool does not shrink before it has the workers that it was given, or after `patience_s` of waiting for them.
-    After the budget burned, a lower target is in force that rises back over `forget_s`; where the pool is idler than
-    `idle` of its target, more workers would not help: single requests are too long for their targets, or something
-    else is wrong. `start_s`: what a new worker takes until it serves; `burn_s`: until the error budget shows that.
+    `target`: the utilisation that is aimed at; `margin`: how far below it, as a share, the pool must be with one worker
+    fewer. A pool does not shrink before it has the workers that it was given, or after `patience_s` of waiting for
+    them. After the error budget burned, a lower target is in force that rises back over `forget_s`. Where the pool is
+    idler than `idle` of its target, more workers would not help: single requests are too long for their targets, or
+    something else is wrong. `start_s`: how long a new worker takes until it serves; `burn_s`: how long from then until
+    the error budget shows it.
     """
 
     min_workers: int = 1
@@ -54,8 +56,8 @@ class PoolRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsPlan:
-    """What the pools may be. With `flips`, a worker may change its role where the pool that it leaves could do without
-    it for `flip_hold_s`, and `flip_cooldown_s` after the last one that did. For the first `settle_s` nothing changes:
+    """The rules of both pools. With `flips`, a worker may change its role if the pool that it leaves could do without
+    it for `flip_hold_s`, and if the last change was `flip_cooldown_s` ago. For the first `settle_s` nothing changes:
     workers have to find a restarted scheduler first."""
 
     prefill: PoolRules
@@ -68,8 +70,8 @@ class PoolsPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """A pool now. `demand`: workers that predicted demand keeps busy; `burns`: its targets' error budget is used up
-    too fast, over both windows; `live`: workers that take requests."""
+    """How a pool stands now. `demand`: workers that predicted demand keeps busy; `burns`: the error budget of its
+    targets is used up too fast, over both windows; `live`: workers that take requests."""
 
     demand: float
     burns: bool
@@ -78,7 +80,8 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAdvice:
-    """Workers by role. `flip`: the role that a worker of the other one should take, now."""
+    """How many workers there should be of each role.
+    `flip`: the role that a worker of the other role should take now."""
 
     num_prefill: int
     num_decode: int
@@ -87,18 +90,18 @@ class PoolAdvice:
 
 @dataclass(slots=True)
 class PoolSize:
-    """One pool's wanted size, and what it takes to change it."""
+    """The wanted size of one pool, and what is known that may change it."""
 
     rules: PoolRules
     size: int
     fits_since: float | None = None  # since when one fewer would do
     raised_at: float = -math.inf
-    learned: float = math.inf  # target, as of `learned_at`
+    learned: float = math.inf  # the target that was learned at `learned_at`
     learned_at: float = -math.inf
     needed: int = field(default=0, init=False)
 
     def look(self, now: float, view: PoolView) -> None:
-        """Learn what is needed; changes no size."""
+        """Note how many workers the pool needs now, and whether one fewer would do. Changes no size."""
         if not self.rules.scales:
             self.size = view.live
         burns = view.burns and self._is_busy(view)
@@ -112,7 +115,7 @@ class PoolSize:
             self.fits_since = now
 
     def scale(self, now: float) -> None:
-        """Up to what is needed, or down by one."""
+        """Raise the size to what is needed, or lower it by one."""
         if not self.rules.scales:
             return
         if self.needed > self.size:
@@ -130,13 +133,14 @@ class PoolSize:
         return self.fits_since is not None and now - self.fits_since >= hold_s
 
     def target(self, now: float) -> float:
-        """In force: the configured one, or for a while the one that was learned."""
+        """The target utilisation that is in force now: the configured one, or for a while the one that was learned."""
         forgotten = (now - self.learned_at) / self.rules.forget_s
         if forgotten >= 1.0:
             return self.rules.target
         return min(self.rules.target, self.learned + forgotten * (self.rules.target - self.learned))
 
     def _fits_in(self, fewer: int, now: float, view: PoolView) -> bool:
+        """Whether so few workers would carry the demand with a margin, and the pool has what it was given."""
         is_whole = view.live > fewer or now - self.raised_at >= self.rules.patience_s
         room = fewer * self.target(now) * (1 - self.rules.margin)
         return is_whole and fewer >= self.rules.min_workers and view.demand <= room
@@ -145,14 +149,15 @@ class PoolSize:
         return view.demand > self.rules.idle * self.rules.target * max(1, view.live)
 
     def _learn(self, now: float, view: PoolView) -> None:
-        """So much was too much."""
+        """Lower the target: the pool burns its error budget at its present load per worker. For a while, aim at
+        `_LEARNED` times that load."""
         burned_at = view.demand / max(1, self.size)
         self.learned = max(_LEAST_TARGET * self.rules.target, min(self.target(now), _LEARNED * burned_at))
         self.learned_at = self.raised_at = now
 
 
 class PoolSizer:
-    """Both pools, asked by the `Autoscaler` every second."""
+    """Sizes both pools. The `Autoscaler` asks it every second."""
 
     def __init__(self, plan: PoolsPlan, now: float) -> None:
         self._plan = plan
@@ -162,7 +167,7 @@ class PoolSizer:
         self._settled_at = now + plan.settle_s
 
     def advise(self, now: float, prefill: PoolView, decode: PoolView) -> PoolAdvice | None:
-        """None: too early to say."""
+        """How many workers there should be, and whether one should change its role. None: it is too early to say."""
         for pool, view in ((self._prefill, prefill), (self._decode, decode)):
             if now < self._settled_at:
                 pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
@@ -175,6 +180,7 @@ class PoolSizer:
         return PoolAdvice(num_prefill=self._prefill.size, num_decode=self._decode.size, flip=flip)
 
     def _flip(self, now: float) -> Role | None:
+        """The role that a worker should change to now, with both sizes changed for it; None: none should."""
         if not self._plan.flips or now - self._flipped_at < self._plan.flip_cooldown_s:
             return None
         pairs: tuple[tuple[Role, PoolSize, PoolSize], ...] = (

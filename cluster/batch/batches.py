@@ -28,14 +28,14 @@ from cluster.errors import ConflictError, NotFoundError
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
-_READ_AT_ONCE: Final = 200  # answers
+_READ_AT_ONCE: Final = 200  # answers that one query reads
 _STAMPS: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """`tenant` and `salt`: whose its lines are and which prefixes they share, as for requests of the client that sent
-    it. `stamps`: when it came into each status. Times are seconds since 1970."""
+    """A batch as it is kept. `tenant` and `salt`: whose its lines are and which prefixes they share, as for requests of
+    the client that sent it. `stamps`: when it came into each status. Times are seconds since 1970."""
 
     id: str = field(default_factory=lambda: f"batch_{secrets.token_hex(12)}")
     owner: str
@@ -57,10 +57,11 @@ class Batch:
     num_failed: int = 0
 
     def turned(self, status: Status, **changes: Any) -> Batch:
+        """The batch in another status since now, with these changes."""
         return replace(self, status=status, stamps={**self.stamps, status: int(time.time())}, **changes)
 
     def describe(self) -> dict[str, Any]:
-        """OpenAI's `batch` object."""
+        """The batch as OpenAI's `batch` object."""
         return {
             "id": self.id,
             "object": "batch",
@@ -84,7 +85,7 @@ class Batch:
 
 
 class KeptAnswer(NamedTuple):
-    """`answer`: JSON, the line of a file of answers."""
+    """The answer to one line of a batch. `answer`: the line of the file of answers, in JSON."""
 
     line: int
     succeeded: bool
@@ -96,7 +97,7 @@ class LostClaimError(RuntimeError):
 
 
 class Batches:
-    """`runner` is a name that no other gateway has."""
+    """All batches in a database. `runner`: the name by which this gateway claims batches; no other gateway has it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -106,40 +107,43 @@ class Batches:
         await self._database.transact(_create, batch)
 
     async def get(self, batch_id: str, owner: str) -> Batch:
-        """Raises NotFoundError, also for one of another owner."""
+        """The owner's batch of that id. Raises NotFoundError, also for one of another owner."""
         return await self._database.transact(_get, batch_id, owner)
 
     async def list(self, owner: str, *, after: str | None, limit: int) -> list[Batch]:
-        """At most `limit` of the owner's, the newest first, those behind the batch `after`."""
+        """At most `limit` of the owner's batches that come after the batch `after`, the newest first."""
         return await self._database.transact(_list, owner, after, limit)
 
     async def cancel(self, batch_id: str, owner: str) -> Batch:
-        """Whoever runs it will see that it is to end. Raises NotFoundError; ConflictError for one that has ended."""
+        """Mark a batch as to be cancelled: the gateway that runs it will see that and end it. Raises NotFoundError, or
+        ConflictError for one that has ended."""
         return await self._database.transact(_cancel, batch_id, owner)
 
     async def claim(self, until: float) -> Batch | None:
-        """The oldest that nobody runs, until then this gateway's."""
+        """Claim the oldest batch that nobody runs for this gateway, until the time `until`. None: there is none."""
         return await self._database.transact(_claim, self.runner, until)
 
     async def renew(self, batch_ids: Iterable[str], *, until: float) -> dict[str, Status]:
-        """Those of them that are still this gateway's, from now until then, and in which status they are."""
+        """Prolong this gateway's claims on these batches until the time `until`. Returns the status of each that is
+        still its own and has not ended."""
         return await self._database.transact(_renew, self.runner, list(batch_ids), until)
 
     async def turn(self, batch: Batch, status: Status, **changes: Any) -> Batch:
-        """Into its next status. One that was cancelled meanwhile goes no further than that. Raises LostClaimError."""
+        """Put a batch into its next status, with these changes. One that was cancelled meanwhile stays so, unless it is
+        to fail. Raises LostClaimError."""
         return await self._database.transact(_turn, self.runner, batch.id, status, changes)
 
     async def answered(self, batch: Batch) -> set[int]:
-        """The numbers of its lines that have an answer."""
+        """The numbers of a batch's lines that have an answer."""
         return await self._database.transact(_answered, batch.id)
 
     async def answer(self, batch: Batch, answers: Iterable[KeptAnswer]) -> None:
-        """Of some lines; the first one of a line stays. Raises LostClaimError."""
+        """Keep the answers to some lines. A line that has one already keeps that. Raises LostClaimError."""
         await self._database.transact(_answer, self.runner, batch.id, answers)
 
     async def finish(self, batch: Batch, status: Status, output: Path, errors: Path) -> None:
-        """Write the answers, in the order of the lines, into these contents of files, and end the batch with those that
-        hold any. Raises LostClaimError."""
+        """Write the answers, in the order of the lines, into the contents `output` and `errors`, and end the batch. A
+        content with any answers becomes a file of the batch's. Raises LostClaimError."""
         await self._database.transact(_finish, self.runner, batch.id, status, output, errors)
 
 
@@ -212,6 +216,7 @@ def _renew(connection: sqlite3.Connection, runner: str, batch_ids: list[str], un
 
 
 def _own(connection: sqlite3.Connection, runner: str, batch_id: str) -> Batch:
+    """The batch, if `runner` has the claim on it. Raises LostClaimError."""
     row = connection.execute("SELECT * FROM batches WHERE id = ? AND runner = ?", (batch_id, runner)).fetchone()
     if row is None:
         raise LostClaimError(batch_id)
@@ -270,6 +275,7 @@ def _finish(
 
 
 def _answers(connection: sqlite3.Connection, batch_id: str, succeeded: bool) -> Iterator[str]:
+    """Yields the kept answers of a batch that succeeded, or that did not, in the order of the lines."""
     last = -1
     while rows := connection.execute(
         "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line LIMIT ?",

@@ -20,7 +20,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BUSY_S: Final = 20.0  # that one gateway waits for another one's transaction, which takes milliseconds
+BUSY_S: Final = 20.0  # how long one gateway waits for another one's transaction, which takes milliseconds
 _VERSION: Final = 1  # of the tables
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS files (
@@ -43,13 +43,13 @@ CREATE TABLE IF NOT EXISTS response_events (
 
 
 class Database:
-    """Of one folder, which is made where there is none.
+    """The records and files in one folder. The folder is made if there is none.
 
-    Calls go through one thread, in their order. `secret`: 32 bytes that belong to the folder, so that whose a record is
-    can be told after a restart under another secret of the cluster."""
+    Calls go through one thread, in their order. `secret`: 32 bytes that belong to the folder. By them the owner of a
+    record can be told even after a restart under another secret of the cluster."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError or sqlite3.Error where the folder can't be used."""
+        """Open the folder, or make it. Raises OSError or sqlite3.Error if it can't be used."""
         self.files = folder / "files"
         records = folder / "records.sqlite"
         for path in (folder, self.files):  # a parent is made without the mode
@@ -69,7 +69,7 @@ class Database:
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call `work` with the connection, in a transaction: all that it writes, or, where it raises, nothing."""
+        """Call `work` with the connection, in a transaction: all that it writes is kept or, if it raises, nothing."""
 
         def whole() -> T:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -84,7 +84,8 @@ class Database:
         return await self.in_thread(whole)
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call what reads or writes the folder's files. It is done even where the caller is cancelled meanwhile."""
+        """Call `work`, which may read or write the folder's files, in the database's thread. It goes on even if the
+        caller is cancelled meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     def close(self) -> None:
@@ -93,14 +94,15 @@ class Database:
 
 
 def _keep_others_out(path: Path, mode: int) -> None:
-    """Also where an older Legato made it. What is another user's is left as it is."""
+    """Take other users' rights to a file or folder away, also if an older Legato made it with some. What belongs to
+    another user is left as it is."""
     status = path.stat()
     if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(mode)
 
 
 def _secret(path: Path) -> bytes:
-    """The one in the file, drawn by whoever comes first."""
+    """The secret in a file. Whichever process comes first draws it."""
     drawn = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     drawn.touch(mode=0o600)
     drawn.write_bytes(secrets.token_bytes(32))

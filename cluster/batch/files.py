@@ -21,12 +21,13 @@ from cluster.batch.database import Database
 from cluster.errors import NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
-ORPHAN_S: Final = 3600.0  # that a content may be without a record: longer than any upload takes
+ORPHAN_S: Final = 3600.0  # how long a content may be without a record: longer than any upload takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """`expires_at`: in seconds since 1970, like `created_at`; None: it is kept until it is deleted."""
+    """The record of a file. `created_at` and `expires_at` are in seconds since 1970. `expires_at` None: it is kept
+    until it is deleted."""
 
     id: str
     owner: str
@@ -37,7 +38,7 @@ class StoredFile:
     expires_at: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """OpenAI's `file` object."""
+        """The file as OpenAI's `file` object."""
         told: dict[str, Any] = {
             "id": self.id,
             "object": "file",
@@ -51,27 +52,28 @@ class StoredFile:
 
 
 class Files:
-    """`budget`: bytes that all files together may take."""
+    """All files in a database. `budget`: bytes that they may take together."""
 
     def __init__(self, database: Database, budget: int) -> None:
         self._database = database
         self._budget = budget
 
     def new_content(self) -> Path:
-        """Where the content of a file is written that `add` then makes one."""
+        """A path to write a content to, which `add` then makes a file."""
         return self._database.files / f"file-{secrets.token_hex(12)}"
 
     def content(self, file: StoredFile) -> Path:
         return self._database.files / file.id
 
     async def copy(self, source: BinaryIO, content: Path) -> None:
-        """Into what `new_content` gave."""
+        """Copy `source` to a path that `new_content` gave, and onto the disk."""
         await asyncio.to_thread(_copy, source, content)
 
     async def add(
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_at: int | None = None
     ) -> StoredFile:
-        """Make what `new_content` gave a file. Raises UnavailableError where there is no room for it."""
+        """Make a file of the content at a path that `new_content` gave.
+        Raises UnavailableError if there is no room for it."""
         file = StoredFile(
             id=content.name,
             owner=owner,
@@ -85,7 +87,7 @@ class Files:
         return file
 
     async def get(self, file_id: str, owner: str) -> StoredFile:
-        """Raises NotFoundError, also for one of another owner."""
+        """The owner's file of that id. Raises NotFoundError, also for one of another owner."""
         found = await self._database.transact(_find, file_id, owner)
         if found is None:
             raise _not_found(file_id)
@@ -104,17 +106,17 @@ class Files:
     async def list(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """At most `limit` of the owner's, those behind the file `after`."""
+        """At most `limit` of the owner's files, those that come after the file `after`."""
         return await self._database.transact(_list, owner, purpose, after, limit, newest_first)
 
     async def delete(self, file_id: str, owner: str) -> None:
-        """Raises NotFoundError, also for one of another owner."""
+        """Delete the owner's file of that id. Raises NotFoundError, also for one of another owner."""
         file = await self.get(file_id, owner)
         await self._database.transact(_delete, file.id)
         await self._database.in_thread(self.content(file).unlink, missing_ok=True)
 
     async def sweep(self, now: float) -> None:
-        """Take away what has expired, and contents without a record."""
+        """Delete files that have expired, and contents that have been without a record for `ORPHAN_S`."""
         known = await self._database.transact(_expire, now)
         await self._database.in_thread(_remove_others, self._database.files, known, now)
 
@@ -147,7 +149,7 @@ def _add(connection: sqlite3.Connection, file: StoredFile, budget: int) -> None:
 
 
 def insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:
-    """Within a transaction; its content is there."""
+    """Write a file's record. Call it within a transaction, when the file's content is there."""
     connection.execute(
         "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
         (file.id, file.owner, file.filename, file.purpose, file.num_bytes, file.created_at, file.expires_at),
@@ -185,7 +187,8 @@ def page(
     limit: int,
     newest_first: bool,
 ) -> list[sqlite3.Row]:
-    """At most `limit` rows in the order of their making, those behind the one of the id `after`."""
+    """At most `limit` rows of a table for which `where` holds, ordered by when they were made, those after the row with
+    the id `after`."""
     order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
     rows: list[sqlite3.Row] = connection.execute(
         f"SELECT * FROM {table} WHERE {where}"
@@ -201,7 +204,8 @@ def _delete(connection: sqlite3.Connection, file_id: str) -> None:
 
 
 def _expire(connection: sqlite3.Connection, now: float) -> set[str]:
-    """What of the folder is to stay: files, and the lines of batches that have not ended."""
+    """Delete the records of files that have expired. Returns the names of the contents that must stay: those of files,
+    and of the lines of batches that have not ended."""
     connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
     kept = connection.execute("SELECT id FROM files UNION SELECT id FROM batches WHERE NOT ended")
     return {row["id"] for row in kept}
@@ -214,6 +218,7 @@ def _remove_others(folder: Path, known: set[str], now: float) -> None:
 
 
 def _made_at(content: Path) -> float | None:
+    """When a content was written, in seconds since 1970; None: it is gone."""
     try:
         return content.stat().st_mtime
     except FileNotFoundError:  # another gateway took it away

@@ -18,14 +18,14 @@ from cluster.errors import InvalidRequestError
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINES: Final = 50_000
 MAX_CUSTOM_ID: Final = 512
-MAX_ERRORS: Final = 100  # of a file that are told
-_LONGEST_LINE: Final = 64 * 2**20  # bytes; what a request may have is less, and said by the gateway that gets it
+MAX_ERRORS: Final = 100  # errors of one file that are told
+_LONGEST_LINE: Final = 64 * 2**20  # bytes; a gateway that gets a line as a request has a lower bound of its own
 _FIELDS: Final = {"custom_id", "method", "url", "body"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """`number`: from 1."""
+    """One request of a batch. `number`: that of its line, counted from 1."""
 
     number: int
     custom_id: str
@@ -35,8 +35,8 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineAnswer:
-    """`status`: HTTP's; 0: there was no answer, and `body` says why in OpenAI's shape. `retry_after_s`: when to ask
-    again, where that was said."""
+    """What became of one line. `status`: HTTP's; 0: there was no answer, and `body` says why in OpenAI's shape.
+    `retry_after_s`: when to ask again, if the server said that."""
 
     status: int
     body: dict[str, Any]
@@ -48,7 +48,7 @@ class LineAnswer:
         return self.status == 200
 
     def describe(self, line: BatchLine) -> dict[str, Any]:
-        """The line of a file of answers."""
+        """The line of this answer in a file of answers."""
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
         return {
             "id": f"batch_req_{secrets.token_hex(12)}",
@@ -59,19 +59,20 @@ class LineAnswer:
 
 
 class LineError(InvalidRequestError):
-    """What is wrong with one line, or with the file (`line` None)."""
+    """Something is wrong with one line, or with the whole file (`line` None)."""
 
     def __init__(self, message: str, code: str, *, line: int | None = None, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.line = line
 
     def describe(self) -> dict[str, Any]:
-        """One of the `errors` of a batch."""
+        """The error as an entry of a batch's `errors`."""
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
 def read_lines(path: Path, endpoint: str | None = None) -> Iterator[BatchLine | LineError]:
-    """Each line that is not blank, or what is wrong with it. `endpoint` None: a line may name any of `ENDPOINTS`."""
+    """Yields each line of a file that is not blank, or what is wrong with it. `endpoint`: the only one that lines may
+    name; None: any of `ENDPOINTS`."""
     known: set[str] = set()
     with path.open("rb") as file:
         number = 0
@@ -97,7 +98,8 @@ def read_lines(path: Path, endpoint: str | None = None) -> Iterator[BatchLine | 
 
 
 def check_lines(path: Path, endpoint: str | None = None) -> tuple[int, list[LineError]]:
-    """How many lines there are, and what is wrong with them."""
+    """Count the lines of a file, and find what is wrong with them;
+    stops after `MAX_ERRORS` errors or `MAX_LINES` lines."""
     num_lines = 0
     errors: list[LineError] = []
     for line in read_lines(path, endpoint):
@@ -114,7 +116,7 @@ def check_lines(path: Path, endpoint: str | None = None) -> tuple[int, list[Line
 
 
 def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
-    """Raises LineError."""
+    """Read one line. Raises LineError if it is too long, is no JSON, or is not what a line of a batch must be."""
     if len(text) > _LONGEST_LINE:
         raise LineError(f"The line is longer than {_LONGEST_LINE} bytes.", "line_too_long", line=number)
     try:

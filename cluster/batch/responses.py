@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from cluster.batch.database import Database
 from cluster.errors import InvalidRequestError, NotFoundError
 
-KEPT_S: Final = 30 * 86_400.0  # after it was used last: OpenAI's time
+KEPT_S: Final = 30 * 86_400.0  # how long a response is kept after its last use, as at OpenAI
 MAX_CONVERSATION_BYTES: Final = 32 * 2**20  # of all responses of a chain together
 _LOST: Final = {
     "code": "server_error",
@@ -33,8 +33,9 @@ _LOST: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """`items`: its own input, and `response`: OpenAI's object, both in JSON. `is_background`: it has events.
-    `runs_until`: in seconds since 1970; None: it has ended."""
+    """A response as it is kept. `items`: its own input, and `response`: OpenAI's object, both in JSON. `is_background`:
+    it is generated in the background and has events. `runs_until`: when its gateway's claim on it ends, in seconds
+    since 1970; None: it has ended."""
 
     id: str
     owner: str
@@ -46,19 +47,19 @@ class StoredResponse:
     runs_until: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """OpenAI's `response` object."""
+        """The response as OpenAI's `response` object."""
         return {**json.loads(self.response), "status": self.status}
 
 
 class Written(NamedTuple):
-    """Events of a response, the first of which has this number."""
+    """Events of a response that follow each other. `first`: the number of the first of them."""
 
     first: int
     events: Sequence[str]
 
 
 class Responses:
-    """`budget`: bytes that all together may take, about."""
+    """All responses in a database. `budget`: about how many bytes they may take together."""
 
     def __init__(self, database: Database, budget: int) -> None:
         self._database = database
@@ -68,44 +69,47 @@ class Responses:
         await self._database.transact(_add, response)
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Raises NotFoundError, also for one of another owner."""
+        """The owner's response of that id. Raises NotFoundError, also for one of another owner."""
         return await self._database.transact(_get, response_id, owner)
 
     async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
-        """It and those that it follows, the first one first. Raises InvalidRequestError where one of them is gone or is
-        no answer, or they are too long."""
+        """The response and all that it follows, the first one first. Raises InvalidRequestError if one of them is gone
+        or is no answer, or if they are too long together."""
         return await self._database.transact(_conversation, response_id, owner)
 
     async def events(
         self, response_id: str, owner: str, after: int, limit: int
     ) -> tuple[list[tuple[int, str]], int, StoredResponse]:
-        """At most `limit` events behind the number `after`, how many there are in all, and how the response stood then.
-        Raises NotFoundError."""
+        """At most `limit` events behind the number `after`, each with its number; how many there are in all; and the
+        response itself, all of the same moment. Raises NotFoundError."""
         return await self._database.transact(_events, response_id, owner, after, limit)
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
-        """Whoever generates it will see that it is to end; one that was cancelled stays so. Raises NotFoundError, and
-        InvalidRequestError for one that has ended or has a client that waits for it."""
+        """Cancel a response: the gateway that generates it will see that and stop. One that is cancelled already stays
+        so. Raises NotFoundError, and InvalidRequestError for one that has ended or is not generated in the
+        background."""
         return await self._database.transact(_cancel, response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Raises NotFoundError, also for one of another owner."""
+        """Delete the owner's response of that id. Raises NotFoundError, also for one of another owner."""
         await self._database.transact(_delete, response_id, owner)
 
     async def advance(self, written: Mapping[str, Written], until: float) -> set[str]:
-        """Add events of responses, and say that they are generated until then; which of them are still wanted."""
+        """Add events of responses, and prolong this gateway's claims on them until the time `until`. Returns the ids of
+        those that are still wanted: neither cancelled, deleted nor ended."""
         return await self._database.transact(_advance, written, until)
 
     async def finish(self, response_id: str, written: Written, status: str, response: str) -> None:
-        """Unless it is not wanted any more."""
+        """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
         await self._database.transact(_finish, response_id, written, status, response)
 
     async def leave(self, response_ids: Collection[str]) -> None:
-        """Nobody generates these any more."""
+        """Give up this gateway's claims on these responses: nobody generates them any more."""
         await self._database.transact(_advance, {each: Written(0, ()) for each in response_ids}, 0.0)
 
     async def sweep(self, now: float) -> None:
-        """Take away what was not used for long, and the least used where all take too much."""
+        """Delete responses that were not used for `KEPT_S`, and, while all take too much,
+        those whose last use is longest ago."""
         await self._database.transact(_sweep, now, self._budget)
 
 
@@ -131,6 +135,7 @@ def _add(connection: sqlite3.Connection, response: StoredResponse) -> None:
 
 
 def _find(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse | None:
+    """The owner's response of that id; None: there is none. One whose claim has run out is ended here as failed."""
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
     ).fetchone()
@@ -144,6 +149,7 @@ def _find(connection: sqlite3.Connection, response_id: str, owner: str) -> Store
 
 
 def _end(connection: sqlite3.Connection, response_id: str, status: str, response: str) -> None:
+    """End a response that has not ended, with that status and OpenAI's object in JSON."""
     connection.execute(
         "UPDATE responses SET status = ?, response = ?, runs_until = NULL WHERE id = ? AND runs_until IS NOT NULL",
         (status, response, response_id),

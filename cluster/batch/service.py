@@ -31,15 +31,15 @@ SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
 _Send = Callable[[BatchLine], Awaitable[LineAnswer]]
 _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 
-CLAIM_S: Final = 10.0  # that a gateway which is gone keeps its batches from others
+CLAIM_S: Final = 10.0  # how long a gateway that is gone keeps its batches from others
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
-_BATCHES: Final = 4  # that one gateway runs at a time, so that a small one need not wait for a large one
-_LINES: Final = 64  # of all of them, in flight at a time
+_BATCHES: Final = 4  # run at a time by one gateway, so that a small one need not wait for a large one
+_LINES: Final = 64  # lines of all these batches that are in flight at a time
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
-_TRIES: Final = 4  # of what fails by the server's fault
-_NOT_NOW: Final = (429, 503)  # nothing was tried
-_WAIT_S: Final = 1.0  # where nobody says how long; twice as long after each failure
+_TRIES: Final = 4  # of a line that fails by the server's fault
+_NOT_NOW: Final = (429, 503)  # statuses that do not count as a try
+_WAIT_S: Final = 1.0  # before a line is sent again, if the server does not say how long; doubles each time
 _LONGEST_WAIT_S: Final = 30.0
 _WHY: Final[dict[Status, str]] = {
     "expired": "The batch's completion window was over before this line was answered.",
@@ -48,7 +48,7 @@ _WHY: Final[dict[Status, str]] = {
 
 
 class BatchService:
-    """Of one gateway, on the folder of `database`. `budget`: bytes that all files there may take."""
+    """Runs batches for one gateway, in the folder of `database`. `budget`: bytes that all files there may take."""
 
     def __init__(self, database: Database, budget: int) -> None:
         self.secret = database.secret
@@ -60,7 +60,8 @@ class BatchService:
 
     @asynccontextmanager
     async def running(self, send: SendFor) -> AsyncIterator[None]:
-        """Run what there is to run until the end of the block; what is not done then is left to others."""
+        """Run batches until the end of the block, and send their lines by `send`.
+        What is not done then is left to other gateways."""
         slots = asyncio.Semaphore(_LINES)
 
         async def send_in_turn(batch: Batch, line: BatchLine) -> LineAnswer:
@@ -76,19 +77,21 @@ class BatchService:
             self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
-        """A batch of the lines in `file`, which may be deleted from then on."""
+        """Add a batch of the lines in `file`. The file may be deleted from then on."""
         await self.database.in_thread(os.link, self.files.content(file), self._input(batch))
         await self.batches.create(batch)
         self.wake()
 
     def wake(self) -> None:
-        """There is something new to do."""
+        """Look at once what there is to do: something is new."""
         self._woken.set()
 
     def _input(self, batch: Batch) -> Path:
         return self.database.files / batch.id
 
     async def _look(self, send: SendFor) -> None:
+        """Look at the batches every `_LOOK_S`, or as soon as woken, and sweep the files now and then,
+        until cancelled."""
         sweep_at = 0.0
         while True:
             self._woken.clear()
@@ -104,7 +107,8 @@ class BatchService:
                     await self._woken.wait()
 
     async def _once(self, send: SendFor) -> None:
-        """Forget what has ended, end what is lost or cancelled, and begin what nobody runs."""
+        """Look at the batches once: forget those that have ended, end those that are lost or cancelled, and begin those
+        that nobody runs."""
         self._runs = {batch_id: run for batch_id, run in self._runs.items() if not run.task.done()}
         statuses = await self.batches.renew(self._runs, until=time.time() + CLAIM_S)
         for batch_id, run in self._runs.items():
@@ -118,7 +122,7 @@ class BatchService:
             self._runs[batch.id] = _Run(running, is_cancelled)
 
     async def _run_safely(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
-        """What goes wrong here leaves the batch to whoever claims it once this claim has run out."""
+        """Run a batch. An error is logged, and leaves the batch to whoever claims it once this claim has run out."""
         try:
             await self._run(batch, send, is_cancelled)
         except* LostClaimError:
@@ -127,6 +131,7 @@ class BatchService:
             logger.exception("batch %s could not go on, which is tried again", batch.id)
 
     async def _run(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
+        """Take a batch from the status that it is in to its end. Raises LostClaimError."""
         if batch.status == "validating":
             batch = await self._validated(batch)
             if batch.status == "failed":
@@ -149,7 +154,8 @@ class BatchService:
         return await self.batches.turn(batch, "in_progress", num_lines=num_lines)
 
     async def _answered(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> Status:
-        """How it ends: with an answer to each line, cancelled, or too late."""
+        """Answer the lines that have no answer yet. Returns how the batch ends: with an answer to each line, cancelled,
+        or too late."""
 
         async def keep(line: BatchLine, answer: LineAnswer) -> None:
             await self.batches.answer(batch, [_kept(line, answer)])
@@ -173,7 +179,7 @@ class BatchService:
         return (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
 
     async def _give_up(self, batch: Batch, end: Status) -> None:
-        """Say of each line without an answer why it has none."""
+        """Keep, for each line without an answer, an answer that says why it has none."""
         why = LineAnswer(status=0, body={"error": {"code": f"batch_{end}", "message": _WHY[end]}})
         lines = await self._unanswered(batch)
         while some := await asyncio.to_thread(lambda: [_kept(line, why) for line in islice(lines, _AT_ONCE)]):
@@ -181,9 +187,10 @@ class BatchService:
 
 
 async def run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int) -> None:
-    """Until all lines have an answer and that has been kept. What `keep` raises ends it, and the lines under way.
+    """Send all lines, `num_at_once` at a time, and keep each answer. An error of `keep` ends it, and the lines under
+    way.
 
-    `lines` may read a file: the next one is asked for in a thread, by one at a time."""
+    `lines` may read a file: the next one is asked for in a thread, one at a time."""
     turn = asyncio.Lock()
 
     async def work() -> None:
@@ -200,6 +207,7 @@ async def run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num
 
 
 async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
+    """Send a line until it has an answer. After `_TRIES` failures that are the server's, the last of them is it."""
     wait_s, tries = _WAIT_S, 0
     while True:
         answer = await send(line)
@@ -207,17 +215,17 @@ async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
             tries += 1
             if 0 < answer.status < 500 or tries == _TRIES:
                 return answer
-        # Not all at the same moment: what had no room together would have none again.
+        # Lines that found no room together must not come back in the same moment.
         await asyncio.sleep(min(answer.retry_after_s or wait_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.5))
         wait_s *= 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Of one batch."""
+    """One batch that this gateway runs."""
 
     task: asyncio.Task[None]
-    is_cancelled: asyncio.Event  # by its owner
+    is_cancelled: asyncio.Event  # set when the batch's owner has cancelled it
 
 
 def _kept(line: BatchLine, answer: LineAnswer) -> KeptAnswer:

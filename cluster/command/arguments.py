@@ -187,7 +187,7 @@ def _at_least_zero(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """-1 for what is none, or without an end."""
+    """Read a number; -1 for a text that is none, or is infinite."""
     try:
         number = float(text)
     except ValueError:

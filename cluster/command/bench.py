@@ -35,16 +35,16 @@ from cluster.slo.classes import SloClass
 from cluster.slo.countings import Outcome, Shares, count, table_rows
 
 _DEFAULT_REQUESTS: Final = 100
-_MOST: Final = 10**9  # requests that are drawn, where only time ends them
+_MOST: Final = 10**9  # requests that are drawn if only time ends them
 _LONGEST: Final = 10**6  # tokens of a drawn prompt or answer
-_LATE_MS: Final = 50.0  # at P99, from which on it is told that requests were sent late
+_LATE_MS: Final = 50.0  # if requests were sent later than this at P99, the report says so
 _SHARES: Final = (0.5, 0.9, 0.95, 0.99, 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
 class Sent:
-    """One request and what became of it. Seconds since the first one was due. `timing` None: it got no whole answer,
-    and `error` says why; `status` is HTTP's, 0 where there was none."""
+    """One request and what became of it. Times are seconds since the first request was due. `timing` None: it got no
+    whole answer, and `error` says why. `status` is HTTP's; 0: there was none."""
 
     request: TraceRequest
     due_s: float
@@ -54,10 +54,10 @@ class Sent:
     error: str = ""
     timing: RequestTiming | None = None
     num_prompt_tokens: int | None = None
-    are_tokens_counted: bool = True  # by the server; else a piece of text counts as one
+    are_tokens_counted: bool = True  # the server counts them; else a piece of text counts as one
 
     def describe(self) -> Json:
-        """A line of the log. Milliseconds; `arrivals_ms`: of each piece of text, since the request was sent."""
+        """The request as a line of the log. `arrivals_ms`: when each piece of text came, since the request was sent."""
         line: Json = {
             "id": self.request.request_id,
             "due_s": round(self.due_s, 6),
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = error.filename or server.url
         print(f"error: {where}: {error.strerror or error}", file=sys.stderr)
         return 1
-    except ValueError as error:  # of a trace's line, or a length
+    except ValueError as error:  # a line of the trace or a length cannot be
         raise ArgumentsError(str(error)) from error
     if not asker.sent:
         print("error: no request was sent: the trace has none there", file=sys.stderr)
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_meaning(arguments: argparse.Namespace) -> None:
-    """Before anything is sent. Raises ArgumentsError."""
+    """Check, before anything is sent, that the arguments go together. Raises ArgumentsError."""
     if arguments.rate is not None and arguments.concurrency is not None:
         raise ArgumentsError("--rate and --concurrency are two ways to say when requests are sent: leave out one")
     if arguments.trace is not None and arguments.rate is not None:
@@ -143,7 +143,8 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
 
 
 def _headers(lines: Sequence[str]) -> dict[str, str]:
-    """With the key that OpenAI's clients take from the environment. Raises ArgumentsError."""
+    """The headers to send: those of `--header`,
+    and the key that OpenAI's clients take from the environment. Raises ArgumentsError."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     for line in lines:
@@ -155,7 +156,8 @@ def _headers(lines: Sequence[str]) -> dict[str, str]:
 
 
 def first_model(server: Server, headers: Mapping[str, str]) -> str:
-    """Raises AnswerError, OSError."""
+    """The name of the first model that the server has.
+    Raises AnswerError if it names none, OSError if nobody answers."""
     try:
         models = json.loads(server.get("/v1/models", headers=headers))["data"]
         return str(models[0]["id"])
@@ -164,7 +166,8 @@ def first_model(server: Server, headers: Mapping[str, str]) -> str:
 
 
 def requests_of(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
-    """In order of their times. Raises ValueError."""
+    """Read or draw the requests to send, in the order of their times.
+    Raises ValueError for a trace or lengths that cannot be."""
     limit = arguments.requests
     if arguments.trace is not None:
         read = read_trace(arguments.trace, arguments.format)
@@ -174,12 +177,13 @@ def requests_of(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
             limit = _DEFAULT_REQUESTS if arguments.duration is None else _MOST
         requests = draw_requests(_workload(arguments, limit), arguments.seed)
     if arguments.duration is None or arguments.concurrency is not None:
-        return requests  # who sends so many at a time knows when to stop
+        return requests  # `_send`, which keeps so many open, ends by the time itself
     return itertools.takewhile(lambda request: request.arrival_s <= arguments.duration, requests)
 
 
 def _workload(arguments: argparse.Namespace, num_requests: int) -> Workload:
-    """No conversations: who answers is not Legato perhaps, and what it would answer is not known."""
+    """The workload that the arguments describe, without conversations:
+    what the server will answer is not known. Raises ValueError."""
     own = arguments.prompt_tokens - arguments.shared_tokens
     if own < 1:
         raise ValueError(
@@ -213,7 +217,8 @@ class Asker:
         self._arguments = arguments
 
     async def ask(self, due: Due) -> None:
-        """One request, to its end. Raises nothing but the loop's own cancellation."""
+        """Send one request, wait for its end, and keep what became of it.
+        Raises nothing but the loop's cancellation."""
         self.num_running += 1
         sent_s = time.perf_counter()
         pieces: list[Piece] = []
@@ -253,7 +258,7 @@ class Asker:
             self.log.write(json.dumps(sent.describe()) + "\n")
 
     def body(self, request: TraceRequest) -> bytes:
-        """OpenAI's fields, and `ignore_eos` where it was asked for."""
+        """The body of a request: OpenAI's fields, and `ignore_eos` if it was asked for."""
         text = text_of(request, salt=f"{self._arguments.seed} ")
         fields: dict[str, Any] = {
             "model": self._model,
@@ -269,7 +274,7 @@ class Asker:
 
 
 def _read(sent: Sent, sent_s: float, pieces: Sequence[Piece]) -> None:
-    """What the answer says. An answer without text or without an end is none."""
+    """Read an answer's pieces into `sent`. An answer without text or without an end counts as an error."""
     try:
         told = read_stream(pieces)
     except AnswerError as error:
@@ -293,7 +298,7 @@ def _read(sent: Sent, sent_s: float, pieces: Sequence[Piece]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A request that is ready to be sent. `due_s` None: when another one is answered."""
+    """A request that is ready to be sent. `due_s` None: it is sent when another one is answered."""
 
     request: TraceRequest
     body: bytes
@@ -305,7 +310,8 @@ class Due:
 
 
 async def _send(asker: Asker, requests: Iterator[TraceRequest], arguments: argparse.Namespace) -> None:
-    """Until all is answered. Ctrl-C ends it, and what was answered by then is told."""
+    """Send the requests and wait until all are answered.
+    Ctrl-C ends it early; what was answered by then is reported."""
     is_timed = arguments.concurrency is None and (arguments.rate is not None or arguments.trace is not None)
     loop = asyncio.get_running_loop()
     asker.began_s = time.perf_counter()
@@ -329,7 +335,7 @@ async def _send(asker: Asker, requests: Iterator[TraceRequest], arguments: argpa
 
 
 async def _tell(asker: Asker) -> None:
-    """Once a second, where somebody looks on."""
+    """Print once a second how many requests have ended, if standard error is a terminal."""
     while sys.stderr.isatty():
         await asyncio.sleep(1)
         seconds = time.perf_counter() - asker.began_s
@@ -348,7 +354,8 @@ def _promise(arguments: argparse.Namespace) -> SloClass:
 
 
 def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
-    """Of all requests: what was answered, how fast, and what was in time. Whoever got no answer was not in time."""
+    """The report on all requests: what was answered, how fast, and what was in time.
+    A request without an answer was not."""
     answered = [request.timing for request in sent if request.timing is not None]
     duration_s = max(request.end_s for request in sent) - min(request.sent_s for request in sent)
     errors: dict[str, int] = {}
@@ -390,7 +397,7 @@ def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
 
 
 def _countings(sent: Sequence[Sent], promise: SloClass) -> dict[str, Shares]:
-    """Whoever got no answer has the tokens that it asked for."""
+    """Count what was in time. A request without an answer counts with the tokens that it asked for."""
     return count(
         [
             Outcome(
@@ -427,7 +434,7 @@ def _goodput(good: Sequence[RequestTiming], num_requests: int, duration_s: float
 
 
 def table_of(head: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """The report as a table for people."""
     promise, goodput = report["promise_ms"], report["goodput"]
     lines = [
         f"{report['requests']} requests to {head['url']} ({head['model']}) in {report['duration_s']:g} s:"
@@ -462,7 +469,8 @@ def table_of(head: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 
 
 def _plot(answered: Sequence[Sent], promise: SloClass, path: Path) -> None:
-    """An SVG file: first tokens over time, and how TTFT, TPOT and gaps are distributed, each beside its target."""
+    """Write an SVG file that shows first tokens over time, and how TTFT, TPOT and gaps are distributed,
+    each beside its target."""
     import matplotlib  # need not be installed
     import numpy as np
 

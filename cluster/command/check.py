@@ -35,7 +35,7 @@ _MIB: Final = 2**20
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 where something is wrong."""
+    """Run the command. Returns its exit code: 1 if something is wrong."""
     try:
         if is_config(arguments.target):
             config = load_config(arguments.target)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _computed_by(config: LegatoConfig, folder: Path) -> str:
-    """Raises ValueError for a model that is not served at all."""
+    """A sentence that says whose code computes the model. Raises ValueError for a model that cannot be served."""
     from engine.model.config import ModelConfig, read_config
 
     model = read_config(folder, config.model.backend)
@@ -83,13 +83,14 @@ def _computed_by(config: LegatoConfig, folder: Path) -> str:
 
 
 def _tell(problems: list[str]) -> int:
+    """Print problems as errors. Returns the exit code: 1 if there are any."""
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
 def _config_of_model(ref: str) -> LegatoConfig:
-    """What `legato serve` makes of a model on this machine."""
+    """The configuration that `legato serve` would make for a model on this machine."""
     document = model_document(
         ref,
         num_prefill=1,
@@ -103,7 +104,7 @@ def _config_of_model(ref: str) -> LegatoConfig:
 
 
 def _roles(config: LegatoConfig) -> Iterator[Role]:
-    """Of the pools that there are."""
+    """Yields the roles of the pools that the configuration has."""
     if not config.colocated:
         yield "prefill"
     yield "decode"
@@ -126,15 +127,16 @@ def find_model(ref: str) -> Path | None:
     name, _, revision = ref.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-    except OSError:  # it is not in the hub's cache
+    except OSError:  # the model is not in the hub's cache
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
-    """Of one worker, on all of its devices. `token_bytes`: of the weights, what one token is multiplied by, which is
-    less where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: of KV in host
-    memory, on top. `kv_bytes` None: what the rest leaves of the share of a GPU that the configuration names."""
+    """The memory that one worker takes, on all of its devices. `token_bytes`: the weights that one token is multiplied
+    by, which are fewer where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: KV
+    in host memory, on top. `kv_bytes` None:
+    KV gets what the rest leaves of the share of a GPU that the configuration names."""
 
     weight_bytes: int
     token_bytes: int
@@ -152,7 +154,8 @@ class WorkerBytes:
 
 
 def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes:
-    """By the same rules as a worker that loads the model. Raises ValueError, with advice, where it would."""
+    """Work out a worker's memory by the rules of a worker that loads the model.
+    Raises ValueError, with advice, where that would."""
     from cluster.config.build import engine_config, tiers_config
     from cluster.simulation.plan.worker_memory import activation_bytes
     from engine.cost_model.roofline import ModelShape
@@ -197,7 +200,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         host_bytes=engine.host_bytes,
     )
     made_for = model.max_position_embeddings
-    if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU
+    if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
         context_length(config.model.max_model_len, made_for=made_for, held=sys.maxsize)
         return found
     sizes = size_tiers(layout, memory)
@@ -214,7 +217,8 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
 
 
 def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
-    """What the weights take once they are loaded. Raises ValueError where some are missing, or the files damaged."""
+    """How many bytes the weights take once they are loaded.
+    Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
@@ -223,7 +227,7 @@ def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisat
         return (folder / GGUF_NAME).stat().st_size
     files = sorted(folder.glob("*.safetensors"))
     tensors = {canonical_name(name): fields for path in files for name, fields in _header(path).items()}
-    if not isinstance(model, ModelConfig):  # its own code knows which they are: all that are stored
+    if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return sum(prod(map(int, fields["shape"])) for fields in tensors.values()) * value_bytes
     if model.packing is not None:
         return sum(end - start for start, end in (fields["data_offsets"] for fields in tensors.values()))
@@ -249,12 +253,13 @@ _HEAD: Final = "lm_head.weight"
 
 
 def _quantised_bytes(quantisation: Quantisation) -> float:
-    """Of one weight, with its part of scales and minimums of two bytes."""
+    """The bytes of one quantised weight, with its part of scales and minimums of two bytes."""
     return 1 + 2 / quantisation.group_size if quantisation.name == "int8" else 0.5 + 4 / quantisation.group_size
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """Of a safetensors file: type, shape and place of each tensor, by its name. Raises ValueError."""
+    """Read a safetensors file's header: type, shape and place of each tensor, by its name. Raises ValueError if the
+    file is damaged."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
@@ -271,6 +276,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str]:
+    """Yields the lines of a table of a worker's memory."""
     pool, kv = config.pools[role], config.kv.pools[role]
     where = f"{pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}" if pool.num_gpus else "the CPU"
     step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
@@ -294,7 +300,7 @@ def _row(name: str, num_bytes: int | None, told: str) -> str:
 
 
 def _notes(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> Iterator[str]:
-    """What does not fit on this machine, which may not be the one that serves."""
+    """Yields what does not fit on this machine, which may not be the one that serves."""
     from engine.memory.host import memory_bytes
 
     on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}

@@ -30,9 +30,9 @@ from cluster.config.load import ConfigError, draw_secret
 from cluster.deployment.local_cluster import OBJECT_STORE_BYTES, StartError, require_free_port
 from kernels.cache_folder import default_cache_dir
 
-_MEMORY_BYTES: Final = 6 * 10**9  # that a small model's workers, Ray and Serve take together
-_SHARED_BYTES: Final = OBJECT_STORE_BYTES + 2 * 512 * 2**20  # and two workers' host memory for KV, as `serve` makes it
-_CACHE_BYTES: Final = 2 * 10**9  # free: a model of some hundred MB as it comes, converted and packed
+_MEMORY_BYTES: Final = 6 * 10**9  # a small model's workers, Ray and Serve take so much together
+_SHARED_BYTES: Final = OBJECT_STORE_BYTES + 2 * 512 * 2**20  # with two workers' host memory for KV, as `serve` makes it
+_CACHE_BYTES: Final = 2 * 10**9  # room for a model of some hundred MB as it comes, converted and packed
 _FILES: Final = 4096  # open at once: two for each client that is being answered, and Ray's own
 _SLOW_CLOCKS: Final = ("hpet", "acpi_pm", "jiffies")
 _NVIDIA_SMI_S: Final = 20.0
@@ -42,7 +42,8 @@ Level = Literal["ok", "warn", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`told` is what there is; `advice` what to do about it, where that is needed. `stop`: `legato serve` fails."""
+    """What was found about one thing on this machine. `told`: what there is; `advice`: what to do about it, if
+    anything. The level `stop`: `legato serve` would fail."""
 
     level: Level
     what: str
@@ -51,7 +52,7 @@ class Finding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 where something stops `legato serve`."""
+    """Run the command. Returns its exit code: 1 if something stops `legato serve`."""
     stops = 0
     for finding in examine(arguments.port):
         print(f"{finding.level:<5} {finding.what}: {finding.told}", flush=True)
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(port: int, *, shared_memory: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """All findings, one after the other. `shared_memory`: where processes of one machine share files in memory."""
+    """Yields all findings, one after the other.
+    `shared_memory`: where processes of one machine share files in memory."""
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _packages,
@@ -97,7 +99,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _wanted_python() -> str:
-    """Empty where Legato is not installed."""
+    """The versions of Python that Legato needs; "" if it is not installed."""
     try:
         return importlib.metadata.metadata("legato")["Requires-Python"]
     except (importlib.metadata.PackageNotFoundError, KeyError):
@@ -105,7 +107,7 @@ def _wanted_python() -> str:
 
 
 def _packages() -> Iterator[Finding]:
-    """Against the ranges that Legato was made for."""
+    """Compare installed packages with the versions that Legato is made for."""
     try:
         lines = importlib.metadata.requires("legato") or []
     except importlib.metadata.PackageNotFoundError:
@@ -137,6 +139,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _bare(requirement: Requirement) -> str:
+    """A requirement without its marker, as pip takes it."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     return f"{requirement.name}{extras}{requirement.specifier}"
 
@@ -164,9 +167,9 @@ def _memory() -> Iterator[Finding]:
 
 
 def _memory_bytes() -> int:
-    """The machine's, or this container's."""
+    """The memory of this machine, or of this container."""
     try:
-        from engine.memory.host import memory_bytes  # with it comes torch, which may be what is missing
+        from engine.memory.host import memory_bytes  # it imports torch, which may be what is missing
     except ImportError:
         return int(psutil.virtual_memory().total)
     return memory_bytes()
@@ -197,7 +200,7 @@ _SHARED_ADVICE: Final = (
 
 
 def _kernels() -> Iterator[Finding]:
-    """What the CPU's kernels need."""
+    """Look for what the CPU's kernels need: torch, a processor with AVX-512, a C++ compiler."""
     try:
         from kernels.native.library import SWITCH, NativeUnavailableError, find_compiler, require_processor
     except (ImportError, OSError) as error:
@@ -238,7 +241,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _nvidia_smi() -> str:
-    """Names, memory and driver; empty where it does not say."""
+    """Names, memory and driver of the GPUs; "" if nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
@@ -268,7 +271,7 @@ def _files() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    """Where models and compiled kernels are kept."""
+    """Look whether the folder for models and compiled kernels can be written and has room."""
     folder = default_cache_dir()
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -284,7 +287,7 @@ def _cache() -> Iterator[Finding]:
 
 
 def _clock() -> Iterator[Finding]:
-    """It may be wrong, which certificates notice; and slow to ask, which every token does."""
+    """Look whether the clock is right, which certificates need, and quick to read, which happens for every token."""
     installed_s = Path(__file__).stat().st_mtime
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     kind = source.read_text(encoding="utf-8").strip() if source.is_file() else ""

@@ -25,18 +25,18 @@ from cluster.batch.service import run_lines
 from cluster.command.arguments import ArgumentsError
 from cluster.load.client import AnswerError, Server
 
-_PATIENCE_S: Final = 600.0  # for a server that does not answer at all, before it is given up
-_LINE_S: Final = 3_600.0  # for one answer
-_TOLD_CHARS: Final = 500  # of an answer that is no JSON
+_PATIENCE_S: Final = 600.0  # how long a server may answer nothing at all before it is given up
+_LINE_S: Final = 3_600.0  # how long one answer may take
+_TOLD_CHARS: Final = 500  # how much of an answer that is no JSON is told
 _NOT_NOW: Final = 503
 
 
 class BatchFileError(Exception):
-    """It cannot go on. A sentence says why, and what to do."""
+    """The batch cannot go on. Its text says why, and what to do."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 where lines are left without an answer."""
+    """Run the command. Returns its exit code: 1 if lines are left without an answer."""
     source, out = arguments.input, arguments.output
     try:
         server = Server.at(arguments.url)
@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(source: Path, out: Path, server: Server, num_lines: int, concurrency: int) -> int:
+    """Answer the lines of a checked file. Returns the exit code. Raises BatchFileError, AnswerError or OSError."""
     if out.exists():
         with out.open("rb") as file:
             if _places(file, out)[0].keys() == {line.custom_id for line in _lines(source)}:
@@ -100,11 +101,12 @@ def _headers() -> dict[str, str]:
 
 
 Places = dict[str, tuple[int, bool]]
-"""Of the lines of a file of answers, by name: where they begin, and whether they tell of no error."""
+"""Where each line of a file of answers begins, by the line's `custom_id`, and whether its answer is no error."""
 
 
 def _places(file: BinaryIO, path: Path) -> tuple[Places, int]:
-    """And where the last whole line ends. Raises BatchFileError where it is no such file."""
+    """Read a file of answers: the places of its lines, and where the last whole line ends. Raises BatchFileError if it
+    is no such file."""
     places: Places = {}
     place = 0
     for text in file:
@@ -124,9 +126,10 @@ def _has_succeeded(row: dict[str, Any]) -> bool:
 
 
 class Answers:
-    """A file of answers, one a line, of which the last may be cut off. One process at a time may have it open.
+    """A file of answers, one a line, to which more are added. The last line may be cut off: then it is dropped. One
+    process at a time may have the file open.
 
-    Raises BatchFileError where another has, or where it is no such file."""
+    Raises BatchFileError if another process has it open, or if it is no such file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +167,8 @@ class Answers:
         self._file.flush()
 
     def sort_into(self, out: Path, names: list[str]) -> int:
-        """Make it a file in that order; how many of the answers tell of an error."""
+        """Write the answers into `out`, in the order of `names`, and delete this file.
+        Returns how many of them tell of an error."""
         sorted_path = out.with_name(f"{out.name}.sorted")
         with sorted_path.open("wb") as sorted_file:
             for name in names:
@@ -176,7 +180,8 @@ class Answers:
 
 
 async def _answer_all(source: Path, answers: Answers, server: Server, num_lines: int, concurrency: int) -> None:
-    """Raises BatchFileError where the server is gone for good."""
+    """Send all lines that have no answer yet, and add their answers. Raises BatchFileError if the server answers
+    nothing for `_PATIENCE_S`."""
     last_answer = time.monotonic()
     limits = httpx.Limits(max_connections=concurrency)
     timeout = httpx.Timeout(_LINE_S, connect=10.0)
@@ -188,7 +193,7 @@ async def _answer_all(source: Path, answers: Answers, server: Server, num_lines:
             nonlocal last_answer
             try:
                 answer = _line_answer(await client.post(line.url, json=line.body))
-            except httpx.TransportError as error:  # it is gone, or this answer was too long in coming
+            except httpx.TransportError as error:  # the server is gone, or its answer took too long
                 answer = _unreachable(repr(error))
             if answer.status != _NOT_NOW:
                 last_answer = time.monotonic()
@@ -217,6 +222,7 @@ async def _answer_all(source: Path, answers: Answers, server: Server, num_lines:
 
 
 def _line_answer(answer: httpx.Response) -> LineAnswer:
+    """What an HTTP answer means for its line."""
     retry_after_s = None
     with suppress(KeyError, ValueError):
         retry_after_s = float(answer.headers["retry-after"])
@@ -225,7 +231,7 @@ def _line_answer(answer: httpx.Response) -> LineAnswer:
         if not isinstance(body, dict):
             raise ValueError
     except ValueError:
-        if answer.status_code >= 500:  # a proxy's, in front of a server that is not there now
+        if answer.status_code >= 500:  # probably of a proxy in front of a server that is not there now
             return _unreachable(answer.text[:_TOLD_CHARS])
         body = {"error": {"message": answer.text[:_TOLD_CHARS], "code": "no_json"}}
     return LineAnswer(
@@ -237,5 +243,5 @@ def _line_answer(answer: httpx.Response) -> LineAnswer:
 
 
 def _unreachable(why: str) -> LineAnswer:
-    """To be asked again."""
+    """An answer that says that the server cannot be reached, so that the line is sent again."""
     return LineAnswer(status=_NOT_NOW, body={"error": {"message": f"It cannot be reached: {why}.", "code": "gone"}})

@@ -18,7 +18,7 @@ from cluster.command.arguments import ArgumentsError
 
 DEFAULT_PORT: Final = 8000
 _CONFIG_SUFFIXES: Final = (".yaml", ".yml", ".json")
-_OTHER_CPUS: Final = 0.6  # of Ray's books: a gateway and the scheduler
+_OTHER_CPUS: Final = 0.6  # CPUs that a gateway and the scheduler take in Ray's books
 _HEADER: Final = """\
 # Made by `legato serve {what} --print-config`. Every setting is explained in docs/guide/configuration.md;
 # `legato check FILE` says what is wrong with one, `legato serve FILE` serves it.
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def document_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a Serve config file for these arguments holds. Raises ArgumentsError, ConfigError."""
+    """Read or make the contents of a Serve config file for these arguments. Raises ArgumentsError, ConfigError."""
     from cluster.deployment.local_cluster import read_document
 
     if is_config(arguments.target):
@@ -73,12 +73,12 @@ def document_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_config(target: str) -> bool:
-    """Whether a name is one of a file of settings; else it is a model's."""
+    """Whether a target names a file of settings; else it names a model."""
     return target.endswith(_CONFIG_SUFFIXES)
 
 
 def require_model(ref: str) -> None:
-    """Raises ArgumentsError for what names neither a model nor a file."""
+    """Check that a target names a model. Raises ArgumentsError if it names neither a model nor a file."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
 
     path = Path(ref).expanduser()
@@ -97,7 +97,7 @@ def require_model(ref: str) -> None:
 
 
 def count_gpus() -> int:
-    """NVIDIA's, by what the driver shows."""
+    """How many NVIDIA GPUs the driver shows."""
     return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
 
 
@@ -111,8 +111,8 @@ def model_document(
     num_cores: int,
     num_gpus: int,
 ) -> dict[str, Any]:
-    """A Serve config file for a model on this machine, each worker on a GPU of its own where there are enough, and else
-    on its share of the cores. `num_workers`: of one type, instead of pools."""
+    """Make the contents of a Serve config file for a model on this machine. Each worker has a GPU of its own if there
+    are enough, or else its share of the cores. `num_workers`: workers of one type, instead of pools."""
     from cluster.deployment.ray_environment import SERVE_ENVIRONMENT
 
     total = num_workers or num_prefill + num_decode
@@ -142,12 +142,13 @@ def model_document(
 
 
 def _pool_on_gpu() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of each pool, and of its KV."""
+    """The settings of each pool of workers with a GPU each, and of its KV."""
     return {"num_cpus": 1, "num_gpus": 1}, {"block_size": 32, "memory": "90%", "host_memory": "20%", "staging": "2GiB"}
 
 
 def _pool_on_cpu(num_workers: int, num_cores: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All workers' threads together are no more than there are cores, as far as that goes."""
+    """The settings of each pool of workers on CPUs, and of its KV. All workers' threads together are no more than there
+    are cores, unless there are more workers than cores."""
     share = (num_cores - _OTHER_CPUS) / num_workers
     num_cpus = max(0.01, min(0.2, int(share * 100) / 100))
     return {"num_cpus": num_cpus, "threads": max(1, num_cores // num_workers)}, {

@@ -19,13 +19,13 @@ from cluster.load.client import AnswerError, Server
 
 _TIMEOUT_S: Final = 5.0
 _BAR: Final = 10  # characters
-_WIDE: Final = 200  # columns, where there is no terminal
+_WIDE: Final = 200  # columns of a line where there is no terminal
 _STYLES: Final = {"": "", "title": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31"}
-_FULL_SHARE: Final = 0.9  # of a tier that is held, from which on it is worth a look
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
+_FULL_SHARE: Final = 0.9  # a tier of which more is held is shown as a warning
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the terminal's other screen, without a cursor
 
 Line = Sequence[tuple[str, str]]
-"""Pieces of text, each with the name of its style."""
+"""A line of the picture: pieces of text, each with the name of its style."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Picture:
     cluster: Mapping[str, Any]
     slo: Mapping[str, Any]
     running: float  # requests that this gateway answers
-    outcomes: Mapping[str, float]  # requests that it has ended, by how
+    outcomes: Mapping[str, float]  # requests that have ended at this gateway, by outcome
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def _show_once(server: Server) -> int:
 
 
 def _watch(server: Server, every_s: float) -> int:
-    """Until Ctrl-C. A new size of the terminal is drawn for at once."""
+    """Draw the cluster every `every_s` until Ctrl-C, and at once when the terminal has another size."""
     wake, ended = threading.Event(), False
 
     def end(*_: object) -> None:
@@ -91,7 +91,7 @@ def _watch(server: Server, every_s: float) -> int:
 
 
 def _lines(server: Server) -> list[Line]:
-    """Of the picture, or of why there is none: it may come back."""
+    """The lines of a new picture, or, if nothing answers as Legato does, a line that says why. It may come back."""
     try:
         return frame(look(server))
     except (OSError, AnswerError) as error:
@@ -99,7 +99,7 @@ def _lines(server: Server) -> list[Line]:
 
 
 def _draw(lines: Sequence[Line], stream: TextIO) -> None:
-    """Over what was there, without a moment in which nothing is; what does not fit is left out."""
+    """Draw the lines over what was there, so that the screen is never empty. What does not fit is left out."""
     width, height = shutil.get_terminal_size()
     colour = _has_colour(stream)
     drawn = [f"{render(line, width, colour=colour)}\x1b[K" for line in lines[: max(1, height - 1)]]
@@ -108,12 +108,13 @@ def _draw(lines: Sequence[Line], stream: TextIO) -> None:
 
 
 def _has_colour(stream: TextIO) -> bool:
-    """As no-color.org has it."""
+    """Whether to write colours to a stream, by the rules of no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def look(server: Server) -> Picture:
-    """Raises OSError where nobody answers, AnswerError where it is not Legato that does."""
+    """Ask a gateway for a picture of its cluster.
+    Raises OSError if nobody answers, AnswerError if what answers is not Legato."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -144,7 +145,7 @@ def _unreachable(server: Server, error: Exception) -> str:
 
 
 def render(line: Line, width: int, *, colour: bool) -> str:
-    """No wider than that."""
+    """The text of a line, at most `width` characters of it, with codes for its styles if there is `colour`."""
     text, room = "", width
     for piece, style in line:
         shown = piece[:room]
@@ -155,7 +156,7 @@ def render(line: Line, width: int, *, colour: bool) -> str:
 
 
 def frame(picture: Picture) -> list[Line]:
-    """All lines, however many."""
+    """All lines of a picture, however many there are."""
     workers: list[Mapping[str, Any]] = sorted(
         picture.cluster["workers"], key=lambda worker: (worker["role"] != "prefill", str(worker["worker_id"]))
     )
@@ -182,6 +183,7 @@ _WORKER: Final = "{:<24.24} {:>7} {:>7} {:>9} {:>7}  "
 
 
 def _pool(role: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -> Iterator[Line]:
+    """Yields a title and a line for each worker of a role. `wanted`: how many there should be, if that is known."""
     told = f"{len(workers)}" if wanted is None else f"{len(workers)} of {wanted} wanted"
     yield [(f"{role.upper()} ", "title"), (told, "")]
     yield [(_WORKER.format("worker", "running", "waiting", "to prefill", "leases") + "held of KV", "dim")]
@@ -195,14 +197,14 @@ def _pool(role: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -
 
 
 def _load(worker: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Sequences running and waiting, prompt tokens to compute, reservations."""
+    """A worker's load as text: sequences running and waiting, prompt tokens to compute, reservations."""
     names = ("num_running", "num_waiting", "queued_prefill_tokens", "num_leases")
     running, waiting, tokens, leases = (str(worker.get(name, "-")) for name in names)
     return running, waiting, tokens, leases
 
 
 def _short(worker_id: str) -> str:
-    """Its beginning and its end: what tells workers apart is at either."""
+    """A worker's id cut to 24 characters: its beginning and its end, where ids differ."""
     return worker_id if len(worker_id) <= 24 else f"{worker_id[:13]}…{worker_id[-10:]}"
 
 
@@ -232,7 +234,7 @@ _RATE: Final = "{:>10} {:>12} {:>10} {:>8}"
 
 
 def _classes(slo: Mapping[str, Any]) -> Iterator[Line]:
-    """P99s of the last minute beside what was promised."""
+    """Yields lines with the P99s of the last minute beside what was promised, by class."""
     head = _CLASS.format("class")
     for name in ("ttft", "tpot", "gap"):
         head += _LATENCY.format(f"P99 {name} / SLO ms")

@@ -40,22 +40,22 @@ from engine.text.tokenizer import Tokenizer
 _WINDOW: Final = 256
 """Tokens of a text that are read together."""
 _WINDOWS: Final = 4
-"""Of a step."""
+"""Windows that a step of the training learns from."""
 _SHORTEST: Final = 32
 _MOST_TOKENS: Final = 4_000_000
-"""Of all texts, drawn by chance: more than some hours on a CPU take in."""
+"""Tokens of all texts, which are drawn by chance: more than some hours on a CPU take in."""
 _HELD_OUT: Final = 20
 """One of so many texts is held out; where there are fewer texts, the last part of each."""
 _SCORED: Final = 16
-"""Windows of what is held out that are looked at during the training."""
+"""Windows of the texts held out that are scored before and after the training."""
 _TOLD_S, _SAVED_S = 5.0, 60.0
 _MINUTES: Final = 10.0
 _PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 6, 64, 64
-"""What is generated for each row of the table."""
+"""How many prompts, of how many tokens, are answered with how many tokens for each row of the table."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 where heads bring nothing, or cannot be trained."""
+    """Run the command. Returns its exit code: 1 if heads bring nothing, or cannot be trained."""
     if arguments.heads > MOST_DRAFTS:
         raise ArgumentsError(f"--heads {arguments.heads}: a step checks {MOST_DRAFTS} drafts of a sequence at most")
     for path in arguments.texts:
@@ -109,14 +109,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Windows of tokens."""
+    """Windows of tokens, to learn from and held out."""
 
     learnt: list[Tokens] = field(default_factory=list)
     held_out: list[Tokens] = field(default_factory=list)
 
 
 def _tokenised(tokenizer: Tokenizer, paths: list[Path]) -> _Texts:
-    """Raises ValueError where there is too little to learn from."""
+    """Read the texts, and cut their tokens into windows to learn from and to hold out. Raises ValueError if there is
+    too little to learn from."""
     began = time.monotonic()
     documents = sorted({document for path in paths for document in _documents(path, tokenizer)})
     random.Random(0).shuffle(documents)
@@ -144,6 +145,7 @@ def _tokenised(tokenizer: Tokenizer, paths: list[Path]) -> _Texts:
 
 
 def _windows(token_ids: Tokens) -> Iterator[Tokens]:
+    """Yields the windows of a text, without a last one that is too short."""
     for start in range(0, len(token_ids), _WINDOW):
         window = token_ids[start : start + _WINDOW]
         if len(window) >= _SHORTEST:
@@ -151,7 +153,8 @@ def _windows(token_ids: Tokens) -> Iterator[Tokens]:
 
 
 def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
-    """Raises ValueError for a named file that is no text; of a folder such files are left out, and hidden ones."""
+    """Yields the texts in a file, or in all files of a folder but hidden ones and those that are no text. Raises
+    ValueError for a file named itself that is no text, and for a line of a .jsonl file that has none."""
     if path.is_dir():
         for inner in sorted(path.rglob("*")):
             if inner.is_file() and not any(part.startswith(".") for part in inner.relative_to(path).parts):
@@ -176,6 +179,7 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _text_of(line: dict[str, object], tokenizer: Tokenizer) -> str:
+    """The text in a line of a .jsonl file. Raises ValueError, KeyError or TypeError if it has none."""
     if "messages" in line:
         messages = line["messages"]
         if not isinstance(messages, list):
@@ -197,8 +201,8 @@ def _training(
     arguments: argparse.Namespace,
     before: Iterable[Path],
 ) -> HeadTraining:
-    """From the beginning, or from where one of the folders `before` is. Raises ValueError where that is of another
-    kind."""
+    """A training that begins anew, or goes on from the heads in the first of the folders `before` that has some. Raises
+    ValueError if those are of another kind."""
     heads = HeadsConfig(
         num_heads=arguments.heads,
         num_layers=1,
@@ -222,7 +226,7 @@ def _training(
 
 @dataclass(slots=True)
 class _Bounds:
-    """Of a training: seconds, or steps, whichever is over first."""
+    """The bounds of a training: seconds or steps, whichever are over first."""
 
     seconds: float
     steps: float
@@ -235,12 +239,13 @@ class _Bounds:
         return cls(unbounded if minutes is None else 60 * minutes, unbounded if steps is None else steps)
 
     def done(self, elapsed_s: float, num_steps: int) -> float:
-        """The part of the training that is over; 1: all."""
+        """The part of the training that is over, from 0 to 1."""
         return min(max(elapsed_s / self.seconds, num_steps / self.steps), 1.0)
 
 
 def _train(training: HeadTraining, texts: _Texts, folder: Path, bounds: _Bounds) -> None:
-    """Ctrl-C ends it as its bounds do."""
+    """Train until the bounds are reached, or until Ctrl-C,
+    and save the heads in `folder` now and then and at the end."""
     chooser = random.Random()
     scored = random.Random(0).sample(texts.held_out, min(_SCORED, len(texts.held_out)))
     print(f"Held out, before: {_told(training.scores(scored))}")
@@ -290,21 +295,23 @@ class _Run:
 
     @property
     def step_s(self) -> float:
-        """A quick one: what else the machine does only makes them longer."""
+        """The time of a quick step, the lower quartile: what else the machine does only makes steps longer."""
         return statistics.quantiles(self.steps_s, n=4)[0]
 
     def gain(self, plain: _Run) -> float:
-        """How many times as fast it is as one without drafts. A step with drafts is never the shorter one."""
+        """How many times as fast this is as `plain`, a run without drafts. A step with drafts never counts as shorter
+        than one without."""
         return self.tokens_per_step * min(plain.step_s / self.step_s, 1.0)
 
     def share(self, head: int) -> float:
-        """Of the drafts of a head before which all were right, those that were right too."""
+        """The share of a head's drafts that were right, among those before which all were right."""
         reached = [count for count in self.accepted if count >= head]
         return sum(count > head for count in reached) / len(reached) if reached else 0.0
 
 
 def _measured(model: LoadedModel, drafter: HeadDrafter, held_out: list[Tokens], num_heads: int) -> float:
-    """How many times as fast the model writes one answer at a time, at best; also tells it."""
+    """Measure how many times as fast the model writes one answer at a time with the best number of drafts,
+    and print the measurements."""
     long = [window for window in held_out if len(window) >= _PROMPT_TOKENS] or held_out
     prompts = [window[:_PROMPT_TOKENS] for window in random.Random(1).sample(long, min(_PROMPTS, len(long)))]
     greedy, *others = _generated(model, drafter, prompts, temperature=0.0, counts=range(num_heads + 1))
@@ -328,7 +335,8 @@ def _row(num_drafts: int, run: _Run, gain: float) -> str:
 def _generated(
     model: LoadedModel, drafter: HeadDrafter, prompts: list[Tokens], *, temperature: float, counts: Iterable[int]
 ) -> list[_Run]:
-    """A prompt with each of these numbers of drafts in turn, then the next one: so all meet the same machine."""
+    """Generate answers with each of these numbers of drafts. Each prompt is answered with all of them in turn before
+    the next one, so that all meet the same machine."""
     params = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
     engines = [
         LocalEngine(model, speculation=Speculation([drafter], model.costs, fixed=count) if count else None)
@@ -336,7 +344,7 @@ def _generated(
     ]
     runs = [_Run() for _ in engines]
     for engine in engines:
-        _generate(engine, prompts[0], params, _Run())  # the first time, libraries make what they make once
+        _generate(engine, prompts[0], params, _Run())  # uncounted: the first time, libraries set themselves up
     for prompt in prompts:
         for engine, run in zip(engines, runs, strict=True):
             _generate(engine, prompt, params, run)
@@ -344,7 +352,7 @@ def _generated(
 
 
 def _generate(engine: LocalEngine, prompt: Tokens, params: SamplingParams, run: _Run) -> None:
-    """An answer; the step that has the prompt is not counted."""
+    """Generate one answer and note its steps in `run`; the step that computes the prompt is not counted."""
     seq = Sequence(request_id="measured", attempt=0, params=params, prompt_token_ids=prompt)
     engine.add(seq)
     while not seq.output_token_ids:

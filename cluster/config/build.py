@@ -38,9 +38,9 @@ MAX_IN_FLIGHT: Final = 256
 def worker_replica(
     role: Role, config: LegatoConfig, site: ReplicaSite, locate_scheduler: Callable[[], Awaitable[Endpoint]]
 ) -> WorkerReplica:
-    """What a worker's process makes of the configuration: a replica of the pool of this role, not started."""
+    """Make, in a worker's process, a replica of the pool of this role. It is not started."""
     tiers = WorkerTiers(tiers_config(role, config), engine_config(role, config), site.secret)
-    # What every worker can be, whichever pool it was started in.
+    # A worker can take on any of these roles, whichever pool it was started in.
     roles: dict[Role, WorkerRole] = {
         "prefill": partial(PrefillWorker, config=prefill_worker(config)),
         "decode": partial(DecodeWorker, config=decode_worker(config)),
@@ -81,7 +81,7 @@ def transfer_config(config: LegatoConfig) -> TransferConfig:
 
 
 def tiers_config(role: Role, config: LegatoConfig) -> TiersConfig:
-    """Of a worker of this role's pool."""
+    """The config of the KV tiers of a worker that is started in this role's pool."""
     disk = config.kv.disk
     return config.tuned(
         TiersConfig(
@@ -92,7 +92,7 @@ def tiers_config(role: Role, config: LegatoConfig) -> TiersConfig:
 
 
 def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
-    """Of a worker of this role's pool."""
+    """The config of the engine of a worker that is started in this role's pool."""
     kv, pool = config.kv.pools[role], config.pools[role]
     made = EngineConfig(
         model_ref=config.model.ref,
@@ -120,7 +120,7 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
 
 
 def _largest_step(config: LegatoConfig) -> StepSize:
-    """Of either role: a worker may change its own, and its memory stays as it is."""
+    """The largest step of either role: a worker may change its role, and its memory stays as it is."""
     decode = config.decode
     return StepSize(
         num_tokens=max(config.prefill.chunk_tokens, decode.chunk_tokens + decode.max_num_seqs),

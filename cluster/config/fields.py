@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
 
 def parse_size(value: object) -> int:
-    """Bytes in `value`, an int or a text such as "64MiB". Raises ValueError with the accepted forms."""
+    """Read a size in bytes from an int or a text such as "64MiB". Raises ValueError with the accepted forms."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -48,7 +48,8 @@ SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 
 
 def parse_budget(value: object) -> Budget:
-    """From bytes, a text such as "2GiB", or a share such as "25%". Raises ValueError with the accepted forms."""
+    """Read a budget from bytes, a text such as "2GiB", or a share such as "25%".
+    Raises ValueError with the accepted forms."""
     if isinstance(value, Budget):
         return value
     if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
@@ -68,8 +69,8 @@ BudgetField = Annotated[Budget, PlainValidator(parse_budget), PlainSerializer(fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """How large one worker's KV cache is: exactly one of the three is set. `share`: of the device's memory, with the
-    model, its largest step and what others use in it."""
+    """How large one worker's KV cache is: exactly one of the three is set. `share`: the share of the device's memory
+    that may be taken in all: by the KV cache, the model, its largest step and what others use."""
 
     num_bytes: int | None = None
     num_blocks: int | None = None
@@ -85,7 +86,8 @@ class KvMemory:
 
     @classmethod
     def parse(cls, value: object) -> KvMemory:
-        """From bytes, or a text such as "2GiB", "4096 blocks" or "90%"."""
+        """Read it from bytes, or a text such as "2GiB", "4096 blocks" or "90%".
+        Raises ValueError with the accepted forms."""
         if isinstance(value, KvMemory):
             return value
         if isinstance(value, str) and (match := _BLOCKS.fullmatch(value)):

@@ -57,7 +57,7 @@ CONSTANTS: Final = {
     "scheduler.heartbeat_s": "PrefillWorkerConfig.heartbeat_s and DecodeWorkerConfig.heartbeat_s: 0.5",
     "scheduler.stale_after_s": "SchedulerPolicy.stale_after_s: 3",
 }
-"""Settings of earlier versions, and what they are now."""
+"""Settings of earlier versions that are constants now: which ones, and their values."""
 
 
 class ConfigError(ValueError):
@@ -65,7 +65,7 @@ class ConfigError(ValueError):
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
-    """The configuration in a file or a mapping. Raises ConfigError."""
+    """Read and check the configuration in a file or a mapping. Raises ConfigError."""
     if isinstance(source, Mapping):
         return _validated(source, "the configuration")
     text = _read(Path(source))
@@ -73,20 +73,21 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
 
 
 def give_secret() -> None:
-    """For a Ray that this process is about to start, and that inherits its environment: where no secret is given, draw
-    one. Raises ConfigError for one that can be guessed."""
+    """Put a secret into this process's environment if none is there, for a Ray that it is about to start and that
+    inherits its environment. Raises ConfigError for a given one that can be guessed."""
     if _given_secret() is None:
         os.environ[_SECRET_VARIABLE] = secrets.token_hex(32)
 
 
 def draw_secret() -> SecretBytes | None:
-    """For the arguments of an application's deployments. None where one is given: each process finds that by itself.
-    Raises ConfigError for one that can be guessed."""
+    """Draw a secret, for the arguments of an application's deployments. None: one is given in the environment, where
+    each process finds it by itself. Raises ConfigError for a given one that can be guessed."""
     return SecretBytes(secrets.token_bytes(32)) if _given_secret() is None else None
 
 
 def cluster_secret(drawn: SecretBytes | None) -> bytes:
-    """What Legato's processes prove to each other that they know. Raises ConfigError where this one was given none."""
+    """The secret that Legato's processes prove to each other to know: the drawn one, or that of the environment. Raises
+    ConfigError if there is neither."""
     if drawn is not None:
         return drawn.get_secret_value()
     given = _given_secret()
@@ -127,21 +128,21 @@ def _parsed(text: str, name: str | Path) -> Any:
 
 
 class _Lines:
-    """Where a file of YAML has its settings."""
+    """Finds the lines of settings in a YAML file."""
 
     def __init__(self, text: str) -> None:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         self._args = _child(root, "applications", 0, "args") or root
 
     def of(self, path: Sequence[int | str]) -> int | None:
-        """The line of a setting, or of the branch that lacks it; None where the file has nothing of it."""
+        """The line of a setting, or of the nearest branch above it that the file has; None: the file has neither."""
         found = [_child(self._args, *path[:length]) for length in range(1, len(path) + 1)]
         there = [node for node in found if node is not None]
         return there[-1].start_mark.line + 1 if there else None
 
 
 def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:
-    """The value at a path. None: there is nothing."""
+    """The YAML node at a path below `node`. None: there is nothing."""
     for part in path:
         if isinstance(node, yaml.MappingNode):
             node = next((value for key, value in node.value if key.value == str(part)), None)
@@ -153,7 +154,8 @@ def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:
 
 
 def _args_of(document: Any, name: str) -> Mapping[str, Any]:
-    """Legato's tree inside a Serve config file; anything else is taken for the tree itself."""
+    """Legato's tree in a document:
+    the `args` of a Serve config file, or the document itself if it is none. Raises ConfigError."""
     if document is None:
         return {}
     if not isinstance(document, Mapping):
@@ -183,6 +185,7 @@ def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) 
 
 
 def _sentence(detail: ErrorDetails) -> str:
+    """What one of pydantic's errors means, with the setting's path and what to do."""
     path = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden" and path in CONSTANTS:
         constant = CONSTANTS[path]
@@ -198,13 +201,14 @@ def _sentence(detail: ErrorDetails) -> str:
 
 
 def _advice(path: tuple[int | str, ...]) -> str:
-    """The setting that was probably meant, or those there are."""
+    """Words that name the setting that was probably meant, or else all that there are beside it."""
     names = list(_fields_at(path[:-1]))
     close = difflib.get_close_matches(str(path[-1]), names, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 
 def _fields_at(path: tuple[int | str, ...]) -> Iterator[str]:
+    """Yields the names of the settings in the branch at a path."""
     node: type[BaseModel] = LegatoConfig
     parts = iter(path)
     for part in parts:

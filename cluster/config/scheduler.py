@@ -20,7 +20,7 @@ from kv_transfer.transports.base import Identity
 STALE_AFTER_S: Final = 3.0
 """A worker that is silent for so long, six heartbeats, gets no new work."""
 
-_MANY: Final = 1_000_000  # as many as flips bring about
+_MANY: Final = 1_000_000  # no bound: a pool of fixed size may have as many workers as flips bring about
 
 
 def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServer:
@@ -48,7 +48,7 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
 
 
 def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
-    """For the scheduler. None: both pools stay as they are."""
+    """How the scheduler sizes the pools. None: both stay as they are."""
     prefill, decode = _pool_rules("prefill", config), _pool_rules("decode", config)
     if not (config.scheduler.role_flips or prefill.scales or decode.scales):
         return None

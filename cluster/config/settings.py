@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kv_transfer.messages.fields import Role
 
 SCHEDULER_CPUS: Final = 0.1
-"""That Ray sets aside for the global scheduler."""
+"""CPUs, in Ray's books, that are set aside for the global scheduler."""
 
 TUNABLE: Final = {
     "DecodeWorkerConfig",
@@ -50,7 +50,7 @@ TUNABLE: Final = {
     "TiersConfig",
     "TransferConfig",
 }
-"""Component configs that `tuning` can change."""
+"""Classes of component configs that `tuning` can change."""
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -104,7 +104,7 @@ class ModelSettings(Settings):
 
     @property
     def name(self) -> str:
-        """What clients write into `model`."""
+        """The name that clients write into `model`."""
         if self.served_name is not None:
             return self.served_name
         is_path = self.ref.startswith((".", "/", "~"))
@@ -221,7 +221,7 @@ class AutoscalingSettings(Settings):
 
 
 class PoolSettings(Settings):
-    """What both pools of workers have."""
+    """The settings that both pools of workers have."""
 
     num_cpus: float = Field(
         0.5,
@@ -437,7 +437,7 @@ class SloSettings(Settings):
     default: str = Field(INTERACTIVE.name, description="Class of requests that ask for none.")
 
     def config(self) -> SloConfig:
-        """In seconds. Raises ValueError where the classes do not fit together."""
+        """The classes with their targets in seconds. Raises ValueError if they do not fit together."""
         return SloConfig(
             classes=tuple(settings.named(name) for name, settings in self.classes.items()), default=self.default
         )
@@ -504,12 +504,12 @@ class LegatoConfig(Settings):
 
     @property
     def pools(self) -> dict[Role, PrefillSettings | DecodeSettings]:
-        """By the role that their workers are started in."""
+        """The settings of both pools, by the role that their workers are started in."""
         return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def least_workers(self) -> dict[Role, int]:
-        """Workers that each pool has at least, while nothing is wrong; without pools that have none."""
+        """How many workers each pool has at least while nothing is wrong. Pools without workers are left out."""
         scaling = {role: pool.autoscaling for role, pool in self.pools.items()}
         least = {role: pool.replicas for role, pool in self.pools.items()}
         least |= {role: scaled.min_replicas for role, scaled in scaling.items() if scaled is not None}
@@ -521,7 +521,7 @@ class LegatoConfig(Settings):
 
     @property
     def colocated(self) -> bool:
-        """One pool does both prefill and decode."""
+        """Whether there is no prefill pool, so that decode workers do both."""
         return self.prefill.replicas == 0 and self.prefill.autoscaling is None
 
     @model_validator(mode="before")
@@ -537,13 +537,15 @@ class LegatoConfig(Settings):
     @field_validator("model", mode="before")
     @classmethod
     def _named_by_its_ref(cls, model: Any) -> Any:
-        """`serve run cluster.app:build model=NAME` can say no more than one word for a setting."""
+        """Take a text for the model's `ref`:
+        `serve run cluster.app:build model=NAME` can give a setting only one word."""
         return {"ref": model} if isinstance(model, str) else model
 
     @model_validator(mode="before")
     @classmethod
     def _of_one_type(cls, tree: Any) -> Any:
-        """`workers` says how many decode workers there are, and that there are no others."""
+        """Turn `workers` into settings of pools: so many decode workers, and no prefill workers. Raises ValueError if
+        these settings are given, too, and say something else."""
         if not isinstance(tree, Mapping) or tree.get("workers") is None:
             return tree
         workers = tree["workers"]
@@ -576,7 +578,8 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_batch_invariance(self) -> Self:
-        """Whether a machine has such kernels its worker knows; two kinds of device round differently in any case."""
+        """Refuse batch invariance over two kinds of device, which round differently. Whether a machine has kernels for
+        it only its worker can tell."""
         on_gpu = {name: bool(pool.num_gpus) for name, pool in self.pools.items() if pool.replicas}
         if self.model.batch_invariant and len(set(on_gpu.values())) > 1:
             without = next(name for name, has in on_gpu.items() if not has)
@@ -638,7 +641,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_group_on_gpus(name: str, pool: PoolSettings, kv: KvPoolSettings) -> None:
-    """Raises ValueError."""
+    """Check a pool whose workers span several GPUs:
+    there must be enough of them, and no KV in host memory. Raises ValueError."""
     if pool.num_gpus < pool.tensor_parallel:
         raise ValueError(
             f"{name}.tensor_parallel is {pool.tensor_parallel}, but {name}.num_gpus is {pool.num_gpus:g}, and each of"

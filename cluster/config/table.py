@@ -28,8 +28,8 @@ _NAMES = {
 
 
 def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Every leaf of the tree, in its order, as path, type, default and description. The fields of a branch that is
-    optional, or that may be there several times under names of the user's choice, follow the branch itself."""
+    """Yields every leaf of the tree, in its order, as path, type, default and description. A branch that is optional,
+    or that may be there several times under names of the user's choice, has a row itself, and its fields follow it."""
     for name, info in node.model_fields.items():
         path = f"{prefix}{name}"
         children = list(submodels(info.annotation))
@@ -41,7 +41,7 @@ def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iter
 
 
 def settings_table() -> str:
-    """The rows as a Markdown table."""
+    """All settings as a Markdown table."""
     lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     lines += [f"| `{path}` | {kind} | {default} | {meaning} |" for path, kind, default, meaning in setting_rows()]
     return "\n".join(lines)

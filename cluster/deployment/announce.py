@@ -27,7 +27,7 @@ _LOOK_S = 0.2
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """One line, or some, on the terminal of `serve run`."""
+    """Write one or several lines to the terminal of `serve run`."""
     stream = stream or sys.__stdout__
     if stream is not None:
         stream.write("".join(f"Legato: {line}\n" for line in text.splitlines()))  # Serve has a `print` of its own
@@ -36,7 +36,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def starting(what: str) -> Iterator[None]:
-    """Tells why `what` does not start: what its constructor raises is passed on to Serve."""
+    """Say on the terminal why `what` does not start, if the block raises. The exception is passed on to Serve."""
     try:
         yield
     except Exception as error:
@@ -46,7 +46,8 @@ def starting(what: str) -> Iterator[None]:
 
 
 def describe_start(config: LegatoConfig) -> None:
-    """What is about to be started, and what this Ray lacks. Call on the cluster, where the application is built."""
+    """Say what is about to be started, and what this Ray lacks.
+    Call it on the cluster, where the application is built."""
     wanted = needs(config)
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in wanted)
     say(f"starts {config.model.name}: {parts}.")
@@ -60,7 +61,7 @@ def describe_start(config: LegatoConfig) -> None:
 
 
 async def announce_when_ready(is_ready: Callable[[], bool], model: str) -> None:
-    """Say where `model` is served, once it is. For one gateway of several to call."""
+    """Say where `model` is served, once it is. Only one of several gateways should call this."""
     while not is_ready():  # noqa: ASYNC110 - heartbeats make it so, and nobody else waits for that
         await asyncio.sleep(_LOOK_S)
     say(f"serves {model} on {await _url()}/v1")
@@ -76,6 +77,6 @@ async def _url() -> str:
 
 
 def is_first_replica() -> bool:
-    """Of the deployment that this process belongs to."""
+    """Whether this process is the first replica of its deployment."""
     rank = serve.get_replica_context().rank
     return rank is None or rank.rank == 0

@@ -18,7 +18,8 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`replicas` processes, each of which takes `each` on one node. `settings` is where the configuration says so."""
+    """Processes of one kind, and what they take: there are `replicas` of them, and each takes `each` on one node.
+    `settings`: the branch of the configuration that says so."""
 
     what: str
     settings: str
@@ -30,7 +31,7 @@ class Need:
 
 
 def needs(config: LegatoConfig) -> list[Need]:
-    """What is started with the application; pools that grow later get what is there then."""
+    """The processes that are started with the application. Pools that grow later get what is there then."""
     found = []
     for name, pool in config.pools.items():
         if pool.replicas and not (name == "prefill" and config.colocated):
@@ -49,7 +50,8 @@ def live_nodes() -> list[Resources]:
 
 
 def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:
-    """`nodes`: what each live node has in all. Raises ConfigError with one sentence, unless nodes are waited for."""
+    """Check that the nodes can hold what the configuration starts. `nodes`: what each live node has in all. Raises
+    ConfigError with one sentence if they cannot, unless the configuration says to wait for nodes."""
     if config.wait_for_nodes:
         return
     wanted = needs(config)

@@ -36,7 +36,7 @@ FIRST_QUESTION = "What is the capital of France?"
 _LOOK_EVERY_S = 0.25
 _LOOK_TIMEOUT_S = 2.0
 _CLEAR_LINE = "\r\x1b[K"
-_TOLD_CHARACTERS = 2_000  # of what Serve says of a failure
+_TOLD_CHARACTERS = 2_000  # how much of Serve's account of a failure is told
 
 
 class StartError(RuntimeError):
@@ -44,7 +44,7 @@ class StartError(RuntimeError):
 
 
 def read_document(path: str) -> dict[str, Any]:
-    """A Serve config file with one application, Legato. Raises ConfigError."""
+    """Read and check a Serve config file with one application, Legato. Raises ConfigError."""
     load_config(path)
     document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if "applications" not in document:
@@ -58,7 +58,7 @@ def read_document(path: str) -> dict[str, Any]:
 def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bool = True) -> None:
     """Serve what a Serve config file holds until interrupted, or only for one answer. Raises ConfigError, StartError.
 
-    `dashboard`: with Ray's, in processes of its own.
+    `dashboard`: whether Ray's dashboard is started, too, in processes of its own.
     """
     config = load_config(document["applications"][0].get("args") or {})
     http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
@@ -66,10 +66,10 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
     tune_environment()
     give_secret()
     interrupted = interrupted_by_signals()
-    import_module("ray")  # whole, before two threads ask for it
+    import_module("ray")  # completely, before two threads import from it
     fetch_model(config)
     print("Starting Ray ...", flush=True)
-    # Ray's processes take seconds to come up, in which this one would only wait.
+    # Ray's processes take seconds to come up, in which this process would only wait: it imports meanwhile.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
     try:
         start_ray(include_dashboard=dashboard)
@@ -94,20 +94,21 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
 
 
 def interrupted_by_signals() -> threading.Event:
-    """Set by Ctrl-C and by a polite kill, so that Ray is taken down in order."""
+    """An event that Ctrl-C and a polite kill set, so that Ray can be taken down in order."""
     interrupted = threading.Event()
     heed_signals(interrupted)
     return interrupted
 
 
 def heed_signals(interrupted: threading.Event) -> None:
-    """Call again once Ray is up: it takes SIGTERM for itself as it starts, and tells where each thread stood at it."""
+    """Have SIGINT and SIGTERM set `interrupted`. Call it again once Ray is up: as it starts it takes SIGTERM for
+    itself, and then prints where each thread stands."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda *_: interrupted.set())
 
 
 def start_ray(**options: Any) -> None:
-    """A local Ray that is as small as a laptop wants it; joins nothing and listens on this machine only."""
+    """Start a local Ray that is small enough for a laptop, joins no other and listens on this machine only."""
     import ray
 
     defaults = {
@@ -125,14 +126,15 @@ def start_serve(
     controller_options: dict[str, Any] | None = None,
     logging_config: dict[str, Any] | None = None,
 ) -> None:
-    """Returns once Serve's controller is there, which takes applications. Raises what Serve raises until then.
+    """Start Serve. Returns once its controller, which takes applications, is there. Raises what Serve raises until
+    then.
 
-    Its proxies take seconds more, in which workers can start; Serve replaces one that is not ready in time.
+    Serve's proxies take seconds more, in which workers can start; Serve replaces a proxy that is not ready in time.
     """
     import ray
     from ray import serve
 
-    # Its word on a controller that is there already would be on the one that this very call has started.
+    # Serve would say that a controller is there already, and mean the one that this very call has started.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
     proxies: Future[None] = with_thread.submit(
@@ -147,8 +149,9 @@ def start_serve(
 
 
 def _where_the_dashboard_is() -> str:
-    """A line; and Legato's board goes to Ray's in the session's folder, where a Grafana finds them. It takes the place
-    of the one for Ray Data, whose tab of the Metrics page shows it (see `tune_environment`)."""
+    """A line that says where Ray's dashboard is. Also copies Legato's board to Ray's boards in the session's folder,
+    where a Grafana finds them: in the place of the one for Ray Data, whose tab of the Metrics page shows it (see
+    `tune_environment`)."""
     import ray
 
     from cluster.deployment.ray_access import asks_for_token, token_path
@@ -161,7 +164,7 @@ def _where_the_dashboard_is() -> str:
 
 
 def stop_application(application: dict[str, Any]) -> None:
-    """End the application, then Ray, whatever state they are in; its workers have time for what they do."""
+    """End the application, then Ray, whatever state they are in. Workers have time to finish what they do."""
     import ray
     from ray import serve
 
@@ -182,7 +185,8 @@ def _name(application: dict[str, Any]) -> str:
 def run_application(
     application: dict[str, Any], config: LegatoConfig, logging_config: dict[str, Any] | None = None
 ) -> None:
-    """Deploy and return at once; `wait_until_ready` tells when it serves. `logging_config`: the file's, of replicas."""
+    """Deploy the application and return at once; `wait_until_ready` tells when it serves. `logging_config`: that of its
+    replicas, unless the application has its own."""
     from ray import serve
 
     from cluster.app import build_application
@@ -198,8 +202,9 @@ def run_application(
 
 
 class StartStates:
-    """What Serve says of an application's deployments, and the gateway at `url` of the workers, as lines: one for each
-    change. While models load, on a terminal a last line that is written over, elsewhere a line for each tenth."""
+    """Prints how an application comes up: a line for each change of what Serve says of its deployments, and the gateway
+    at `url` of the workers. While models load, it writes one last line over and over on a terminal; elsewhere it prints
+    a line for each tenth."""
 
     def __init__(self, application: str, url: str, config: LegatoConfig, stream: TextIO | None = None) -> None:
         self.url = url
@@ -209,7 +214,7 @@ class StartStates:
         self._num_ready = 0
         self._stream = stream or sys.stdout
         self._told: dict[str, str] = {}
-        self._live = ""  # what is written over next
+        self._live = ""  # the last line, which is written over next
 
     @property
     def all_ready(self) -> bool:
@@ -217,7 +222,7 @@ class StartStates:
         return self._num_ready >= self._num_workers
 
     def look(self) -> None:
-        """Print what is new. Raises StartError where Serve has given the application up."""
+        """Ask Serve and the gateway, and print what is new. Raises StartError if Serve has given the application up."""
         from ray import serve
 
         found = serve.status().applications.get(self._application)
@@ -239,7 +244,8 @@ class StartStates:
             self.tell_of_workers(json.load(answer))
 
     def tell_of_workers(self, cluster: dict[str, Any]) -> None:
-        """`cluster`: what a gateway says of them. Raises KeyError."""
+        """Print what is new about workers in `cluster`, a gateway's answer to `/cluster`. Raises KeyError if it is not
+        such an answer."""
         roles = [worker["role"] for worker in cluster["workers"]]
         self._num_ready = len(roles)
         each = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles), reverse=True))
@@ -255,7 +261,7 @@ class StartStates:
             self._write_over(live)
 
     def close(self) -> None:
-        """Call when all is told."""
+        """End the line that is written over. Call it when all is told."""
         self._stream.write(_CLEAR_LINE if self._live else "")
         self._live = ""
 
@@ -286,7 +292,7 @@ class StartStates:
 
 
 def _how_far(report: dict[str, Any]) -> tuple[str, str]:
-    """Of a `LoadingReport`: in tenths, and as a person reads it."""
+    """How far a worker is, by its `LoadingReport`: a word that changes with each tenth, and a text for people."""
     total, read, placed = (report[f"{what}_bytes"] for what in ("total", "read", "placed"))
     unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
     if not total:
@@ -301,14 +307,17 @@ def _how_far(report: dict[str, Any]) -> tuple[str, str]:
 
 
 def why_it_failed(messages: Sequence[str]) -> str:
-    """Out of what Serve says of an application and its deployments: the error itself, not the way that it came."""
+    """The error itself, without its traceback, out of what Serve says of an application and its deployments."""
     longest = max(messages, key=len).strip()[-_TOLD_CHARACTERS:]
     return longest.splitlines()[-1].strip() if "Traceback" in longest or '  File "' in longest else longest
 
 
 def wait_until_ready(states: StartStates, interrupted: threading.Event, silence_s: float = START_TIMEOUT_S) -> None:
-    """Until `/health` says that a request could be served, and all workers are there. Raises StartError, also where
-    there was no news for so long: a large model may take longer."""
+    """Wait until `/health` says that a request could be served and all workers are there, or until `interrupted` is
+    set.
+
+    Raises StartError if Serve has given up, or if nothing changed for `silence_s`:
+    a large model may take longer in all."""
     try:
         while not interrupted.wait(_LOOK_EVERY_S):
             states.look()
@@ -326,6 +335,7 @@ def wait_until_ready(states: StartStates, interrupted: threading.Event, silence_
 
 
 def _why_not_ready(url: str) -> str | None:
+    """Why no request could be served at `url` now; None: one could."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return None
@@ -336,7 +346,7 @@ def _why_not_ready(url: str) -> str | None:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raises StartError, with advice, where somebody listens there."""
+    """Check that nobody listens on a port. Raises StartError, with advice, if somebody does."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -349,7 +359,8 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def fetch_model(config: LegatoConfig) -> None:
-    """Before anything is started, so that the download's progress is seen. Raises StartError."""
+    """Fetch the model if it is not on this machine. Call it before anything is started, so that the download's progress
+    is seen. Raises StartError."""
     from engine.checkpoint.builtin_models import ModelUnavailableError
     from engine.checkpoint.store import resolve_model
 
@@ -361,6 +372,7 @@ def fetch_model(config: LegatoConfig) -> None:
 
 
 def show_first_answer(url: str, model: str) -> None:
+    """Ask the model `FIRST_QUESTION` and print its answer as it comes; or print why there is none."""
     body = {"model": model, "messages": [{"role": "user", "content": FIRST_QUESTION}], "max_tokens": 48}
     body["stream"] = True
     request = urllib.request.Request(

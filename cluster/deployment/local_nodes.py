@@ -53,8 +53,8 @@ _STOP_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node: what it is called, where it listens, and the pool that it has a worker of. None: the head of three or
-    more, which has gateways and the scheduler alone."""
+    """One node: its name, the address that it listens on, and the role of its worker. `role` None: it is the head of
+    three or more nodes, which has gateways and the scheduler alone."""
 
     name: str
     address: str
@@ -70,8 +70,8 @@ class NodePlan:
 
 
 def plan_nodes(number: int, config: LegatoConfig) -> list[NodePlan]:
-    """The head first. Pools take turns on the others, prefill first; of two nodes the head decodes. Raises
-    StartError."""
+    """Plan so many nodes, the head first. The others have a worker of each pool in turns, prefill first; of two nodes
+    the head decodes. Raises StartError."""
     if not 2 <= number <= 16:
         raise StartError(
             f"{number} nodes are too few or too many for one machine; give 2 to 16 (make cluster NODES=3)."
@@ -90,8 +90,8 @@ def plan_nodes(number: int, config: LegatoConfig) -> list[NodePlan]:
 
 
 def config_on_nodes(config: LegatoConfig, plans: Sequence[NodePlan]) -> LegatoConfig:
-    """A worker for each node that is to have one, which only such a node can hold; and nothing else fits there, since
-    the nodes but the head have no CPUs in Ray's books."""
+    """The configuration with one worker for each node that is planned to have one. A resource of that node keeps the
+    worker there; nothing else fits there, since all nodes but the head have no CPUs in Ray's books."""
     tree = config.model_dump(exclude_unset=True)
     tree.pop("workers", None)
     for role in ("prefill", "decode"):
@@ -104,7 +104,7 @@ def config_on_nodes(config: LegatoConfig, plans: Sequence[NodePlan]) -> LegatoCo
 
 
 class LocalNodes:
-    """`ray start` processes. Starts them, and ends them with all that they started."""
+    """The `ray start` processes of all nodes. Starts them, and ends them with all that they started."""
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
         self.plans = plans
@@ -113,7 +113,8 @@ class LocalNodes:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, interrupted: threading.Event) -> None:
-        """Returns when all nodes are there and this process has joined. Raises StartError."""
+        """Start the nodes and join them; returns when all are there, or when `interrupted` is set.
+        Raises StartError."""
         import ray
 
         head, *others = self.plans
@@ -126,14 +127,14 @@ class LocalNodes:
         self._wait(lambda: len(live_nodes()) == len(self.plans), f"{len(self.plans)} nodes", interrupted)
 
     def names(self) -> dict[str, str]:
-        """Of the nodes that are there, by Ray's id."""
+        """The names of the nodes that are there, by Ray's id of each."""
         import ray
 
         by_address = {plan.address: plan.name for plan in self.plans}
         return {node["NodeID"]: by_address[node["NodeManagerAddress"]] for node in ray.nodes() if node["Alive"]}
 
     def stop(self) -> None:
-        """The head last. Whatever does not end by itself is killed, by its id."""
+        """End all nodes, the head last. Whatever does not end by itself is killed, by its id."""
         started = [child for process in self._processes for child in _family(process)]
         for process in reversed(self._processes):
             if process.poll() is None:
@@ -165,7 +166,7 @@ class LocalNodes:
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
         ]
         with (self._folder / f"{plan.name}.log").open("wb") as output:
-            # In a session of its own: Ctrl-C in the terminal is for this process, which ends them in order.
+            # Each node has a session of its own: Ctrl-C in the terminal is for this process, which ends them in order.
             self._processes.append(
                 subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             )
@@ -210,9 +211,9 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     if port is not None:
         http["port"] = port
     require_free_port(http["host"], http["port"])
-    # Several nodes, which Ray takes for a cluster of machines; each listens on its own loopback address.
+    # Ray must take the nodes for a cluster of machines; each listens on its own loopback address.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
-    # Legato has ended in order before its nodes do, so that they need not wait for anybody.
+    # Legato ends in order before its nodes do, so they need not wait for anybody.
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     tune_environment()
     give_secret()
@@ -250,8 +251,8 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Ray's files of this cluster. Not Ray's usual place, where other programs would find and join it; and short, since
-    sockets lie in it, whose paths must not be long. Kept where something went wrong."""
+    """A folder for Ray's files of this cluster. It is not Ray's usual place, where other programs would find and join
+    the cluster. Its path is short, since the paths of the sockets in it must be. It is kept if the block raises."""
     folder = Path(tempfile.mkdtemp(prefix="legato-", dir="/tmp"))
     try:
         yield folder

@@ -13,13 +13,15 @@ from ray.serve._private.constants import SERVE_LOGGER_NAME
 
 
 def log_with_serve(level: str) -> None:
-    """Call first in a replica's constructor. Without a log of Serve's everything goes to standard error."""
+    """Write what Legato logs into Serve's log of this replica, or to standard error if Serve has none. Call it first in
+    a replica's constructor."""
     handlers = [_at_once(handler) for handler in logging.getLogger(SERVE_LOGGER_NAME).handlers]
     logging.basicConfig(level=level, handlers=handlers or None, force=True)
 
 
 def _at_once(handler: logging.Handler) -> logging.Handler:
-    """Serve keeps a thousand records before it writes them, as it logs every request; Legato logs what is rare."""
+    """A handler like this one that writes each record at once. Serve, which logs every request, collects a thousand
+    records before it writes them; Legato logs only what is rare."""
     if not isinstance(handler, MemoryHandler) or handler.target is None:
         return handler
     direct = MemoryHandler(capacity=1, target=handler.target)

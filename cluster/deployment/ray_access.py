@@ -26,7 +26,7 @@ from cluster.config.settings import LegatoConfig
 
 logger = logging.getLogger(__name__)
 
-# Read when Ray is imported. Named for macOS and Windows, where it spares users the firewall's questions.
+# Ray reads it when it is imported. It is named for macOS and Windows, where it spares users the firewall's questions.
 _NODE_IS_LOOPBACK: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ports that HAProxy opens besides the HTTP port, and what they are where nobody says otherwise.
 HAPROXY_PORTS: Final = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}
@@ -34,7 +34,8 @@ _HAPROXY_WRAPPER: Final = Path(__file__).with_name("haproxy_on_loopback.sh")
 
 
 def keep_ray_on_loopback() -> None:
-    """Set what the user has not set. Call before Ray is imported; only where Ray is to have this one machine."""
+    """Set the variables, where the user has not, that keep Ray on the loopback address. Call it before Ray is imported,
+    and only if Ray is to have this one machine."""
     os.environ.setdefault(_NODE_IS_LOOPBACK, "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token":
@@ -54,7 +55,8 @@ def token_path() -> Path:
 
 
 def _ensure_token() -> None:
-    """Ray makes one where there is none, but for everybody on the machine to read."""
+    """Write Ray's token, if there is none, into a file that only this user can read. Ray would write one that everybody
+    on the machine can read."""
     path = token_path()
     if "RAY_AUTH_TOKEN" in os.environ:
         return
@@ -70,7 +72,8 @@ def _ensure_token() -> None:
 
 
 def keep_replica_on_loopback() -> None:
-    """Call in a replica's constructor, before Serve opens the replica's gRPC server."""
+    """Keep the replica's gRPC server on the loopback address if that is the node's. Call it in a replica's constructor,
+    before Serve opens that server."""
     import ray
     from ray.serve._private import replica
 
@@ -89,14 +92,15 @@ def keep_replica_on_loopback() -> None:
 
 
 def asks_for_token() -> bool:
-    """Whether this process's Ray refuses those without its token."""
+    """Whether this process's Ray refuses whoever does not have its token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     return bool(is_token_auth_enabled())
 
 
 def require_token(config: LegatoConfig) -> None:
-    """Raises ConfigError where workers of several machines are to speak beside a Ray that lets everybody in."""
+    """Check that Ray asks for a token if other machines reach this cluster.
+    Raises ConfigError if it lets everybody in."""
     if config.network.host == "127.0.0.1" or not config.network.require_ray_token or asks_for_token():
         return
     raise ConfigError(
@@ -108,8 +112,8 @@ def require_token(config: LegatoConfig) -> None:
 
 
 def open_doors() -> list[str]:
-    """What of Ray listens on more than loopback, and who is let in: sentences, none where nothing does, or where this
-    process has not joined a Ray yet."""
+    """Sentences that say what of Ray listens on more than loopback, and who is let in. None are returned if nothing
+    does, or if this process has not joined a Ray yet."""
     import ray
 
     if not ray.is_initialized():

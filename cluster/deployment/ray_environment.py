@@ -16,14 +16,15 @@ from typing import Final
 
 from cluster.deployment.ray_access import HAPROXY_PORTS, keep_ray_on_loopback
 
-# Below those that Linux gives to whoever asks for any, of which Ray takes dozens while it starts, and clear of Serve's.
+# Ports below those that Linux gives to whoever asks for any, of which Ray takes dozens while it starts, and clear of
+# Serve's.
 _FIRST, _STOP = 20_000, 30_000
 _TRIES: Final = 1_000
 
 # From here on upwards each gateway takes the first port that is free, and HAProxy knows it by the port alone.
 _FIRST_GATEWAY_PORT: Final = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
-# Those that a cluster must not share with another one on the machine. HAProxy goes to Serve's own proxy, at the port of
-# the fallback, while it believes all gateways down.
+# Variables for ports that a cluster must not share with another one on the machine. While HAProxy believes all gateways
+# down, it goes to Serve's own proxy at the fallback's port.
 _OWN_PORTS: Final = (*HAPROXY_PORTS, "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", _FIRST_GATEWAY_PORT)
 
 SERVE_ENVIRONMENT: Final = {
@@ -60,14 +61,14 @@ RAY_ENVIRONMENT: Final = {
 
 
 def tune_environment() -> None:
-    """For a Ray on this machine alone: set what the user has not set. Call before Ray is imported."""
+    """Set the variables that the user has not set, for a Ray on this machine alone. Call it before Ray is imported."""
     keep_ray_on_loopback()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Of the boards on its Metrics page Ray lets one be another: that of Ray Data, which nobody uses here.
     os.environ.setdefault("RAY_GRAFANA_DATA_DASHBOARD_UID", "legato")  # cluster/metrics/grafana/legato.json
     for name, value in (RAY_ENVIRONMENT | SERVE_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    # Fixed ones would keep a second cluster from starting on the machine, or, worse, let it answer the first one's
+    # Fixed ports would keep a second cluster from starting on the machine, or, worse, let it answer the first one's
     # requests: Serve opens the port behind HAProxy so that several processes may have it.
     for name, port in zip(_OWN_PORTS, free_ports(len(_OWN_PORTS)), strict=True):
         os.environ.setdefault(name, str(port))
@@ -75,7 +76,8 @@ def tune_environment() -> None:
 
 
 def unset() -> list[str]:
-    """What this process's Ray was started without, and what that costs: sentences, none where nothing is missing."""
+    """Sentences that say which variables this process's Ray was started without, and what that costs. None are returned
+    where nothing is missing."""
     sentences: list[str] = []
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
         sentences.append(
@@ -92,9 +94,9 @@ def unset() -> list[str]:
 
 
 def free_ports(num: int) -> list[int]:
-    """So many different ports that nobody listens on, on any address. Raises OSError where there are none.
+    """Find `num` different ports that nobody listens on, on any address. Raises OSError if there are not so many.
 
-    Nobody is likely to have them in a minute, either.
+    They are drawn by chance, so it is unlikely that somebody has taken them a minute later.
     """
     draw = random.SystemRandom()
     found: list[int] = []

@@ -17,11 +17,12 @@ from cluster.deployment.ray_access import keep_replica_on_loopback
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 
-DRAIN_S = 20.0  # within Serve's graceful_shutdown_timeout_s: see `cluster.app`
+DRAIN_S = 20.0  # shorter than Serve's graceful_shutdown_timeout_s, which `cluster.app` sets
 
 
 class WorkerDeployment:
-    """One replica is one worker, at first of its pool's role. Requests reach its own port, without Serve."""
+    """A replica, which is one worker: at first in its pool's role.
+    Requests reach it over its own port, without Serve."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -37,7 +38,7 @@ class WorkerDeployment:
         # Read with torch: a thread that waits for the others of its step looks for some 80 us before it sleeps. By
         # default it is 3 ms, in which those that send a step's tokens wait for its core.
         os.environ.setdefault("GOMP_SPINCOUNT", "8000")
-        # With these comes torch, which gateways and whoever starts the application do without.
+        # These import torch, which gateways and whoever starts the application do without.
         from cluster.config.build import worker_replica
         from kv_transfer.worker.replica import ReplicaSite
 
@@ -56,7 +57,8 @@ class WorkerDeployment:
             await self._replica.start()
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces the replica after repeated failures."""
+        """Raises RuntimeError if the worker is not healthy.
+        Serve calls this, and replaces the replica after repeated failures."""
         if not self._replica.healthy:
             raise RuntimeError(
                 f"the {self._replica.role} worker's step loop has ended or fails repeatedly, or a change of its role"
@@ -64,12 +66,13 @@ class WorkerDeployment:
             )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the pool's autoscaling policy goes by: see `cluster.autoscaling.serve_policy`."""
+        """The scheduler's advice for the size of this worker's pool, which the pool's autoscaling policy follows: see
+        `cluster.autoscaling.serve_policy`."""
         target = self._replica.pool_target()
         return {} if target is None else {"wanted": float(target)}
 
     async def __del__(self) -> None:
-        """Serve's graceful shutdown: finish what is here, as far as time allows."""
+        """Finish what runs here, as far as time allows, and stop. Serve calls this for a graceful shutdown."""
         await self._replica.stop(DRAIN_S)
 
 

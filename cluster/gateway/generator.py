@@ -28,33 +28,33 @@ class ServingLimits:
 
 
 LinkState = Literal["up", "down", "silent"]
-"""A gateway's connection to a worker: silent, too, where a step of the worker is overdue."""
+"""The state of a gateway's connection to a worker. A worker whose step is overdue counts as silent, too."""
 
 Tokens = list[TokenEvent]
-"""What has come since the last time, in order: at least one."""
+"""Tokens of one sequence that came since the last ones were read, in order: at least one."""
 
 
 class Generator(Protocol):
     """Generates sequences somewhere in the cluster, surviving the deaths of workers."""
 
     def generate(self, request: RequestSpec, timeline: SequenceTimeline | None = None) -> AsyncGenerator[Tokens, None]:
-        """The tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`. Closing
-        it cancels the sequence on every worker and frees what it holds.
+        """Yields the tokens of one sequence: each index once, in order, ending after the event with a `finish_reason`.
+        Closing the generator cancels the sequence on every worker and frees what it holds.
 
-        `timeline` says on what terms, and is told what happens when: where the sequence is and when each token came.
-        None: without targets.
+        `timeline` says on what terms the sequence is served, and notes where it is and when each token came. None: it
+        is served without targets.
 
         Iterating raises a subclass of `cluster.errors.GenerationError` when the sequence cannot be finished.
         """
         ...
 
     def limits(self) -> ServingLimits | None:
-        """None while no worker has registered yet, so that nothing is known."""
+        """What the live workers can do together. None: no worker has registered yet."""
         ...
 
 
 AnswerGateway = Callable[[bytes], Awaitable[bytes]]
-"""Answers another gateway's question; no bytes: nothing is known."""
+"""Answers another gateway's question. Empty bytes: this gateway knows nothing of it."""
 
 
 class ClusterView(Protocol):
@@ -66,14 +66,14 @@ class ClusterView(Protocol):
         ...
 
     def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
-        """Answer other gateways' questions about that from now on."""
+        """Answer other gateways' questions about the topic `about` by `answer` from now on."""
         ...
 
     async def ask_gateways(
         self, about: str, question: bytes, *, one_is_enough: bool = False
     ) -> dict[str, bytes | None]:
-        """What each other gateway answers, by its name; None: nothing within a second, as where it is gone.
-        `one_is_enough`: the answers until somebody knows something.
+        """Ask all other gateways and return their answers by name. None: a gateway did not answer within a second, or
+        is gone. `one_is_enough`: return as soon as one of them knows something.
 
         Raises `cluster.errors.UnavailableError` while nobody can be asked.
         """
@@ -88,37 +88,39 @@ class ClusterView(Protocol):
         ...
 
     def link_states(self) -> dict[str, LinkState]:
-        """How the gateway stands with each of them."""
+        """The state of this gateway's connection to each live worker."""
         ...
 
     @property
     def pools(self) -> dict[Role, int]:
-        """Workers that each pool should have by the scheduler's advice; empty while there is none."""
+        """How many workers each pool should have by the scheduler's advice. Empty: it gives none."""
         ...
 
     @property
     def loading(self) -> list[LoadingReport]:
-        """How far workers are that are yet to come."""
+        """The progress of workers that are starting and have not registered."""
         ...
 
     async def decisions(self, limit: int, *, as_text: bool) -> list[str]:
-        """Where requests were sent lately and why, newest first: lines of JSON, or tables for people.
+        """The newest `limit` decisions of the scheduler, newest first: where requests were sent and why, as lines of
+        JSON or as tables for people.
 
         Raises `cluster.errors.UnavailableError` while nobody can be asked.
         """
         ...
 
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have a worker become one of that role; returns when it was told. What runs there after `drain_s` goes on
+        """Have a worker take on that role; returns once it was told. What still runs there after `drain_s` goes on
         elsewhere.
 
-        Raises NotFoundError, ConflictError where it must not, or UnavailableError where nobody can say.
+        Raises NotFoundError without such a worker, ConflictError where it must not change, and UnavailableError while
+        nobody can be asked.
         """
         ...
 
 
 async def one_by_one(stream: AsyncGenerator[Tokens, None]) -> AsyncGenerator[TokenEvent, None]:
-    """The tokens of a stream; closes it."""
+    """Yields the tokens of a stream one by one, and closes the stream in the end."""
     async with aclosing(stream):
         async for tokens in stream:
             for token in tokens:

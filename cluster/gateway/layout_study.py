@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 
 NEWEST: Final = 2000  # requests of the log
 START_S: Final = 60.0  # for the process to start, to read the log and to end
-FRESH_S: Final = 300.0  # a study is told again for so long
+FRESH_S: Final = 300.0  # how long a study's result is given out again
 RETRY_S: Final = 60.0
 
 
 class LayoutStudy:
-    """`log`: the gateway's request log; None: it writes none. `newest`: what was found last, for `/cluster`.
+    """Simulates the newest requests on layouts of the workers. Only one study runs at a time, for at most `time_s`; who
+    asks meanwhile waits for it.
 
-    One study at a time, of `time_s` at most; who asks meanwhile waits for that one."""
+    `log`: the gateway's request log; None: it writes none. `newest`: what was found last, for `/cluster`."""
 
     def __init__(self, log: Path | None = None, *, time_s: float = 60.0) -> None:
         self.newest: dict[str, Any] | None = None
@@ -37,8 +38,8 @@ class LayoutStudy:
         self._running: asyncio.Task[dict[str, Any]] | None = None
 
     async def ask(self) -> dict[str, Any]:
-        """What the newest requests would have seen of each layout. Raises ConflictError without a log, and
-        UnavailableError where it cannot be told now."""
+        """How each layout would have served the newest requests. Raises ConflictError without a log, and
+        UnavailableError where they cannot be simulated now."""
         if self._log is None:
             raise ConflictError(
                 "This gateway notes no requests, so nobody knows what to simulate. Set gateway.request_log.",

@@ -20,7 +20,7 @@ RETRY_S: Final = 1.0
 
 
 class LineLog:
-    """Appends; several processes of one machine may share a file.
+    """Appends lines to a file, which several processes of one machine may share.
 
     A file that would grow beyond `max_bytes` becomes NAME.1, in place of the one before, and another one is begun.
     `head` gives the line that each file begins with; while that is None, lines wait.
@@ -39,7 +39,8 @@ class LineLog:
         self._retry_at = 0.0  # by `time.monotonic()`; 0: the last attempt succeeded
 
     def append(self, lines: Iterable[str] = ()) -> None:
-        """These, and those that wait. Trouble is said once, and its end."""
+        """Write these lines, behind those that wait. The log says once that the file cannot be written, and once that
+        it can be again."""
         for line in lines:
             self._keep(f"{line}\n".encode())
         if not self._waiting or time.monotonic() < self._retry_at:
@@ -61,7 +62,8 @@ class LineLog:
             self._num_lost += 1
 
     def _write(self) -> None:
-        """Raises OSError; BlockingIOError where another process has the file."""
+        """Write all lines that wait. While a new file has no head to begin with, they go on waiting. Raises OSError,
+        and BlockingIOError if another process has the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

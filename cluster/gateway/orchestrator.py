@@ -57,17 +57,18 @@ logger = logging.getLogger(__name__)
 
 _NONE_REACHED: Final = "no decode worker can be reached"
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
-LOOK_S: Final = 0.25  # at workers, whether they give a sign of life
-_LONGEST_DELAY: Final = 4  # between attempts, in units of the configured one
-_LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter ones, as many as a gateway runs, are no backlog for a link
+LOOK_S: Final = 0.25  # how often to look whether workers give a sign of life
+_LONGEST_DELAY: Final = 4  # between attempts, in units of `retry_delay_s`
+_LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter prompts, as many as a gateway runs, are no backlog for a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorConfig:
-    """A decode that has begun and is silent for `stall_s` is taken for hung.
+    """How long to wait for workers and how often to try. A sequence that has begun to decode and gets no token for
+    `stall_s` is taken for hung.
 
     A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
-    next ones after about `retry_delay_s`, two of them, and so on up to four.
+    third after about `retry_delay_s`, the next ones after two, three and at most four times as long.
     """
 
     request_deadline_s: float = 600.0
@@ -87,8 +88,8 @@ class Orchestrator:
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
-        """`on_slo` is told how requests fared at other gateways. `scheduler`, `links` and `runs` (by request id) are
-        for others to look at."""
+        """Begin nothing yet; see `start`. `on_slo` is called with how requests fared at other gateways. Others may read
+        the attributes `scheduler`, `links` and `runs` (by request id)."""
         self._config = config
         self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
@@ -112,8 +113,8 @@ class Orchestrator:
         await self.links.stop()
 
     def limits(self) -> ServingLimits | None:
-        """What the connected decode workers hold; None before any worker was heard of. One that takes requests is
-        enough: it computes prompts, too, where no prefill worker is there."""
+        """What the connected decode workers can serve; None while no decode worker is known. One that takes requests is
+        enough to be ready: it computes prompts, too, where there is no prefill worker."""
         decodes = [known for known in self.scheduler.workers.values() if known[0].role == "decode"]
         if not decodes:
             return None
@@ -126,7 +127,7 @@ class Orchestrator:
     async def generate(
         self, request: RequestSpec, timeline: SequenceTimeline | None = None
     ) -> AsyncGenerator[Tokens, None]:
-        """The tokens of one sequence, each index once and in order; see `Generator`."""
+        """Yields the tokens of one sequence, each index once and in order; see `Generator`."""
         run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, timeline)
         assert run.request_id not in self.runs, f"request id {run.request_id} is in use"
         self.runs[run.request_id] = run
@@ -150,6 +151,8 @@ class Orchestrator:
     # --- one attempt ---
 
     async def _attempt(self, run: RequestRun) -> AsyncGenerator[Tokens, None]:
+        """Place the request, start it on its workers, and yield its tokens to the last one. Raises AttemptFailedError
+        if another attempt may follow, GenerationError if none may."""
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
         spec = run.spec()
@@ -165,15 +168,15 @@ class Orchestrator:
                     return
             while (news := self._read_news(run)) is not None:
                 assert placement.prefill is not None
-                computed = replace(spec, prediction_token_ids=[])  # of use where tokens are generated
+                computed = replace(spec, prediction_token_ids=[])  # a prediction is of use only to decode
                 if isinstance(news, Reserved):
                     await self._start(run, placement.prefill, Start(request=computed, ticket=news.ticket))
-                elif not self._placer.is_decode(placement.prefill):  # which computes for others what has a ticket
+                elif not self._placer.is_decode(placement.prefill):  # decode computes for others only with a ticket
                     await self._start(run, placement.prefill, Start(request=computed, ticket=None))
             await self._arrival(run)
 
     async def _start(self, run: RequestRun, worker_id: str, start: Start) -> None:
-        """Have the prompt computed; or, where it is computed already, handed over."""
+        """Tell a worker to compute the prompt; or, if it has computed it already, to hand it over."""
         if not self._quarantine.allows(run):
             raise AttemptFailedError(_COPY_IS_TRIED, None, "moved")
         is_first = run.state in (RequestState.PLACING, RequestState.RESERVING)
@@ -184,7 +187,8 @@ class Orchestrator:
             run.timeline.started()
 
     def _read_news(self, run: RequestRun) -> Reserved | RoomAwaited | None:
-        """Up to the first good news, if there is any. Raises what bad news means for the attempt or the request."""
+        """Take the next good news out of the inbox; None: there is none. Bad news that comes before is raised: what
+        ends the attempt or the request."""
         while run.inbox:
             news = run.inbox.popleft()
             if isinstance(news, Reserved | RoomAwaited):
@@ -210,6 +214,8 @@ class Orchestrator:
             raise AttemptFailedError("the worker is silent", run.placement.decode) from None
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
+        """End the failed attempt on its workers, and wait until the next one may begin. Raises FailedError after too
+        many faults, DeadlineError if the request's time is up first."""
         worker_id = failure.worker_id
         run.timeline.failed(failure.cause, worker_id)
         level = logging.INFO if failure.cause in ("moved", "full") else logging.WARNING
@@ -232,7 +238,9 @@ class Orchestrator:
         await sleep_within(run, delay_s)
 
     async def _post(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> None:
-        """A long prompt waits for the link to take those before it: 128 choices of one would be taken for a backlog."""
+        """Send a worker its part of the request. A long prompt waits until the connection has taken those before it:
+        128 choices of one would otherwise be taken for a backlog.
+        Raises AttemptFailedError if the worker is gone, and DeadlineError."""
         request = message.request
         if request.num_tokens + len(request.prediction_token_ids) <= _LONG_PROMPT_TOKENS:
             posted = self.links.post(worker_id, message)
@@ -246,6 +254,7 @@ class Orchestrator:
             raise AttemptFailedError("the worker is gone", worker_id)
 
     def _forget(self, run: RequestRun) -> None:
+        """Let go of a request that has ended, and cancel what workers still hold for it."""
         del self.runs[run.request_id]
         run.wakeup.close()
         self._quarantine.ended(run)
@@ -257,6 +266,7 @@ class Orchestrator:
             self.links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
 
     def _standing(self) -> list[StandingRequest]:
+        """All requests that are on workers now, for a scheduler that did not place them."""
         return [standing for run in self.runs.values() if (standing := run.standing()) is not None]
 
     # --- what comes in ---
@@ -313,11 +323,12 @@ class Orchestrator:
             self._quarantine.came(run)
 
     def _current(self, request_id: str, attempt: int) -> RequestRun | None:
-        """None: this is of an attempt of the past."""
+        """The request, if this is its present attempt; None: that attempt or the whole request is over."""
         run = self.runs.get(request_id)
         return run if run is not None and run.attempt == attempt else None
 
     def _failed(self, worker_id: str, failure: FailureEvent) -> None:
+        """Pass a failure that a worker reports on to its request: as the end of the attempt, or of the request."""
         if (run := self._current(failure.request_id, failure.attempt)) is None:
             return
         if failure.retryable:
@@ -328,6 +339,8 @@ class Orchestrator:
             run.tell(FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}"))
 
     def _refused(self, worker_id: str, refused: Refused) -> None:
+        """Pass a worker's refusal on to its request. The request ends where it could never fit, or has not begun yet;
+        otherwise only the attempt ends."""
         if (run := self._current(refused.request_id, refused.attempt)) is None:
             return
         told = (run.request_id, run.attempt, worker_id, refused.reason)
@@ -347,7 +360,8 @@ class Orchestrator:
             self._tell_of_suspects()
 
     def _tell_of_suspects(self) -> None:
-        """Those who wait for them, again and again for as long as it is so."""
+        """End the attempts that wait for a silent worker or an overdue step, where another worker is left. Called again
+        and again for as long as there are such workers."""
         for worker_id in self.links.suspects():
             for run in self.runs.values():
                 if run.inbox or run.state is RequestState.PLACING or not self._may_leave(run, worker_id):
@@ -358,12 +372,13 @@ class Orchestrator:
                     run.tell(AttemptFailedError("the worker's step does not end", worker_id, "hung"))
 
     def _may_leave(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether the request needs this worker, another one could take it, and leaving could not make it guilty."""
         is_bound = self._is_in_step(run, worker_id) and self._quarantine.must_stay(run, worker_id)
         return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether a decode worker could take the request, the prompt included, or any worker what is pooled: if not,
-        waiting is better."""
+        """Whether another worker could take over from a suspected one; if none could, waiting is better. A decode
+        worker can, since it computes prompts, too; a request to be pooled can go to any worker."""
         suspects = self.links.suspects()
         if worker_id not in suspects:
             return False
@@ -389,6 +404,8 @@ class Orchestrator:
     # --- who is to blame ---
 
     def _note_computing(self, worker_id: str, sequences: list[tuple[str, int]], alone: bool) -> None:
+        """Note which sequences, each (request id, attempt), are new in a worker's next step. `alone`: of this gateway's
+        they are the only ones in it."""
         for request_id, attempt in sequences:
             if (run := self.runs.get(request_id)) is None:
                 continue
@@ -402,30 +419,34 @@ class Orchestrator:
             self._alone_on.pop(worker_id, None)
 
     def _is_in_step(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether it may be, by what the worker told before its last step."""
+        """Whether the request may be in the worker's present step, by what the worker told before it."""
         alone = self._alone_on.get(worker_id)
         return worker_id in run.computing_on and (not run.alone if alone is None else run.request_id in alone)
 
     def _lost_in_a_step(self, worker_id: str) -> None:
-        """It died, or hangs: whoever was in its step may be the reason."""
+        """Suspect all requests in the step of a worker that died or hangs: each of them may be the reason."""
         runs = [run for run in self.runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
         if self._quarantine.lost(worker_id, runs):
             self._end_guilty()
         self._recall_copies()
 
     def _recall_copies(self) -> None:
-        """Also from workers that have not begun with them: where they do before they hear of it, they say so."""
+        """End the attempts of all copies of suspected requests, so that one copy can be tried alone.
+
+        This includes copies that a worker has received but not begun. If it begins one before the recall reaches it, it
+        says so in its `Computing` message."""
         left: set[str] = set()
         for run in self.runs.values():
             if run.is_started and self._quarantine.recall(run, run.computing_on):
                 left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
-        for worker_id in left & self.links.suspects():  # it has said so before, and will not again
+        for worker_id in left & self.links.suspects():  # a suspect will not tell of its overdue step once more
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 
     def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
+        """Suspect, or convict, requests by the causes of the failures that a worker reports."""
         broke: list[RequestRun] = []
         found = False
         for failure in failures:
@@ -445,12 +466,13 @@ class Orchestrator:
             self._end_guilty()
 
     def _end_guilty(self) -> None:
-        """Also the copies that have done nothing yet."""
+        """End every request that is guilty, and all copies of it, even those that have done nothing yet."""
         for run in self.runs.values():
             if self._quarantine.is_guilty(run):
                 run.tell(PoisonRequestError())
 
 
 def _what_to_do(run: RequestRun) -> str:
-    """Reasons are a worker's words, with its paths and addresses: they go to the log, where this id finds them."""
+    """The sentence that tells a client what to do. It names the request's id, by which the log has the reason: a
+    worker's words, with its paths and addresses, are not for clients."""
     return f"Try again; if it fails again, tell whoever operates this service the request's id: {run.request_id}."

@@ -24,7 +24,10 @@ _AT_ONCE: Final = 8192  # tokens, of which the names take about half a milliseco
 
 
 class Placer:
-    """`replicas_changed` is for the caller to call: whoever waits for workers looks again."""
+    """Asks the scheduler where an attempt of a request should run, and waits until its workers are connected.
+
+    Its owner calls `replicas_changed` when the list of workers changes, so that whoever waits for workers looks again.
+    """
 
     def __init__(
         self, scheduler: SchedulerClient, links: WorkerLinks, *, link_timeout_s: float, retry_delay_s: float
@@ -43,11 +46,15 @@ class Placer:
         return worker is not None and worker[0].role == "decode"
 
     async def place(self, run: RequestRun) -> Placement:
-        """Ask until there is an answer; only a request that has not started yet is turned away."""
+        """Ask where the next attempt should run, and wait until its workers are connected.
+
+        Only the first attempt is turned away: later ones ask again until the deadline, then raise DeadlineError.
+        Raises AttemptFailedError if a worker cannot be reached."""
         run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
             infos = (info for info, _ in self._scheduler.workers.values())
-            block_size = None if run.request.pooling == "mean" else naming_block_size(infos)  # which uses no prefix
+            # A mean is taken over the whole prompt, so no cached prefix helps it.
+            block_size = None if run.request.pooling == "mean" else naming_block_size(infos)
             run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
         placement = await self._ask(run)
         run.placed(placement)
@@ -75,7 +82,8 @@ class Placer:
 
 
 async def sleep_within(run: RequestRun, seconds: float, early: asyncio.Event | None = None) -> None:
-    """Wait, or until the event. Raises DeadlineError where that takes longer than the request may."""
+    """Wait `seconds`, or until `early` is set.
+    Raises DeadlineError at once if they end after the request's deadline."""
     if time.monotonic() + seconds >= run.deadline:
         raise DeadlineError("No worker could take the request over before its deadline.")
     if early is None:
@@ -89,14 +97,15 @@ async def sleep_within(run: RequestRun, seconds: float, early: asyncio.Event | N
 
 
 def naming_block_size(workers: Iterable[WorkerInfo]) -> int | None:
-    """Of those who compute prompts; None without any worker. Where they differ, of the largest group."""
+    """The block size to name prompts' blocks by: that of the prefill workers, or of the decode workers without any.
+    Where they differ, the size that most of them have. None: there are no workers."""
     sizes = [(info.role == "prefill", info.block_size) for info in workers]
     return max(set(sizes), key=lambda size: (size[0], sizes.count(size), size[1]))[1] if sizes else None
 
 
 async def name_prompt(request: RequestSpec, block_size: int) -> bytes:
-    """The names of the prompt's full blocks, joined, up to the last one that may be found cached: of a prompt that is
-    cached whole, the last token is computed all the same."""
+    """The hashes that name the prompt's full blocks, joined. A block with the prompt's last token is left out: that
+    token is computed even where the whole prompt is cached."""
     tokens = request.prompt_token_ids[: len(request.prompt_token_ids) - 1][: MAX_HASHES * block_size]
     if len(tokens) <= _AT_ONCE:
         return b"".join(block_hashes(tokens, block_size, request.cache_salt))

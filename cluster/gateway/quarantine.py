@@ -31,7 +31,7 @@ from kv_transfer.worker.sequences import NUM_ALONE
 REMEMBERED_S: Final = 600.0
 _MAX_RECORDS: Final = 1024
 _MAX_LOST: Final = 256
-_LOSSES: Final = 2  # after which a request is placed no more
+_LOSSES: Final = 2  # of workers in steps of a request, after which it is placed no more
 _SETTLING_S: Final = 1.0  # after copies were recalled: workers that they have taken down already are known by then
 
 
@@ -40,13 +40,13 @@ class _Record:
     """What is held against a request and its copies."""
 
     expires_at: float
-    num_losses: int = 0  # of workers, in steps of it
-    raised_on: set[str] = field(default_factory=set)  # workers that fail at it alone
-    suspects: set[str] = field(default_factory=set)  # request ids that are to show that it is not them
-    on_trial: str | None = None  # the one of them that may be placed
-    one_is_cleared: bool = False  # then all may be
+    num_losses: int = 0  # workers that were lost in steps of it
+    raised_on: set[str] = field(default_factory=set)  # workers whose steps fail with it alone
+    suspects: set[str] = field(default_factory=set)  # ids of the copies that have yet to show that they are harmless
+    on_trial: str | None = None  # the copy that may be placed
+    one_is_cleared: bool = False  # a copy has shown it, so all may be placed
     was_on: set[str] = field(default_factory=set)  # workers that copies were recalled from
-    not_before: float = 0.0  # a trial
+    not_before: float = 0.0  # when the next trial may begin
     is_guilty: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,7 +56,8 @@ class _Record:
 
 
 class Quarantine:
-    """Of one gateway."""
+    """Keeps, for one gateway, which requests are suspected of making workers fail,
+    which are on trial alone, and which are guilty."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -64,11 +65,12 @@ class Quarantine:
         self._lost: OrderedDict[str, None] = OrderedDict()  # workers, and silent ones until they are heard
 
     def __len__(self) -> int:
-        """How many requests, with their copies, something is held against."""
+        """How many requests are suspected or guilty; a request and its copies count as one."""
         return len(self._records)
 
     async def admit(self, run: RequestRun) -> None:
-        """Before each attempt: waits while a copy is tried. Raises PoisonRequestError, or DeadlineError."""
+        """Let an attempt begin, once no copy of the request is on trial. Sets `run.alone` if the request is suspected.
+        Raises PoisonRequestError if it is guilty, DeadlineError if the wait lasts until its deadline."""
         while (record := self._record_of(run)) is not None:
             if record.is_guilty:
                 raise PoisonRequestError
@@ -88,7 +90,7 @@ class Quarantine:
         run.alone = False
 
     def allows(self, run: RequestRun) -> bool:
-        """Whether it may still be started as it was admitted."""
+        """Whether the request may still be started as it was admitted: it is not suspected, or is the one on trial."""
         record = self._record_of(run)
         return record is None or (run.alone and not record.is_guilty)
 
@@ -97,14 +99,14 @@ class Quarantine:
         return record is not None and record.is_guilty
 
     def must_stay(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether this worker's loss would be its second: a step that is only late must not make it guilty, so that it
-        waits until the step ends or the worker is replaced."""
+        """Whether losing this worker would make the request guilty. A step that is only late must not do that, so the
+        request waits until the step ends or the worker is replaced."""
         record = self._record_of(run)
         return record is not None and record.num_losses >= _LOSSES - 1 and not self.is_lost(worker_id)
 
     def recall(self, run: RequestRun, workers: Collection[str]) -> bool:
-        """Whether it, which workers have, has to leave them, because a copy is suspected; `workers`: those that may be
-        in a shared step of it."""
+        """Whether the request must leave its workers because a copy of it is suspected. `workers`: those that may be in
+        a step of it and others; they are noted as workers that had a copy."""
         record = self._record_of(run)
         if record is None or run.alone or run.request_id in record.suspects:
             return False
@@ -113,21 +115,24 @@ class Quarantine:
         return True
 
     def computes(self, run: RequestRun, worker_id: str) -> None:
-        """A worker began with it; perhaps with what was just recalled, of which it had not heard yet."""
+        """Note that a worker has begun to compute this request. If copies were recalled a moment ago, it had not heard
+        of that yet, and counts as one that had a copy."""
         record = self._record_of(run)
         if record is not None and not run.alone and time.monotonic() < record.not_before:
             record.was_on.add(worker_id)
 
     def had(self, worker_id: str) -> bool:
-        """Whether a suspect's copies were recalled from there just now."""
+        """Whether this worker had copies of a suspected request that were recalled just now."""
         return any(worker_id in record.was_on for record in self._records.values())
 
     def is_lost(self, worker_id: str) -> bool:
-        """Whether its loss has been counted, and it was not heard since."""
+        """Whether the worker's loss has been counted and no token has come from it since."""
         return worker_id in self._lost
 
     def lost(self, worker_id: str, runs: Collection[RequestRun]) -> bool:
-        """A worker died, or is silent, in a step of these. Whether somebody is guilty now; once for each worker."""
+        """Note that a worker died, or is silent, in a step of `runs`: all of them are suspected.
+
+        Returns whether this loss convicted a request. A worker's loss counts once until it is heard again."""
         if self.is_lost(worker_id):
             return False
         self._lost[worker_id] = None
@@ -152,15 +157,16 @@ class Quarantine:
         return len(twice) == 1 and self._convict(twice[0])
 
     def heard(self, worker_id: str) -> None:
-        """It computes: if it is lost after this, that is another loss."""
+        """Note that tokens came from a worker: if it is lost after this, that is another loss."""
         self._lost.pop(worker_id, None)
 
     def suspect(self, run: RequestRun) -> None:
-        """A step of it and others failed."""
+        """Suspect this request, because a step of it and others failed."""
         self._open(self.fingerprint(run)).suspects.add(run.request_id)
 
     def raised(self, worker_id: str, run: RequestRun) -> bool:
-        """Its steps fail there, and not others'. Whether it is guilty now."""
+        """Note that this request's own steps fail on the worker while others' do not.
+        Returns whether it is guilty now."""
         record = self._open(self.fingerprint(run))
         record.suspects.add(run.request_id)
         record.on_trial = record.on_trial or run.request_id
@@ -169,18 +175,21 @@ class Quarantine:
         return max(len(record.raised_on), run.num_raised) >= _LOSSES and self._convict(record)
 
     def came(self, run: RequestRun) -> None:
-        """A suspect's tokens came. All of those from steps of its own clear it: the next one is of a shared step."""
+        """Note that tokens of a suspect came. It is cleared once it has all that come of steps of its own: the next
+        token is of a step that it shares."""
         if run.placement is None:
             return  # between two attempts: it was a late one of the last
-        num_alone = NUM_ALONE + (run.placement.prefill is not None)  # whose one token comes of such steps as well
+        num_alone = NUM_ALONE + (run.placement.prefill is not None)  # a prefill worker's token comes of such steps, too
         if run.ended or (run.decode_took_over and run.num_of_attempt >= num_alone):
             self._release(run, is_cleared=True)
 
     def ended(self, run: RequestRun) -> None:
-        """It is over, in whatever way."""
+        """Take the request off trial: it is over. Only one that has finished is cleared."""
         self._release(run, is_cleared=run.state is RequestState.FINISHED)
 
     def _release(self, run: RequestRun, *, is_cleared: bool) -> None:
+        """Take a request off trial and from among the suspects. `is_cleared`: it has shown that it is harmless, and so
+        have its copies."""
         run.alone = False
         record = self._record_of(run)
         if record is None or run.request_id not in record.suspects:
@@ -195,12 +204,15 @@ class Quarantine:
 
     @staticmethod
     def _convict(record: _Record) -> bool:
+        """Hold a request and its copies guilty for `REMEMBERED_S`. Returns True."""
         record.is_guilty = True
         record.expires_at = time.monotonic() + REMEMBERED_S
         record.note_change()
         return True
 
     def _open(self, fingerprint: bytes) -> _Record:
+        """The record of a request, made if there is none, and kept for another `REMEMBERED_S` unless it is guilty. Of
+        too many the oldest is forgotten."""
         record = self._records.pop(fingerprint, None) or _Record(0.0)
         if not record.is_guilty:
             record.expires_at = time.monotonic() + REMEMBERED_S
@@ -211,8 +223,9 @@ class Quarantine:
         return record
 
     def _record_of(self, run: RequestRun) -> _Record | None:
+        """What is held against a request and its copies. None: nothing, or it has expired."""
         if not self._records:
-            return None  # as always: nobody's prompt need be hashed
+            return None  # the usual case, in which no prompt is hashed
         record = self._records.get(self.fingerprint(run))
         if record is not None and record.expires_at < time.monotonic() and not record.suspects:
             del self._records[self.fingerprint(run)]
@@ -220,7 +233,7 @@ class Quarantine:
         return record
 
     def fingerprint(self, run: RequestRun) -> bytes:
-        """The same for all copies of a request, and unknown to whoever lacks this gateway's key."""
+        """A keyed hash that all copies of a request share. Nobody without this gateway's key can compute it."""
         if run.fingerprint is None:
             request = run.request
             wishes = repr((request.cache_salt, replace(request.params, seed=0))).encode()

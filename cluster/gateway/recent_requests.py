@@ -15,21 +15,23 @@ from cluster.gateway.timeline import Drafts, RequestTimeline, SequenceTimeline
 
 MAX_ENDED: Final = 1_000
 MAX_BYTES: Final = 16 * 2**20
-_REQUEST_BYTES: Final = 1_024  # of a timeline without its sequences, roughly; then of one without tokens, of an attempt
-_SEQUENCE_BYTES: Final = 512
+_REQUEST_BYTES: Final = 1_024  # roughly, a timeline without its sequences
+_SEQUENCE_BYTES: Final = 512  # one sequence without its tokens and attempts
 _ATTEMPT_BYTES: Final = 256
 _BAR: Final = 48  # characters
 
 
 class _Kept(NamedTuple):
     timeline: RequestTimeline
-    version: int  # in which it began or ended
+    version: int  # that of `RecentRequests` when the request began or ended
     num_bytes: int = 0
 
 
 class RecentRequests:
-    """Of one gateway; belongs to its event loop. Of requests that ended at most `max_ended` are kept, and at most
-    `max_bytes` of them, the newest; those that run are bounded by `gateway.max_concurrent`."""
+    """The requests that one gateway is answering, and the newest that it has answered. Belongs to its event loop.
+
+    At most `max_ended` requests that ended are kept, in at most `max_bytes`;
+    `gateway.max_concurrent` bounds those that run."""
 
     def __init__(self, max_ended: int = MAX_ENDED, max_bytes: int = MAX_BYTES) -> None:
         self._max_ended = max_ended
@@ -51,7 +53,8 @@ class RecentRequests:
         self._running[timeline.request_id] = _Kept(timeline, self.version)
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """It is over, and nobody else reads it: the names of its prompt's blocks, which may be long, are dropped."""
+        """Note that a request has ended. Nobody else reads its timeline any more, so the hashes of its prompt's blocks,
+        which may be long, are dropped."""
         self._running.pop(timeline.request_id, None)
         for sequence in timeline.sequences:
             sequence.prefix_hashes = b""
@@ -64,7 +67,8 @@ class RecentRequests:
             self._num_bytes -= oldest.num_bytes
 
     def newest(self, limit: int, since: int = 0) -> list[RequestTimeline]:
-        """The latest arrivals first: of what runs, and of what has ended since that version."""
+        """The timelines of at most `limit` requests that run or have ended since version `since`,
+        the latest arrivals first."""
         found = [kept.timeline for kept in self._running.values()]
         for kept in reversed(self._ended.values()):
             if kept.version <= since:
@@ -73,8 +77,8 @@ class RecentRequests:
         return nlargest(limit, found, key=lambda timeline: timeline.arrived_at)
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """By the id of the answer; or by that of one of its choices, as logs and decisions name it; or the newest that
-        its client called so."""
+        """The request of that name: the id of an answer, or of one of its choices, as logs and decisions have it. Else
+        the newest request that its client called so. None: there is none."""
         for name in (request_id, request_id.rpartition("-")[0]):
             if (kept := self._running.get(name) or self._ended.get(name)) is not None:
                 return kept.timeline
@@ -110,8 +114,8 @@ class RecentRequests:
         }
 
     def details(self, timeline: RequestTimeline, choice: int | None = None) -> dict[str, Any]:
-        """The same, and where the time of one choice went: `parts`, which sum to `total_s`. `choice` None: the one
-        whose first byte was sent first."""
+        """The request's `facts`, its targets and choices, and where the time of one choice went: `parts`, which sum to
+        `total_s`. `choice` None: the one whose first byte was sent first."""
         slo = timeline.terms.slo
         shown = timeline.sequences.index(timeline.first or timeline.sequences[0]) if choice is None else choice
         return {
@@ -124,7 +128,7 @@ class RecentRequests:
 
 
 def _num_bytes(timeline: RequestTimeline) -> int:
-    """About the memory that it takes."""
+    """About how much memory a timeline takes, in bytes."""
     return _REQUEST_BYTES + sum(
         _SEQUENCE_BYTES + _ATTEMPT_BYTES * len(sequence.attempts) + 8 * len(sequence.token_times)
         for sequence in timeline.sequences
@@ -132,6 +136,7 @@ def _num_bytes(timeline: RequestTimeline) -> int:
 
 
 def _choice(sequence: SequenceTimeline) -> dict[str, Any]:
+    """What to know of one choice, as JSON values: how it ended, its times, and what each attempt of it brought."""
     stops = [attempt.num_before for attempt in sequence.attempts[1:]] + [len(sequence.token_times)]
     return {
         "end": sequence.end or "running",
@@ -157,7 +162,7 @@ def _choice(sequence: SequenceTimeline) -> dict[str, Any]:
 
 
 def waterfall(details: dict[str, Any]) -> str:
-    """What `RecentRequests.details` gives, as a picture in text: a line for each part with a bar where it lies."""
+    """Draw what `RecentRequests.details` gives as text: a line for each part, with a bar where it lies in time."""
     total_s, parts = details["total_s"], details["parts"]
     kept = {True: ", kept its promise", False: ", missed its promise", None: ""}[details["kept_promise"]]
     ttft_s = details["ttft_s"]

@@ -41,8 +41,8 @@ class RequestLogError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedWorker:
-    """A worker of one pool: what its steps cost by its own fit, how many tokens its KV memory and a step hold.
-    Steps of a kind whose noise is not known scatter by the cost's error, each by itself."""
+    """A worker of one pool: what its steps cost by its own fit, and how many tokens its KV memory and a step hold.
+    Where the noise of a kind of step is not known, each step scatters by the cost's error, independently."""
 
     cost: StepCost
     kv_tokens: int
@@ -53,11 +53,11 @@ class LoggedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedCluster:
-    """`prefill` None: there were no prefill workers. `block_size`: tokens of the blocks that requests' hashes name.
+    """The cluster that served a log's requests. `prefill` None: there were no prefill workers. `block_size`: tokens of
+    the blocks that requests' hashes name. `one_pool`: decode workers compute prompts for each other, too.
 
-    What no worker's cost holds: `gateway_s`, of HTTP and the gateway, in each first token; `handoff_s`, and for each
-    token of a prompt's last chunk `handoff_token_s`, from the first token until decode may go on. `one_pool`: decode
-    workers compute prompts for each other, too.
+    Three times are in no worker's cost. `gateway_s`: what HTTP and the gateway add to each first token. `handoff_s`,
+    and for each token of a prompt's last chunk `handoff_token_s`: from the first token until decode may go on.
     """
 
     num_prefill: int
@@ -74,11 +74,13 @@ class LoggedCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRequest:
-    """`arrival_s` counts from any moment common to all. `hashes` name the prompt's full blocks together with all before
-    them, in any spelling. `ttft_s` None: it was turned away, and `output_tokens` are 0. `tpot_s` None: fewer than two
-    tokens. `gap_p99_s`, its longest gap but for one in a hundred, is None then as well, or where nobody noted it.
-    `slo_class` "": the default. `drafted_tokens`: guessed, and checked by steps; of these `accepted_tokens` became
-    tokens."""
+    """One choice of a request as it was served.
+
+    `arrival_s` counts from any moment common to all. `hashes` name the prompt's full blocks, each together with all
+    before it, in any spelling. `ttft_s` None: it was turned away, and `output_tokens` are 0. `tpot_s` None: it had
+    fewer than two tokens. `gap_p99_s`: its longest gap but for one in a hundred; None then as well, or where nobody
+    noted it. `slo_class` "": the default.
+    `drafted_tokens` were guessed and checked by steps; `accepted_tokens` of them became tokens."""
 
     request_id: str
     arrival_s: float
@@ -112,8 +114,8 @@ def request_line(request: LoggedRequest) -> str:
 
 
 def read_log(path: Path, newest: int | None = None) -> tuple[LoggedCluster, list[LoggedRequest]]:
-    """All requests, or so many of the newest. Raises RequestLogError with the line that is wrong, OSError where the
-    file cannot be read."""
+    """Read the cluster and all requests of a log, or only its `newest` requests. Raises RequestLogError with the line
+    that is wrong, OSError where the file cannot be read."""
     with path.open(encoding="utf-8") as lines:
         cluster = _parsed(_CLUSTER, path, 1, next(lines, ""))
         kept = deque(enumerate(lines, start=2), maxlen=newest)
@@ -131,7 +133,8 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """`workers()` gives the live ones. Several gateways of one machine and one `secret` may share a file."""
+    """Writes a gateway's request log. `workers()` gives the live workers. Gateways of one machine and one `secret` may
+    share a file."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class RequestRecorder:
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Called when the request has been answered: a line for each of its choices."""
+        """Write a line for each choice of a request that has been answered."""
         offset_s = time.time() - time.monotonic()
         logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
         self._file.append([request_line(line) for line in logged if line is not None])
@@ -161,8 +164,8 @@ class RequestRecorder:
 
 
 def logged_request(sequence: SequenceTimeline, clock_offset_s: float, key: bytes) -> LoggedRequest | None:
-    """None for one whose client left before it was sent anything. A request that was cut short counts with the
-    tokens that it had. `key`: of the hashes that name its blocks."""
+    """The line to log of one choice, with the tokens that it had by its end. None: its client left before it was sent
+    anything. `key`: of the keyed hashes that name its blocks."""
     if sequence.ttft_s is None and sequence.end != "failed":
         return None
     hashes, drafts = sequence.prefix_hashes, Drafts.total([sequence])
@@ -186,7 +189,8 @@ def _name(block_hash: bytes, key: bytes) -> str:
 
 
 def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig, *, one_pool: bool = False) -> LoggedCluster | None:
-    """None as long as a pool's workers have not reported what their steps cost."""
+    """The cluster of these workers as the log's first line tells it. None: in some pool no worker has reported yet what
+    its steps cost."""
     workers = list(workers)
     pools: dict[Role, list[KnownWorker]] = {
         role: [w for w in workers if w[0].role == role] for role in ("prefill", "decode")
@@ -207,7 +211,7 @@ def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig, *, one_pool: 
 
 
 def _logged_worker(pool: list[KnownWorker]) -> LoggedWorker | None:
-    """The first that reports its costs stands for its pool."""
+    """The first worker of a pool that reports its costs, which stands for all of them. None: none does."""
     for info, snapshot in pool:
         observed = observed_steps(info.role, snapshot.step_cost)
         if observed is not None:

@@ -38,8 +38,9 @@ TERMINAL: Final[dict[RequestState, SequenceEnd]] = {
 
 
 AttemptEnd = FailureCause | Literal["full", "silent", "hung"]
-"""Or what a gateway finds: a worker that is full has done nothing for the attempt; nothing is heard of one, or its step
-does not end, and another one is there."""
+"""Why an attempt ended: what a worker says, or what the gateway finds. `full`: the worker has done nothing for it.
+`silent`: nothing is heard of the worker. `hung`: its step does not end.
+The last two only while there is another one."""
 
 
 class AttemptFailedError(Exception):
@@ -52,7 +53,7 @@ class AttemptFailedError(Exception):
 
 
 News = Reserved | RoomAwaited | AttemptFailedError | GenerationError
-"""What a gateway hears of an attempt, but for its tokens."""
+"""What a gateway hears of an attempt besides its tokens."""
 
 
 class RequestRun:
@@ -68,21 +69,21 @@ class RequestRun:
         self.emitted: list[int] = list(request.output_token_ids)
         self.ended = False
         self.ready: list[TokenEvent] = []  # merged, and not yet given on
-        self.inbox: deque[News] = deque()  # what else came, of this attempt
-        self.wakeup = Wakeup()  # set when either grows
+        self.inbox: deque[News] = deque()  # what came for this attempt besides tokens
+        self.wakeup = Wakeup()  # set when `ready` or `inbox` grows
         self.placement: Placement | None = None
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has all that prefill had of this attempt, whose fate matters no more
         self.excluded: set[str] = set()
-        self.num_faults = 0  # that ended an attempt since one that made progress
-        self.num_stumbles = 0  # the same, and whatever else ended one
+        self.num_faults = 0  # attempts that faults ended since one that made progress
+        self.num_stumbles = 0  # attempts that ended for any reason since one that made progress
         self.computing_on: set[str] = set()  # workers that may be in a step of this attempt
-        # it is suspected of making workers fail: see `cluster.gateway.quarantine`, as for the next two
-        self.alone = False
+        # The next three are for `cluster.gateway.quarantine`.
+        self.alone = False  # it is suspected of making workers fail
         self.num_raised = 0  # attempts that failed by its own doing
         self.fingerprint: bytes | None = None
-        self._num_before = len(self.emitted)  # tokens, of earlier attempts
-        self._early: dict[int, TokenEvent] = {}  # of this attempt, ahead of the next index
+        self._num_before = len(self.emitted)  # tokens of earlier attempts
+        self._early: dict[int, TokenEvent] = {}  # tokens of this attempt that came ahead of the next index
 
     @property
     def request_id(self) -> str:
@@ -90,16 +91,16 @@ class RequestRun:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """For `extra` of whatever is logged about it."""
+        """What names this request in a log record: the record's `extra`."""
         return {"request": self.request_id}
 
     def tell(self, news: News) -> None:
-        """Anything but a token has come for this attempt: its reservation, or what ends it."""
+        """Put news of this attempt into the inbox: its reservation, or what ends it, but no token."""
         self.inbox.append(news)
         self.wakeup.set()
 
     def take(self, worker_id: str, event: TokenEvent, now: float) -> bool:
-        """A token has come; whether it made any ready to go out."""
+        """Take in a token from a worker. Returns whether it made any token ready to go out."""
         ready = self.merge(worker_id, event)
         if not ready:
             return False
@@ -120,7 +121,7 @@ class RequestRun:
 
     @property
     def num_output_tokens(self) -> int | None:
-        """Where it came to its own end, and was to have any."""
+        """How many tokens the request has, if it has finished. None: it has not, or a vector was wanted."""
         return len(self.emitted) if self.state is RequestState.FINISHED and not self.is_pooled else None
 
     def end(self, state: RequestState) -> None:
@@ -132,11 +133,11 @@ class RequestRun:
 
     @property
     def is_pooled(self) -> bool:
-        """A vector comes in place of the first token, which is the last."""
+        """Whether a vector is wanted. It comes in place of the first token, and nothing follows it."""
         return self.request.pooling is not None
 
     def spec(self) -> RequestSpec:
-        """The request as this attempt should run it: going on from what was emitted."""
+        """The request as this attempt should run it: it goes on from the tokens that were emitted."""
         slo = self.terms.slo
         return replace(
             self.request,
@@ -150,12 +151,13 @@ class RequestRun:
 
     @property
     def _must_be_whole(self) -> bool:
-        """Logprobs of a prompt come from who computes it, all at once."""
+        """Whether one worker must compute the whole prompt, because its logprobs are still to be sent all at once."""
         return self.request.params.prompt_logprobs is not None and not self.emitted
 
     def place_query(self, *, prefer_decode: str | None, avoid: Collection[str] = ()) -> Place:
-        """`avoid`: besides those that it avoids by itself."""
-        slo, is_pooled = self.terms.slo, self.is_pooled  # which has one token: nothing is promised of those after it
+        """The question to the scheduler where this attempt should run. `prefer_decode`: a worker that may hold a
+        reservation for it. `avoid`: workers to exclude besides `excluded`."""
+        slo, is_pooled = self.terms.slo, self.is_pooled  # what is pooled has one event: no TPOT or gap is promised
         return Place(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -173,7 +175,7 @@ class RequestRun:
         )
 
     def standing(self) -> StandingRequest | None:
-        """How it stands with its workers, for a scheduler that did not place it; None: it is on none."""
+        """What is on which workers, for a scheduler that did not place this request. None: it is on no worker."""
         if self.placement is None or self.ended:
             return None
         now, ttft_s = time.monotonic(), self.terms.slo.ttft_s
@@ -217,7 +219,10 @@ class RequestRun:
         return self.placement is not None and self.state in (RequestState.PREFILLING, RequestState.DECODING)
 
     def handed_over(self, worker_id: str, attempt: int) -> bool:
-        """Decode has verified what this worker computed; whether that was all that was waited for of it."""
+        """Note that decode has verified the KV that this worker computed.
+
+        Returns whether no token of the attempt has come: then this worker computed only the first part of the prompt,
+        and its work is done all the same."""
         if attempt != self.attempt or self.ended:
             return False
         self.decode_took_over = True
@@ -225,7 +230,7 @@ class RequestRun:
         return self.state is RequestState.PREFILLING
 
     def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault") -> None:
-        """Forget the attempt, keep what was emitted."""
+        """Go on to the next attempt: forget the last one, but keep its tokens."""
         if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
             self.num_faults = self.num_stumbles = 0
         self.num_faults += cause in ("fault", "raised", "broke")
@@ -241,7 +246,8 @@ class RequestRun:
         self._early.clear()
 
     def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
-        """Who should not have the next attempt. A hand-off that decode reports as failed may be its prefill's fault."""
+        """Workers that should not have the next attempt. If decode reports a failed hand-off, the prefill worker is one
+        of them, since it may be at fault."""
         if failed_worker is None:
             return set()
         started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
@@ -251,7 +257,8 @@ class RequestRun:
         return {failed_worker, prefill}
 
     def merge(self, worker_id: str, event: TokenEvent) -> list[TokenEvent]:
-        """The tokens that this event makes ready to go out. Repetitions and older attempts bring none."""
+        """Take in a token and return the tokens that can go out now, in order.
+        Repetitions and tokens of older attempts bring none."""
         if event.attempt != self.attempt or self.ended:
             return []
         if self.placement is not None and worker_id == self.placement.decode:

@@ -55,14 +55,15 @@ CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SETTLE_S = 3.0
-STANDING_AT_ONCE = 1000  # requests in a message
+STANDING_AT_ONCE = 1000  # requests in one `Standing`
 GATEWAYS_TIMEOUT_S = 1.0  # for all other gateways to answer
-MAX_ANSWERS = 64  # to other gateways that are being made; more questions are not answered
+MAX_ANSWERS = 64  # questions of other gateways that are being answered; more are left unanswered
 
 
 @dataclass(slots=True)
 class _Question:
-    """`patience`: until when an answer is waited for; longer once the scheduler says that it will take a while."""
+    """A question to the scheduler where to run an attempt. `patience`: until when its answer is waited for; longer once
+    the scheduler says that it will take a while."""
 
     answer: asyncio.Future[Placement | Unplaceable]
     patience: asyncio.Timeout
@@ -70,7 +71,7 @@ class _Question:
 
 @dataclass(slots=True)
 class _Gathering:
-    """Answers of other gateways to one question. Woken with each of them."""
+    """The answers of other gateways to one question. `news` is set with each of them."""
 
     waiting: set[str] | None = None  # gateways that were asked and have not answered; None: it is not known who was
     told: dict[str, bytes] = field(default_factory=dict)
@@ -81,9 +82,9 @@ class _Gathering:
 class SchedulerClient:
     """Places requests, keeps the newest list of workers, and is the `ClusterView` of the routes for operators.
 
-    `on_replicas` is called with each new list, `on_slo` with how requests fared at other gateways. A scheduler that is
-    new to it is told which requests are `standing`: on their workers, whoever placed them. `links` tell which workers
-    can be reached.
+    `on_replicas` is called with each new list of workers, `on_slo` with how requests fared at other gateways. With each
+    new connection the scheduler is told what `standing()` returns: the requests that are on workers, whoever placed
+    them. `links` tell which workers can be reached.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class SchedulerClient:
         self._on_slo = on_slo
         self._standing = standing
         self.connection: Connection | None = None  # None: the scheduler cannot be reached
-        # By request and attempt: an answer that comes too late for one attempt is none to the next.
+        # Keyed by request and attempt: an answer that is late for one attempt must not be taken for the next one's.
         self._awaiting_placement: dict[tuple[str, int], _Question] = {}
-        self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by number
-        self._gathering: dict[int, _Gathering] = {}  # by number
+        self._asked: dict[int, asyncio.Future[Decisions | RoleAnswer]] = {}  # by `ask_id`
+        self._gathering: dict[int, _Gathering] = {}  # by `ask_id`
         self._ask_ids = itertools.count()
-        self._answers: dict[str, AnswerGateway] = {}  # to other gateways, by what they are about
+        self._answers: dict[str, AnswerGateway] = {}  # what answers other gateways' questions, by topic
         self._answering: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, KnownWorker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
-        self.pools: dict[Role, int] = {}  # workers that it would have in each, where it sizes them
-        self.loading: list[LoadingReport] = []  # workers that are yet to come
+        self.pools: dict[Role, int] = {}  # workers that each pool should have, where the scheduler sizes them
+        self.loading: list[LoadingReport] = []  # the progress of workers that are starting
         self._settles_at = 0.0
 
     def start(self) -> None:
@@ -126,7 +127,8 @@ class SchedulerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def place(self, request: Place) -> Placement:
-        """Where to run this attempt. Raises OverloadedError, RequestTooLargeError or UnavailableError."""
+        """Ask the scheduler where to run this attempt, or choose without it. Raises OverloadedError,
+        RequestTooLargeError or UnavailableError."""
         answer = await self._ask_where(request)
         if isinstance(answer, Placement):
             return answer
@@ -145,17 +147,17 @@ class SchedulerClient:
         self.tell(PartComputed(request_id=request_id))
 
     def ended(self, request_id: str, num_output_tokens: int | None = None) -> None:
-        """`num_output_tokens`: where the request came to its own end."""
+        """Tell the scheduler that a request is over. `num_output_tokens`: all that it had; None: it did not finish."""
         self.tell(Ended(request_id=request_id, num_output_tokens=num_output_tokens))
 
     async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
-        """The scheduler's newest decisions, newest first; UnavailableError while it cannot be asked."""
+        """The scheduler's newest `limit` decisions, newest first. Raises UnavailableError while it cannot be asked."""
         told = await self._ask(AskDecisions(ask_id=next(self._ask_ids), limit=limit, as_text=as_text))
         assert isinstance(told, Decisions)
         return told.decisions
 
     async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have the scheduler tell the worker. Raises NotFoundError or ConflictError where it does not, and
+        """Have the scheduler tell a worker to change its role. Raises NotFoundError or ConflictError if it refuses, and
         UnavailableError while it cannot be asked."""
         question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
         answer = await self._ask(question)
@@ -167,13 +169,13 @@ class SchedulerClient:
         return self._identity.worker_id
 
     def answer_gateways(self, about: str, answer: AnswerGateway) -> None:
-        """Answer other gateways' questions about that from now on."""
+        """Answer other gateways' questions about the topic `about` by `answer` from now on."""
         self._answers[about] = answer
 
     async def ask_gateways(
         self, about: str, question: bytes, *, one_is_enough: bool = False
     ) -> dict[str, bytes | None]:
-        """By way of the scheduler; see `ClusterView`."""
+        """Ask all other gateways by way of the scheduler, and return their answers by name; see `ClusterView`."""
         asked = AskGateways(ask_id=next(self._ask_ids), about=about, question=question)
         gathering = self._gathering[asked.ask_id] = _Gathering()
         try:
@@ -217,32 +219,34 @@ class SchedulerClient:
         ]
 
     def link_states(self) -> dict[str, LinkState]:
-        """How the gateway stands with each live worker."""
+        """The state of this gateway's connection to each live worker."""
         suspects, is_up = self._links.suspects(), self._links.is_up
         return {name: "silent" if name in suspects else "up" if is_up(name) else "down" for name in self.workers}
 
     def publish_slo(self, report: SloReport) -> None:
-        """To the scheduler, which adds up what all gateways saw."""
+        """Send a report to the scheduler, which adds up what all gateways saw."""
         self.tell(SloUpdate(report=report.to_bytes()))
 
     def _index_of(self, worker_id: str) -> dict[str, object] | None:
-        """What the scheduler knows of a worker's blocks; None where it has not told."""
+        """What the scheduler knows of a worker's blocks; None if it has not told."""
         report = self.indexes.get(worker_id)
         if report is None:
             return None
         return {name: value for name, value in asdict(report).items() if name != "worker_id"}
 
     def tell(self, message: Message) -> None:
-        """What is lost, and no harm, while the scheduler cannot be reached."""
+        """Send a message that needs no answer. While the scheduler cannot be reached it is lost, which does no harm."""
         if self.connection is not None:
             self.connection.post(message)
 
     def worker_lost(self, worker_id: str) -> None:
-        """The link to a worker broke. Without a scheduler to tell whether it lives on, it is dead."""
+        """Note that the connection to a worker broke. While there is no scheduler to tell whether the worker lives on,
+        it counts as dead."""
         if self.connection is None:
             self.workers.pop(worker_id, None)
 
     async def _ask(self, question: AskDecisions | RoleRequest) -> Decisions | RoleAnswer:
+        """Send the scheduler a question and wait for its answer. Raises UnavailableError while it cannot be asked."""
         answer: asyncio.Future[Decisions | RoleAnswer] = asyncio.get_running_loop().create_future()
         self._asked[question.ask_id] = answer
         try:
@@ -257,6 +261,7 @@ class SchedulerClient:
         raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
+        """The scheduler's answer where to run an attempt, or `_place_alone` if it is away, silent or late."""
         connection = self.connection
         if connection is None or connection.silent_s >= SILENCE_S:
             return self._place_alone(request)
@@ -270,15 +275,18 @@ class SchedulerClient:
         except TransportError:
             return self._place_alone(request)
         except TimeoutError:
-            self.ended(request.request_id)  # an answer that comes yet is not to be booked
+            self.ended(request.request_id)  # the scheduler must not count a placement that nobody waits for
             return self._place_alone(request)
         finally:
             self._awaiting_placement.pop(key, None)
 
     def _place_alone(self, request: Place) -> Placement | Unplaceable:
-        """By the scheduler's rules on who can take the request (`filter.eligible`), but without the scheduler: the
-        decode worker that holds a reservation for it, else one that it need not avoid. Of several, and of prefill
-        workers, the better of two random ones. Without a prefill worker the decode worker computes the prompt."""
+        """Choose workers without the scheduler, among those that could take the request by its rules
+        (`filter.eligible`).
+
+        Takes the decode worker that holds a reservation for it, else one that it need not avoid. Of several, and of
+        several prefill workers, takes the better of two random ones. Without a prefill worker the decode worker
+        computes the prompt."""
         length = request.num_tokens + request.max_new_tokens
         computing = self._live("prefill") if request.is_pooled else []
         of_prompt = [(info, snapshot) for info, snapshot in computing if info.max_model_len >= length]
@@ -307,7 +315,7 @@ class SchedulerClient:
         )
         prefill_id = None if prefill is None else prefill.worker_id
         asked = replace(request, exclude=[], prefix_hashes=b"")
-        # The scheduler may be there all the same, late or without its workers.
+        # The scheduler may live all the same, only late or without its workers: tell it what was chosen.
         self.tell(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
         return Placement(
             request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
@@ -315,7 +323,8 @@ class SchedulerClient:
 
     @property
     def _settling(self) -> bool:
-        """A new scheduler does not know a decode worker yet. Those that we know will soon have found it, too."""
+        """Whether the scheduler is new and knows no decode worker yet. Until it does, or for `SETTLE_S`, the workers
+        that this gateway knows count: they will soon have found the new scheduler, too."""
         return time.monotonic() < self._settles_at
 
     def _live(self, role: Role) -> list[KnownWorker]:
@@ -330,6 +339,8 @@ class SchedulerClient:
             await asyncio.sleep(RETRY_S)
 
     async def _listen(self) -> None:
+        """Connect to the scheduler, tell it which requests stand, and take in its messages until the connection ends.
+        Raises TransportError, OSError or TimeoutError then; whoever waits for an answer gets TransportError."""
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             endpoint = await self._locate_scheduler()
         connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)

@@ -52,33 +52,33 @@ PARTS: Final = {
     "retry": "an attempt came to nothing, from what it brought last until the next one is asked for",
     "finish": "what follows the last token, until the kernel has taken the last byte",
 }
-"""What a request's time goes to, by the names of `Part`. Up to the first byte all of them, but for a failed attempt's
-`retry`, come in this order."""
+"""What a request's time goes to, by the names of `Part`. Up to the first byte they come in this order, except for the
+`retry` of a failed attempt."""
 
-MAX_GAPS: Final = 16  # parts that tell of one; of an attempt with more of them the longest
+MAX_GAPS: Final = 16  # parts `gap` of one attempt; of more late gaps the longest have one
 
 SequenceEnd = Literal["finished", "failed", "cancelled"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One try to run a sequence. A stamp of None: it did not come so far.
+    """One try to run a sequence on workers. A stamp of None: the attempt has not come so far.
 
     `prefill` None: the decode worker computes the prompt, or nobody was chosen yet. `waited_s`: how long the prompt
-    waited in the worker that computed it, before its first step; `handoff_s`: what decode had to wait for the prompt's
-    KV after the first token was there. Both as the workers say, None: not known. Where it came to nothing, `cause` says
-    why in a word, and `failed_worker` whose doing it was, if anybody's.
+    waited in the worker that computed it, before its first step. `handoff_s`: how long decode waited for the prompt's
+    KV after the first token was there. Workers tell both; None: not known. Where the attempt came to nothing, `cause`
+    says why in a word, and `failed_worker` which worker caused it; None: no worker did.
     """
 
     number: int
-    asked_at: float  # the scheduler
+    asked_at: float  # the scheduler was asked for a placement
     placed_at: float | None = None  # its answer was here
     started_at: float | None = None  # the worker was told to compute the prompt
     computing_at: float | None = None  # the worker said that its next step has it, or a part of it
-    failed_at: float | None = None  # it came to nothing
+    failed_at: float | None = None  # the attempt came to nothing
     prefill: str | None = None
     decode: str | None = None
-    predicted_ttft_s: float | None = None  # from arrival, by whoever placed it
+    predicted_ttft_s: float | None = None  # counted from arrival; predicted by whoever placed it
     waited_s: float | None = None
     handoff_s: float | None = None
     num_before: int = 0  # tokens of earlier attempts
@@ -90,8 +90,8 @@ class Attempt:
 class Part:
     """A stretch of a request's time: `name` is one of `PARTS`, `start_s` counts from the request's arrival.
 
-    `worker`: whose time it is; None: the gateway's own, or the scheduler's (`place`). `attempt` None: of none. `cause`:
-    of a `retry`, why the attempt came to nothing.
+    `worker`: whose time it is; None: the gateway's own, or the scheduler's (`place`). `attempt`: the number of the
+    attempt that the part belongs to, if it belongs to one. `cause`: for `retry`, why the attempt came to nothing.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Part:
 
 
 class Drafts(NamedTuple):
-    """Tokens that steps checked, and of these, those that became tokens."""
+    """How many guessed tokens steps checked, and how many of these became tokens."""
 
     drafted: int = 0
     accepted: int = 0
@@ -155,7 +155,7 @@ class SequenceTimeline:
         self.attempts.append(Attempt(number=number, asked_at=time.monotonic(), num_before=len(self.token_times)))
 
     def placed(self, placement: Placement) -> None:
-        """The answer is here; to whoever asked without saying so, too."""
+        """The scheduler has answered where to run an attempt. If `asked` was not called for it, it is called here."""
         if not self.attempts or self.attempts[-1].number != placement.attempt:
             self.asked(placement.attempt)
         attempt = self.attempts[-1]
@@ -167,43 +167,44 @@ class SequenceTimeline:
         self.attempts[-1].started_at = time.monotonic()
 
     def computing(self) -> None:
-        """A worker says that it is about to compute it."""
+        """A worker says that it is about to compute the newest attempt. Only the first time counts."""
         if self.attempts and self.attempts[-1].computing_at is None:
             self.attempts[-1].computing_at = time.monotonic()
 
     def failed(self, cause: str, worker_id: str | None) -> None:
-        """The newest attempt came to nothing, by the doing of that worker or of none."""
+        """The newest attempt came to nothing. `worker_id`: the worker that caused it; None: no worker did."""
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.failed_at, attempt.cause, attempt.failed_worker = time.monotonic(), cause, worker_id
 
     def waited(self, seconds: float) -> None:
-        """The worker says how long the prompt waited there."""
+        """A worker says how long the prompt of the newest attempt waited in it."""
         if self.attempts:
             self.attempts[-1].waited_s = seconds
 
     def handed_off(self, number: int, exposed_s: float) -> None:
-        """The prefill worker says that decode has the KV of attempt `number`, and how long that was waited for."""
+        """The prefill worker says that decode has the KV of attempt `number`, and how long decode waited for it after
+        the first token."""
         for attempt in self.attempts:
             if attempt.number == number:
                 attempt.handoff_s = exposed_s
 
     def preempted(self, index: int) -> None:
-        """A worker gave its KV up for others, after the token before that."""
+        """A worker gave the sequence's KV up for others: it is computed again before token `index` comes."""
         if self.preemptions[-1:] != [index]:
             self.preemptions.append(index)
 
     def drafted(self, drafter: str, num_accepted: int, num_rejected: int) -> None:
-        """A step checked guesses of what follows."""
+        """A step checked guesses of the next tokens, which that drafter made."""
         before = self.drafts.get(drafter, Drafts())
         self.drafts[drafter] = Drafts(before.drafted + num_accepted + num_rejected, before.accepted + num_accepted)
 
     def token(self, at: float) -> None:
-        """A token came at that time."""
+        """A token came at the time `at`."""
         self.token_times.append(at)
 
     def ended(self, end: SequenceEnd) -> None:
-        """It is over at the gateway. The first end counts."""
+        """The sequence is over at the gateway. Only the first call counts."""
         if self.end is None:
             self.end, self.ended_at = end, time.monotonic()
 
@@ -211,7 +212,7 @@ class SequenceTimeline:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The newest one."""
+        """The newest attempt; None: there is none yet."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -226,19 +227,19 @@ class SequenceTimeline:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the request's arrival until the first byte of this choice was sent; None: it was not."""
+        """From the request's arrival until the first byte of this choice was sent; None: none was."""
         return None if self.sent_at is None else self.sent_at - self.terms.arrived_at
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between its tokens; None: fewer than two."""
+        """Mean time between the sequence's tokens; None: there are fewer than two."""
         times = self.token_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
     def gap_p99_s(self) -> float | None:
-        """Its longest gap but for one in a hundred: what a promise about gaps is judged by. Where its client left, what
-        it had waited for the next token by then is a gap, too. None: there is none."""
+        """The sequence's longest gap but for one in a hundred, by which a promise about gaps is judged. If its client
+        left, the time that it had waited for the next token is a gap, too. None: there is no gap."""
         times = np.array(self.token_times)
         if self.end == "cancelled" and self.ended_at is not None and len(times):
             times = np.append(times, self.ended_at)
@@ -260,7 +261,8 @@ class SequenceTimeline:
         return next((attempt for attempt in reversed(self.attempts) if attempt.num_before == 0), None)
 
     def gaps(self, start: int) -> Iterator[tuple[str | None, list[float]]]:
-        """The gaps that end in token `start` or a later one, by the decode worker that the token came from."""
+        """Yields the gaps that end in token `start` or a later one,
+        together with the decode worker that those tokens came from."""
         times = self.token_times
         stop = len(times)
         for attempt in reversed(self.attempts):
@@ -274,16 +276,16 @@ class SequenceTimeline:
 class RequestTimeline:
     """One HTTP request from its arrival to its end, with a `SequenceTimeline` for each choice.
 
-    `outcome` is Prometheus' word for how it ended; `promise` what that means for its class of service, None: nothing,
-    because what was asked for cannot be done.
+    `outcome`: how it ended, in the word that Prometheus gets. `promise`: what that means for its class of service;
+    None: nothing, because what was asked for cannot be done.
     """
 
     endpoint: str
     terms: RequestTerms
-    request_id: str = ""  # as the answer names it
-    given_id: str = ""  # as its client does, in the header `x-request-id`
+    request_id: str = ""  # the answer's id
+    given_id: str = ""  # the client's own name for it, from the header `x-request-id`
     sequences: list[SequenceTimeline] = field(default_factory=list)
-    parsed_at: float | None = None  # it was read, checked and tokenised
+    parsed_at: float | None = None  # the body was read, checked and tokenised
     ended_at: float | None = None
     status: int | None = None  # HTTP's, once it was sent
     outcome: str = "cancelled"  # unless something else is known at the end
@@ -298,7 +300,8 @@ class RequestTimeline:
     # --- written by the HTTP side ---
 
     def parsed(self, requests: Sequence[RequestSpec], num_prompt_tokens: int, request_id: str = "") -> None:
-        """It can be generated: a sequence for each choice. `num_prompt_tokens`: each prompt counts once."""
+        """The body was read: begin a sequence for each choice.
+        `num_prompt_tokens`: of all prompts, each counted once."""
         self.parsed_at = time.monotonic()
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
@@ -314,7 +317,8 @@ class RequestTimeline:
                 self.sequences[index].sent_at = now
 
     def ended(self, at: float | None = None) -> None:
-        """The kernel took the last byte at that time; None: it is over just now. The first call counts."""
+        """The request is over: the kernel took the last byte at the time `at`. None: it ends just now.
+        Only the first call counts."""
         if self.ended_at is None:
             self.ended_at = time.monotonic() if at is None else at
 
@@ -347,19 +351,20 @@ class RequestTimeline:
 
     @property
     def gap_p99_s(self) -> float | None:
-        """Of the sequence where it is longest, so that a request keeps its gaps if all of its sequences do."""
+        """The largest `gap_p99_s` of all sequences: a request keeps its promise about gaps if all of them do. None:
+        there are no gaps."""
         found = (sequence.gap_p99_s for sequence in self.sequences)
         return max((gap_s for gap_s in found if gap_s is not None), default=None)
 
     @property
     def predicted_ttft_s(self) -> float | None:
-        """As predicted when the sequence whose first byte came first was placed."""
+        """The TTFT that was predicted when the sequence whose first byte came first was placed. None: none was."""
         attempt = None if self.first is None else self.first.first_attempt
         return None if attempt is None else attempt.predicted_ttft_s
 
     @property
     def workers(self) -> list[str]:
-        """All that it was given to, of all choices and attempts, in this order."""
+        """All workers that the request was given to, in the order of choices and attempts."""
         attempts = (attempt for sequence in self.sequences for attempt in sequence.attempts)
         named = (worker for attempt in attempts for worker in (attempt.prefill, attempt.decode) if worker)
         return list(dict.fromkeys(named))
@@ -372,13 +377,13 @@ class RequestTimeline:
 
     @property
     def retries(self) -> Iterator[str]:
-        """Why attempts that others followed came to nothing, of all choices: an `AttemptEnd` each."""
+        """Yields, for each attempt that another one followed, why it came to nothing: an `AttemptEnd`."""
         for sequence in self.sequences:
             yield from (attempt.cause for attempt in sequence.attempts[:-1] if attempt.cause)
 
     @property
     def num_migrations(self) -> int:
-        """How often a stream went on in another attempt, behind tokens that it had."""
+        """How often a sequence that had tokens went on in another attempt."""
         return sum(attempt.num_before > 0 for sequence in self.sequences for attempt in sequence.attempts)
 
     @property
@@ -388,12 +393,13 @@ class RequestTimeline:
 
     @property
     def num_tokens(self) -> int:
-        """Generated, or so far, of all choices."""
+        """Tokens of all choices, or those that have come so far."""
         return self.num_generated_tokens or sum(len(sequence.token_times) for sequence in self.sequences)
 
     @property
     def kept_promise(self) -> bool | None:
-        """Whether `/slo` counts it as met or as missed; None: as neither, or it goes on."""
+        """Whether `/slo` counts the request as one that met its promise.
+        None: it goes on, or counts as neither met nor missed."""
         if self.ended_at is None or self.promise is None:
             return None
         counts = counts_of(
@@ -409,10 +415,10 @@ class RequestTimeline:
 
     def parts(self, choice: int | None = None) -> list[Part]:
         """Where the time of one choice went, in order and without a break: their seconds sum to `total_s`, and those up
-        to `send` to the `ttft_s` of that choice. Of a request that goes on up to now. `choice` None: the one whose
-        first byte was sent first.
+        to `send` to the `ttft_s` of that choice. For a request that goes on they reach up to now. `choice` None: the
+        one whose first byte was sent first.
 
-        The time of an attempt that came to nothing is in its own parts as far as it got, the rest is `retry`.
+        An attempt that came to nothing has its own parts as far as it got; the rest of its time is `retry`.
         """
         sequence = (self.first or self.sequences[0]) if choice is None else self.sequences[choice]
         end = self.arrived_at + self.total_s
@@ -435,7 +441,7 @@ class RequestTimeline:
 
 
 class _Mark(NamedTuple):
-    """Up to when a part lasts."""
+    """The end of a part: each lasts from the end of the one before until `until`."""
 
     name: str
     until: float
@@ -445,7 +451,7 @@ class _Mark(NamedTuple):
 
 
 def _marks(sequence: SequenceTimeline, end: float) -> Iterator[_Mark]:
-    """Between the request's parsing and the sequence's end, or `end` where it has none."""
+    """Yields the ends of all parts between the request's parsing and the sequence's end, or `end` if it goes on."""
     stop = end if sequence.ended_at is None else sequence.ended_at
     attempts = sequence.attempts
     yield _Mark("admit", attempts[0].asked_at if attempts else stop)
@@ -463,8 +469,8 @@ def _marks(sequence: SequenceTimeline, end: float) -> Iterator[_Mark]:
 def _marks_of_attempt(
     sequence: SequenceTimeline, attempt: Attempt, num_tokens: int, over: float, *, goes_on: bool
 ) -> Iterator[_Mark]:
-    """`num_tokens`: those of the sequence up to the attempt's end, which was at `over`, or is now. `goes_on`: one more
-    token is waited for until then."""
+    """Yields the ends of the parts of one attempt. `num_tokens`: how many tokens the sequence had at the attempt's end.
+    `over`: when it ended, or now. `goes_on`: until then one more token is waited for."""
     computer, number, begin = attempt.prefill or attempt.decode, attempt.number, attempt.num_before
     times = sequence.token_times[begin:num_tokens]
     first = times[0] if times else None
@@ -498,7 +504,7 @@ def _marks_of_attempt(
 
 
 def _late(times: array[float], gap_s: float | None) -> list[int]:
-    """Which of the times are later than promised after the one before: of many the latest, in order."""
+    """Indices of the tokens that came later after the one before than promised: the `MAX_GAPS` latest, in order."""
     if gap_s is None:
         return []
     gaps = np.diff(np.array(times))

@@ -20,13 +20,14 @@ class Wakeup:
         self._timer_at = math.inf
 
     def set(self) -> None:
-        """End the wait, or the next one."""
+        """End the wait that goes on, or else the next one."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, deadline: float = math.inf) -> None:
-        """Until it has been set since the last wait ended. Raises TimeoutError."""
+        """Wait until `set` is called; return at once if it was called since the last wait ended.
+        Raises TimeoutError at `deadline`."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._deadline = deadline
@@ -40,7 +41,7 @@ class Wakeup:
         self._is_set = False
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel the timer: nobody waits any more."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_at = None, math.inf
@@ -50,7 +51,7 @@ class Wakeup:
         self._timer, self._timer_at = loop.call_at(self._deadline, self._on_time, loop), self._deadline
 
     def _on_time(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The time that some wait had; perhaps not the one of now."""
+        """End the present wait if its deadline has come. The timer may be that of an earlier wait: then set it anew."""
         self._timer, self._timer_at = None, math.inf
         if self._waiter is None or self._waiter.done():
             return

@@ -19,9 +19,10 @@ SILENCE_S = 1.5  # three pings that did not come
 
 
 class WorkerLinks:
-    """Connects to the workers it is told of.
+    """Holds a connection to each worker that it is told of.
 
-    `on_message(worker_id, message)`; `on_lost(worker_id, in_order)`: whether the worker stopped as it was told to.
+    Calls `on_message(worker_id, message)` with each message that comes, and `on_lost(worker_id, in_order)` when a
+    connection ends. `in_order`: the worker stopped as it was told to.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class WorkerLinks:
         self._on_lost = on_lost
         self._connections: dict[str, Connection] = {}
         self._overdue: set[str] = set()
-        self._fallen: dict[str, None] = {}  # that were connected, and are not now; the oldest first
+        self._fallen: dict[str, None] = {}  # workers that were connected and are not now; the oldest first
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
 
@@ -48,11 +49,11 @@ class WorkerLinks:
         return connection is not None and connection.silent_s >= SILENCE_S
 
     def suspects(self) -> set[str]:
-        """Workers that are connected, and silent, or at a step that may never end."""
+        """Connected workers that are silent or whose step is overdue."""
         return {worker_id for worker_id in self._connections if self.is_silent(worker_id)} | self._overdue
 
     def step_overdue(self, worker_id: str, is_overdue: bool) -> None:
-        """What the worker says of its step."""
+        """Note what the worker says of its step: that it is overdue, or no longer."""
         (self._overdue.add if is_overdue else self._overdue.discard)(worker_id)
 
     def update(self, workers: list[WorkerInfo]) -> None:
@@ -70,7 +71,8 @@ class WorkerLinks:
         return True
 
     async def post_large(self, worker_id: str, message: Message) -> bool:
-        """The same for what holds a prompt: waits until the link has taken those before it."""
+        """Send a message that holds a prompt: wait until the connection has taken those before it. Returns False if
+        there is no connection, or if it has ended meanwhile."""
         connection = self._connections.get(worker_id)
         if connection is None:
             return False
@@ -78,7 +80,8 @@ class WorkerLinks:
         return connection.closed is None
 
     async def wait_up(self, worker_ids: set[str], timeout_s: float) -> bool:
-        """Whether all of these were connected within the time. One whose connection was lost is not waited for."""
+        """Wait until all of these workers are connected. Returns False after `timeout_s`, or at once if the connection
+        to one of them was lost."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_s):

@@ -32,21 +32,21 @@ from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.formats import OutputFormats, ReasoningFormatName, ToolFormatName, output_formats
 from engine.text.tokenizer import Tokenizer
 
-RESPONSES_SHARE: Final = 10  # what files may take is so many times what stored responses may
+RESPONSES_SHARE: Final = 10  # files may take so many times what stored responses may
 
 
 class InFlight:
-    """How many sequences this gateway is generating, and no more than it may."""
+    """Counts the sequences that this gateway is generating, and refuses more than it may."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._num = 0
 
     def require_room(self, num_sequences: int) -> None:
-        """Before anything is made ready for so many.
+        """Check that there is room for so many sequences. Call it before anything is made ready for them.
 
-        Raises InvalidRequestError when there will never be room for them at once, OverloadedError when there is none
-        now: several take at most half of what others leave, so that a few large requests do not shut out small ones.
+        Raises InvalidRequestError if there will never be room for them at once, OverloadedError if there is none now:
+        several take at most half of what others leave, so that a few large requests do not shut out small ones.
         """
         if num_sequences > self._limit:
             raise InvalidRequestError(
@@ -62,12 +62,13 @@ class InFlight:
             )
 
     def share(self, most: int) -> int:
-        """How many of `most` one request that can wait for its own may have at once now: at least one."""
+        """How many sequences, from one to `most`, a request may have at once now, if it can wait for the rest."""
         return max(1, min(most, (self._limit - self._num) // 2))
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
-        """Hold room for that many; each call of what it gives returns that of one. Raises like `require_room`."""
+        """Hold room for that many sequences inside the block. Yields a function that gives back the room of one
+        sequence; what is left is given back at the end. Raises like `require_room`."""
         self.require_room(num_sequences)
         held = num_sequences
         self._num += held
@@ -88,10 +89,10 @@ class InFlight:
 class HttpLimits:
     """What clients that are slow, or gone without a word, can hold of a gateway.
 
-    A body must have arrived within `body_timeout_s`. Of all bodies that have not, `max_arriving_bytes` are held, and at
-    least the largest that one may have; beyond that the one that has been on its way longest gives way. Output that
-    waits to be read is bounded by `max_unread_bytes`; beyond it the answer with most of it is ended, as is one of which
-    the client takes nothing for `unread_timeout_s`.
+    A body must have arrived within `body_timeout_s`. Of all bodies that are on their way, `max_arriving_bytes` are
+    held, and at least as many as one body may have; beyond that the body that has been on its way longest gives way.
+    Output that waits to be read is bounded by `max_unread_bytes`; beyond that the answer with most of it is ended. So
+    is an answer of which the client takes nothing for `unread_timeout_s`.
     """
 
     body_timeout_s: float = 30.0
@@ -102,9 +103,10 @@ class HttpLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Api:
-    """Handed to every endpoint as an `ApiOf` parameter. `on_ended` is told of each request that was generated,
-    for the request log; `layouts` replays that. `recent` has those that run and those that ended last. `secret` is the
-    cluster's. `batches`: files and batches, where the gateway has a folder for them; it has `responses`, too."""
+    """What every endpoint of a gateway may use; routes get it as an `ApiOf` parameter. `on_ended` is called with each
+    request that was generated, for the request log; `layouts` replays that log. `recent` has the requests that run and
+    those that ended last. `secret` is the cluster's. `batches` (files and batches) and `responses` are None if the
+    gateway has no folder for them."""
 
     generator: Generator
     cluster: ClusterView
@@ -148,7 +150,8 @@ class Api:
 
     @contextmanager
     def following(self, timeline: RequestTimeline) -> Iterator[None]:
-        """Around the generation of a request: however it ends, its one timeline goes to all who tell of it."""
+        """Follow a request that is generated inside the block. However it ends, its timeline then goes to metrics, SLO
+        account, request log and recent requests."""
         self.slo.follow(timeline)
         self.recent.began(timeline)
         with self.metrics.running():
@@ -166,12 +169,12 @@ class Api:
         return {"gateway": self.cluster.gateway, "model": self.model_name, **self.recent.details(timeline, choice)}
 
     async def rows(self, timelines: Iterable[RequestTimeline]) -> list[dict[str, Any]]:
-        """The same at a glance, of each."""
+        """What operators are told at a glance of each of these requests of this gateway."""
         of_all = {"gateway": self.cluster.gateway, "model": self.model_name}
         return [{**of_all, **await self.turns.on_loop(self.recent.facts, timeline)} for timeline in timelines]
 
     def require_model(self, name: str) -> None:
-        """Raises NotFoundError unless `name` is the model served here."""
+        """Check that `name` is the model served here. Raises NotFoundError."""
         if name != self.model_name:
             raise NotFoundError(
                 f"The model {name[:200]!r} does not exist here. Use {self.model_name!r} (see /v1/models).",
@@ -180,7 +183,7 @@ class Api:
             )
 
     def require_limits(self) -> ServingLimits:
-        """What the cluster can do. Raises UnavailableError while no worker is known."""
+        """What the live workers can do together. Raises UnavailableError while no worker is known."""
         limits = self.generator.limits()
         if limits is None:
             raise UnavailableError(
@@ -195,4 +198,4 @@ async def _api(request: Request) -> Api:
 
 
 ApiOf = Annotated[Api, Depends(_api)]
-"""A route's parameter: what its gateway gives every endpoint."""
+"""The type of a route's parameter that gets the gateway's `Api`."""

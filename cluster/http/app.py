@@ -18,7 +18,7 @@ from cluster.slo.classes import CLASS_HEADER
 
 
 def create_app(api: Api) -> FastAPI:
-    """The app that answers with what `api` holds."""
+    """Make the application of a gateway, whose endpoints use what `api` holds."""
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
     app.state.api = api
@@ -36,7 +36,7 @@ def create_app(api: Api) -> FastAPI:
         timeout_s=api.limits.body_timeout_s,
         streamed={batches.FILES_PATH: batches.MAX_FILE_BYTES},
     )
-    if api.settings.cors_origins:  # outside of the bodies, so that a page is told of those that are refused
+    if api.settings.cors_origins:  # outside of `BodyLimit`, so that a page can read its refusals, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=api.settings.cors_origins,

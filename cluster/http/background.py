@@ -23,9 +23,9 @@ from cluster.http.inside import run_inside
 
 logger = logging.getLogger(__name__)
 
-CLAIM_S: Final = 10.0  # after which a response is lost whose gateway is gone
-WRITE_S: Final = 0.2  # between two looks at what was generated, here and by who follows it
-BEAT_S: Final = 15.0  # of a stream that has nothing to say
+CLAIM_S: Final = 10.0  # a response whose gateway is gone counts as lost after this time
+WRITE_S: Final = 0.2  # between two looks at what was generated, by the gateway that writes it and by who follows it
+BEAT_S: Final = 15.0  # between two comments of a stream that has nothing to say
 MOST_FOLLOWED: Final = 64  # streams at a time
 _SWEEP_S: Final = 60.0
 _READ_AT_ONCE: Final = 500  # events
@@ -35,8 +35,8 @@ _LAST: Final = {"completed": "response.completed", "failed": "response.failed"} 
 
 @dataclass(slots=True)
 class _Run:
-    """`events`: those that are not written yet; `first`: the number of the first of them. `last` is the newest, which
-    waits: the last of all holds the response, and is not written."""
+    """A response that is being generated. `events`: those that are not written yet; `first`: the number of the first of
+    them. `last`: the newest event, which is held back: the last of all holds the response, and is not written."""
 
     queued: StoredResponse
     task: asyncio.Task[None] | None = None
@@ -46,6 +46,7 @@ class _Run:
     last: str = ""
 
     def take(self, piece: bytes) -> None:
+        """Take in a piece of the stream, which may end anywhere in an event."""
         *whole, self.rest = (self.rest + piece).split(b"\n\n")
         for event in whole:
             if self.last:
@@ -53,13 +54,15 @@ class _Run:
             self.last = event.decode()
 
     def taken(self) -> Written:
+        """Hand over the events that are not written yet."""
         written = Written(self.first, self.events)
         self.first, self.events = self.first + len(self.events), []
         return written
 
 
 class StoredResponses:
-    """Of one gateway, on the folder of `database`. `budget`: bytes that all responses there may take."""
+    """Generates responses in the background for one gateway, and keeps them in the folder of `database`. `budget`:
+    bytes that all responses there may take."""
 
     def __init__(self, database: Database, budget: int) -> None:
         self.kept = Responses(database, budget)
@@ -69,7 +72,7 @@ class StoredResponses:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Until the end of the block; what is generated then is lost."""
+        """Keep the folder swept inside the block. What is still being generated at its end is lost."""
         sweeping = asyncio.create_task(self._sweep(), name="responses")
         try:
             yield
@@ -82,7 +85,7 @@ class StoredResponses:
             await self.kept.leave(lost)
 
     async def begin(self, queued: StoredResponse, answer: ASGIApp) -> None:
-        """Generate what `answer` streams."""
+        """Keep a response, and begin to generate it in the background: its events are what `answer` streams."""
         await self.kept.add(queued)
         run = self._runs[queued.id] = _Run(queued)
         run.task = asyncio.create_task(self._run(run, answer), name=queued.id)
@@ -90,7 +93,8 @@ class StoredResponses:
             self._writing = asyncio.create_task(self._write(), name="responses in the background")
 
     def end(self, response_id: str) -> None:
-        """If this gateway generates it. Others see that it is not wanted when they next write."""
+        """Stop generating a response, if this gateway does.
+        Another gateway sees that it is not wanted when it next writes."""
         run = self._runs.get(response_id)
         if run is not None and run.task is not None:
             run.task.cancel()
@@ -106,7 +110,7 @@ class StoredResponses:
             del self._runs[run.queued.id]
 
     async def _write(self) -> None:
-        """While there is something to write."""
+        """Write what was generated into the folder every `WRITE_S`, as long as anything is being generated."""
         while self._runs:
             await asyncio.sleep(WRITE_S)
             written = {response_id: run.taken() for response_id, run in self._runs.items()}
@@ -131,7 +135,8 @@ class StoredResponses:
         return self._num_followed < MOST_FOLLOWED
 
     async def follow(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
-        """The events of one behind the number `after`, until it ends. Ends early where it is deleted meanwhile."""
+        """Yields the events of a response behind the number `after`, until it ends, with comments in between. Raises
+        NotFoundError if there is none, also once it is deleted."""
         self._num_followed += 1
         try:
             said_at = 0.0  # so that a stream begins at once
@@ -154,8 +159,8 @@ class StoredResponses:
 
 
 def _ended(run: _Run, http_status: int) -> tuple[str, str]:
-    """How it ended, and the response as its last event has it, which is made anew for each who asks; or as what kept it
-    from beginning leaves it."""
+    """The status that a response ended with, and OpenAI's object in JSON: out of its last event, which is not kept
+    itself but made anew for each who asks. If an error kept it from beginning, the object tells of that."""
     if http_status == 200:
         kind = run.last.removeprefix("event: response.").partition("\n")[0]
         return kind, response_of(run.last)
@@ -165,17 +170,18 @@ def _ended(run: _Run, http_status: int) -> tuple[str, str]:
 
 
 def told_error(http_status: int, message: str) -> dict[str, str]:
-    """The `error` of a response that failed; the API has few codes for it."""
+    """The `error` of a response that failed. The API has few codes for it."""
     code = "server_error" if http_status >= 500 else "rate_limit_exceeded" if http_status == 429 else "invalid_prompt"
     return {"code": code, "message": message}
 
 
 def response_of(event: str) -> str:
-    """The JSON of the response in an event of a whole one: its last member."""
+    """The JSON of the response in an event that holds a whole one: its last member."""
     return event.partition('"response":')[2].rstrip()[:-1]
 
 
 def _last_event(response: StoredResponse, number: int) -> bytes:
+    """The event, with this number, that ends the stream of a response that has ended."""
     kind = _LAST.get(response.status, "response.incomplete")
     head = f'{{"type":"{kind}","sequence_number":{number},"response":'
     return f"event: {kind}\ndata: {head}{response.response}}}\n\n".encode()

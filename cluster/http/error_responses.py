@@ -19,7 +19,7 @@ from cluster.http.server.request_id import is_anthropics
 
 logger = logging.getLogger(__name__)
 
-# Those that `cluster.http.openai.fields` raises, whose sentences are whole.
+# Codes that `cluster.http.openai.fields` raises, with sentences that are whole.
 _OUR_CODES = (
     "invalid_type",
     "invalid_value",
@@ -35,7 +35,7 @@ _CODES: Mapping[str, str] = {
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """From here on the app answers every error in OpenAI's shape."""
+    """Let the app answer every error in OpenAI's shape, or in Anthropic's on their paths."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -43,7 +43,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """In the shape that clients of the request's path parse."""
+    """The answer for an error, in the shape that clients of the request's path parse."""
     return JSONResponse(_body(error, scope), status_code=error.status, headers=error.headers())
 
 
@@ -86,14 +86,15 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 
 def _count(request: Request, outcome: str) -> None:
-    """By route, never by the client's own path, so that the number of series stays bounded."""
+    """Count a request that ended with this outcome, by its route:
+    the client's own path would make any number of series."""
     api: Api = request.app.state.api
     route = request.scope.get("route")
     api.metrics.count(getattr(route, "path", "other"), outcome)
 
 
 def from_validation(problems: Sequence[Any]) -> InvalidRequestError:
-    """The first problem as a sentence that names the field and says what to do."""
+    """An error for the first of pydantic's problems: a sentence that names the field and says what to do."""
     problem = problems[0]
     kind, path = problem["type"], problem["loc"][1:]
     if not path:
@@ -120,12 +121,12 @@ def _type_code(kind: str) -> str:
 
 
 def _dotted(path: Sequence[int | str]) -> str:
-    """("messages", 0, "role") as "messages[0].role"."""
+    """A path as text: ("messages", 0, "role") becomes "messages[0].role"."""
     dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return dotted.removeprefix(".")[:200]
 
 
 def _shown(value: object) -> str:
-    """The beginning of what came, however large or deep it is."""
+    """At most 80 characters that show a value, however large or deep it is."""
     shown = reprlib.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

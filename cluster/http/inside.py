@@ -21,7 +21,8 @@ _ON_BEHALF: Final = "legato.on_behalf"
 
 @dataclass(frozen=True, slots=True)
 class OnBehalf:
-    """`tenant` and `salt` as `terms.Tenants` named them when the client sent the batch; `owner` as the folder's."""
+    """Whose batch a line is of. `tenant` and `salt` are as `terms.Tenants` named them when the client sent the batch;
+    `owner` is the client's name in the gateway's folder."""
 
     tenant: str
     salt: str
@@ -30,19 +31,22 @@ class OnBehalf:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """A whole answer to a request that came from inside."""
+
     status: int
     headers: dict[str, str]  # names in lower case
     body: bytes
 
 
 def on_behalf(scope: Scope) -> OnBehalf | None:
-    """None: the request came from outside."""
+    """On whose behalf the gateway sent this request to itself. None: the request came from outside."""
     found: OnBehalf | None = scope.get(_ON_BEHALF)
     return found
 
 
 async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: OnBehalf) -> Answered:
-    """The answer to one request with a JSON body. Who cancels this cancels the request, on every worker."""
+    """Send the application one request with a JSON body, without a socket, and return its answer. Who cancels this
+    cancels the request, on every worker."""
     content = json.dumps(body).encode()
     answer = bytearray()
     named = {"content-type": "application/json", "content-length": str(len(content)), **headers}
@@ -66,7 +70,7 @@ async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str
 
 
 async def run_inside(answer: ASGIApp, take: Callable[[bytes], None]) -> int:
-    """Have an answer sent to nobody but `take`, piece by piece; its status. Who cancels this cancels the request."""
+    """Have an answer sent to `take` alone, piece by piece; returns its status. Who cancels this cancels the request."""
     scope: Scope = {"type": "http", "headers": []}
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,13 +14,14 @@ from cluster.errors import UnavailableError
 from cluster.http.api import Api
 from cluster.http.openai.sse import dumps
 
-MAX_ROWS: Final = 200  # of requests that one gateway tells another, the newest
+MAX_ROWS: Final = 200  # requests that one gateway tells another of: the newest
 ONE: Final = "a request"
 NEWEST: Final = "requests"
 
 
 class Found(NamedTuple):
-    """What others told. `asked`: all gateways, with the one that asks; `silent`: those that did not answer in time."""
+    """What other gateways told.
+    `asked`: all gateways, with the one that asks; `silent`: those that did not answer in time."""
 
     asked: list[str]
     silent: list[str]
@@ -28,7 +29,8 @@ class Found(NamedTuple):
 
 
 class OtherGateways:
-    """Of one gateway; belongs to its event loop. Answers others from the start."""
+    """Asks the other gateways for their requests, and answers them from its making on.
+    Belongs to one gateway's event loop."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -36,13 +38,14 @@ class OtherGateways:
         api.cluster.answer_gateways(NEWEST, self._tell_newest)
 
     async def find(self, request_id: str, choice: int | None) -> tuple[dict[str, Any] | None, Found]:
-        """The details of a request that this gateway has not, as `Api.details`; None: nobody who answered has it. Where
-        it has no such choice, of the one that was sent first."""
+        """Ask for the details of a request that this gateway does not have, as `Api.details` gives them. None: no
+        gateway that answered has it. If it has no such choice, they are of the one that was sent first."""
         found = await ask(self._api, ONE, {"id": request_id, "choice": choice}, one_is_enough=True)
         return next(iter(found.told.values()), None), found
 
     async def newest(self, limit: int) -> Found:
-        """`told`: how many requests a gateway keeps, and rows of the newest, at most `MAX_ROWS`."""
+        """Ask for the newest requests. `told` has, for each gateway, how many requests it keeps (`kept`) and `rows` of
+        the newest, at most `MAX_ROWS`."""
         return await ask(self._api, NEWEST, {"limit": min(limit, MAX_ROWS)})
 
     async def _tell_one(self, question: bytes) -> bytes:
@@ -59,7 +62,8 @@ class OtherGateways:
 
 
 async def ask(api: Api, about: str, question: dict[str, Any], *, one_is_enough: bool = False) -> Found:
-    """Of all other gateways. Without a scheduler nobody is asked, and nobody counts as silent."""
+    """Ask all other gateways a question about a topic.
+    Without a scheduler nobody is asked, and nobody counts as silent."""
     try:
         answers = await api.cluster.ask_gateways(about, dumps(question), one_is_enough=one_is_enough)
     except UnavailableError:

@@ -35,27 +35,27 @@ DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions end
 # messages between processes well below the 16 MiB that a connection takes.
 MAX_PROMPT_TOKENS: Final = 2**22  # of all choices together: every choice brings its prompt to its workers
 MAX_ECHOED_CHARS: Final = 2**24  # of all choices together
-MAX_PROMPT_LOGPROBS: Final = 2**16  # that one choice gets with its echo: a worker sends them in one message
+MAX_PROMPT_LOGPROBS: Final = 2**16  # of one choice, with its echo: a worker sends them in one message
 MAX_ALL_PROMPT_LOGPROBS: Final = 2**18  # of all choices together
 MAX_TOKENIZED: Final = 2**20  # tokens in an answer of /tokenize
 
 NO_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({})
 LONG_TEXT_CHARS: Final = 2_000  # longer texts are tokenised off the event loop, which they would hold for over 1 ms
-MANY_TOKENS: Final = 10_000  # to turn into text, or to check, on the event loop, which they would hold for over 1 ms
-_MESSAGE_CHARS: Final = 20  # that rendering and tokenising a message costs besides its own, roughly
+MANY_TOKENS: Final = 10_000  # more ids are turned into text, or checked, off the event loop, for the same reason
+_MESSAGE_CHARS: Final = 20  # a message costs as much as so many characters besides its own, roughly
 _TOKEN_ID_BYTES: Final = 6  # of JSON, for a token's id, roughly
-_PROMPT_END_TOKENS: Final = 32  # may open the reasoning
+_PROMPT_END_TOKENS: Final = 32  # the last tokens of a prompt, in which it may open the reasoning
 _LOGPROB_BYTES: Final = 50  # of JSON, for a token with its log probability, roughly
 _SEED_MASK: Final = 2**63 - 1
 
 T = TypeVar("T")
 TokenPrompt = tuple[list[int], str]
-"""The token ids, and what the answer's text begins with (completions' `echo`)."""
+"""A prompt's token ids, and what the answer's text begins with (completions' `echo`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request as it is answered. All choices of a prompt stand side by side."""
+    """A request for text as it is answered. All choices of a prompt stand side by side."""
 
     id: str
     created: int
@@ -71,16 +71,16 @@ class Job:
     return_token_ids: bool
     tokens_as_ids: bool  # in log probabilities
     continuous_usage: bool
-    reading: Reading | None = None  # of calls and reasoning in the answer
+    reading: Reading | None = None  # how calls and reasoning in the answers are read; None: they are text
 
     @property
     def num_prompt_tokens(self) -> int:
-        """A prompt with several choices counts once, here and below."""
+        """Tokens of all prompts. A prompt with several choices counts once."""
         return sum(len(choice.spec.prompt_token_ids) for choice in self.choices[:: self.num_choices])
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in a prefix cache."""
+        """Tokens of all prompts that were found in a prefix cache. A prompt with several choices counts once."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_choices])
 
     @property
@@ -88,7 +88,8 @@ class Job:
         return sum(choice.num_tokens for choice in self.choices)
 
     def usage(self, num_generated: int | None = None, num_reasoning: int = 0) -> dict[str, object]:
-        """OpenAI's `usage`; with other numbers of generated tokens than those of all choices, where they are given."""
+        """OpenAI's `usage`. `num_generated`: tokens to tell of instead of those of all choices, `num_reasoning` of
+        which are reasoning."""
         num_prompt = self.num_prompt_tokens
         if num_generated is None:
             num_generated = self.num_generated_tokens
@@ -107,7 +108,7 @@ class Job:
         }
 
     def opening_size(self, index: int) -> int:
-        """About the bytes of JSON that choice `index` begins with: its echo, and what is told of the prompt."""
+        """About how many bytes of JSON choice `index` begins with: its echo, and what is told of the prompt."""
         choice = self.choices[index]
         num_logprobs = choice.spec.params.prompt_logprobs
         each = 0 if num_logprobs is None else _LOGPROB_BYTES * (num_logprobs + 1)
@@ -115,14 +116,14 @@ class Job:
         return len(choice.echo) + each * len(choice.spec.prompt_token_ids)
 
     def size(self, delta: Delta) -> int:
-        """About the bytes of JSON that it becomes."""
+        """About how many bytes of JSON `delta` becomes."""
         return len(delta.text) + sum(_LOGPROB_BYTES * (len(entry.top) + 1) for entry in delta.entries)
 
 
 async def prepare_chat(
     body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, job_id: str | None = None
 ) -> Job:
-    """Raises ApiError."""
+    """Make the job of a chat. `job_id` None: a new one. Raises ApiError."""
     _check_common(body, 1, api)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, api, told_tools(body))
@@ -154,7 +155,7 @@ async def prepare_chat(
 
 
 async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
-    """Raises ApiError."""
+    """Make the job of a text completion. Raises ApiError."""
     _check_common(body, len(body.prompt), api)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
@@ -187,14 +188,15 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
 
 
 def _prompt_logprobs(body: CompletionBody) -> list[int]:
-    """How many are asked for of each prompt token, under both names."""
+    """How many log probabilities of each prompt token are asked for: the values under either name that are given."""
     return [asked for asked in (body.prompt_logprobs, body.logprobs if body.echo else None) if asked is not None]
 
 
 async def chat_token_ids(
     messages: list[ChatMessage], template: TemplateBody, api: Api, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """The messages in the form the model was trained on, ending where its answer begins."""
+    """The token ids of messages in the form that the model was trained on, ending where its answer begins. Raises
+    InvalidRequestError."""
     if len(messages) > _context(api):
         raise _too_long(f"{len(messages)} messages", api, "messages")
     plain = [_plain(message, index) for index, message in enumerate(messages)]
@@ -225,6 +227,7 @@ def _with_calls(
     template: TemplateBody,
     api: Api,
 ) -> list[int]:
+    """The token ids of messages with tools, or with calls in them; `plain` are these messages without either."""
     for told, message in zip(plain, messages, strict=True):
         told.update(told_calls(message, api.formats))
     plain, of_tools = with_tools(plain, tools, api.formats)
@@ -232,7 +235,7 @@ def _with_calls(
 
 
 def _plain(message: ChatMessage, index: int) -> Message:
-    """As templates know it."""
+    """A message, without its calls, as chat templates know it. Raises InvalidRequestError."""
     reasonings = {text for text in (message.reasoning, message.reasoning_content) if text is not None}
     if reasonings and message.role != "assistant":
         raise InvalidRequestError(
@@ -251,7 +254,8 @@ def _plain(message: ChatMessage, index: int) -> Message:
 
 
 def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
-    """Raises InvalidRequestError for what the model's template does not read: it would change nothing."""
+    """What the chat template is told besides the messages. Raises InvalidRequestError for what the model's template
+    does not read: it would change nothing."""
     if template.continue_final_message and template.add_generation_prompt:
         raise InvalidRequestError(
             "The prompt ends either inside the final message or with the mark of a new one. Leave out either"
@@ -271,7 +275,7 @@ def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
     variables = dict(template.chat_template_kwargs)
     if template.documents:
         variables["documents"] = template.documents
-    if template.reasoning_effort == "none":  # as templates with a switch in place of degrees call it
+    if template.reasoning_effort == "none":  # templates that have a switch in place of degrees call it so
         variables.setdefault("enable_thinking", False)
     for name in ("reasoning_effort", "verbosity"):
         if (value := getattr(template, name)) is not None:
@@ -291,7 +295,8 @@ def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: T
 
 
 async def _prediction_token_ids(body: GenerationBody, api: Api) -> list[int]:
-    """As the model would generate it. It is a guess, so that what is no token of the model's is left out."""
+    """The token ids of the client's prediction, as the model would generate them; [] without one. It is only a guess,
+    so ids outside of the vocabulary are left out. Raises InvalidRequestError if it is too long."""
     if body.prediction is None:
         return []
     text = body.prediction.content
@@ -303,7 +308,8 @@ async def _prediction_token_ids(body: GenerationBody, api: Api) -> list[int]:
 
 
 async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True) -> list[int]:
-    """Of any text, whether or not it fits the context. Raises InvalidRequestError."""
+    """The token ids of any text, whether or not it fits the context.
+    Raises InvalidRequestError for more than `MAX_TOKENIZED`."""
     token_ids = await _off_loop_if_long(len(text), api, api.tokenizer.encode, text, add_special_tokens)
     if len(token_ids) > MAX_TOKENIZED:
         raise InvalidRequestError(
@@ -314,7 +320,8 @@ async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True
 
 
 async def prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[list[int]]:
-    """Of texts as the model reads them, of ids as they are: at least one each. Raises InvalidRequestError."""
+    """The token ids of prompts: texts as the model reads them, ids as they are. Raises InvalidRequestError if one is
+    empty or too long, or if there are too many together."""
     for prompt in prompts:
         _require_fits(prompt, api, param)
     found = await _off_loop_if_long(sum(map(len, prompts)), api, _prompts_token_ids, prompts, api, param)
@@ -342,7 +349,7 @@ def _prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[
 
 
 async def token_text(token_ids: list[int], api: Api) -> str:
-    """Of ids in the vocabulary, special tokens included. Raises InvalidRequestError."""
+    """The text of token ids, special tokens included. Raises InvalidRequestError for ids outside of the vocabulary."""
     size = LONG_TEXT_CHARS * len(token_ids) // MANY_TOKENS
     return await _off_loop_if_long(size, api, _text_of, token_ids, api)
 
@@ -353,18 +360,20 @@ def _text_of(token_ids: list[int], api: Api) -> str:
 
 
 async def _off_loop_if_long(num_chars: int, api: Api, function: Callable[..., T], *args: Any) -> T:
+    """Call `function` on the event loop, or in a thread if it works on more than `LONG_TEXT_CHARS` characters."""
     if num_chars <= LONG_TEXT_CHARS:
         return await api.turns.on_loop(function, *args)
     return await api.turns.reading(num_chars, function, *args)
 
 
 def _context(api: Api) -> int:
+    """How many tokens a prompt may have at most; `MAX_TOKENIZED` while no worker is known."""
     limits = api.generator.limits()
     return MAX_TOKENIZED if limits is None else limits.max_model_len
 
 
 def _require_fits(prompt: Prompt, api: Api, param: str) -> None:
-    """Raises InvalidRequestError for a prompt that is too long whatever it says, before anything is made of it."""
+    """Refuse a prompt that is too long whatever it says, before anything is made of it. Raises InvalidRequestError."""
     if isinstance(prompt, str):
         _require_chars_fit(len(prompt), api, param)
     elif len(prompt) > _context(api):
@@ -385,7 +394,7 @@ def _too_long(what: str, api: Api, param: str) -> InvalidRequestError:
 
 
 def check_token_ids(token_ids: list[int], api: Api, param: str) -> None:
-    """Raises InvalidRequestError unless all are in the vocabulary."""
+    """Check that all ids are in the vocabulary. Raises InvalidRequestError."""
     largest = max(token_ids, default=0)
     if largest >= api.tokenizer.vocab_size or min(token_ids, default=0) < 0:
         raise InvalidRequestError(
@@ -399,6 +408,7 @@ def _completion_prompts(body: CompletionBody, max_tokens: int, api: Api) -> list
 
 
 def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, api: Api) -> TokenPrompt:
+    """The token ids of a completion's prompt, and its echo ("" if none is wanted). Raises InvalidRequestError."""
     if isinstance(prompt, str):
         whole = api.tokenizer.encode(prompt, True)
     else:
@@ -413,7 +423,8 @@ def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, ap
 
 
 def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | None, api: Api) -> list[int]:
-    """The prompt's last tokens, as many as the client allows; the same list where that is all of them."""
+    """The prompt's last tokens, as many as `truncate_prompt_tokens` allows; the same list if that is all of them.
+    Raises InvalidRequestError if it is 0."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return token_ids
@@ -428,6 +439,7 @@ def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | Non
 
 
 def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> None:
+    """Check what chats and text completions have in common, before anything is tokenised. Raises ApiError."""
     api.require_model(body.model)
     api.in_flight.require_room(num_prompts * (body.n or 1))
     if body.stream and body.prompt_logprobs is not None:
@@ -483,8 +495,10 @@ def _job(
     reading: Reading | None = None,
     thinking: Mapping[str, Any] = NO_FIELDS,
 ) -> Job:
-    """What the endpoints ask for in different words comes after `param`, the field of the prompt. `max_tokens` None: as
-    many as fit."""
+    """Make a job, with a choice for each seed of each prompt. Raises ApiError.
+
+    `param`: the field that the prompt came in. The parameters after it are what the endpoints call by different names.
+    `max_tokens` None: as many as fit."""
     num_choices = body.n or 1
     _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
     api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
@@ -543,7 +557,7 @@ def _job(
 def _require_bounded(
     num_choices: int, prompts: Sequence[TokenPrompt], prediction: list[int], prompt_logprobs: int | None
 ) -> None:
-    """Raises InvalidRequestError for what would be too much to send to workers, or to answer, in one request."""
+    """Check that one request is not too much to send to workers, or to answer. Raises InvalidRequestError."""
     num_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     num_sent = num_tokens + len(prediction) * len(prompts)
     longest = max(len(token_ids) for token_ids, _ in prompts)
@@ -568,7 +582,8 @@ def _require_bounded(
 
 
 def _max_tokens(num_prompt_tokens: int, wanted: int | None, max_model_len: int, param: str) -> int:
-    """How many tokens to generate: what was asked for, or what the context has room for."""
+    """How many tokens to generate: as many as were asked for, or as the context has room for. Raises
+    InvalidRequestError if the prompt is empty, or if there is no room for so many."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError(f"{param} is empty. Send at least one token.", param=param)
     room = max_model_len - num_prompt_tokens
@@ -584,7 +599,8 @@ def _max_tokens(num_prompt_tokens: int, wanted: int | None, max_model_len: int, 
 
 
 def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
-    """The fields of SamplingParams that all choices share; those not given are left to its defaults."""
+    """The fields of SamplingParams that all choices share; those not given are left to its defaults. Raises
+    InvalidRequestError for token ids outside of the vocabulary."""
     check_token_ids(list(body.logit_bias), api, "logit_bias")
     check_token_ids(body.stop_token_ids or [], api, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or [], api, "allowed_token_ids")
@@ -607,7 +623,8 @@ def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
 
 
 def _bad_words(words: list[str], api: Api) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens, as it begins a text and as it follows a space, which often is a part of the first token."""
+    """The tokens of each word, as it begins a text and as it follows a space,
+    which often is a part of the first token."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         plain = api.tokenizer.encode(word.lstrip(), False)
@@ -619,7 +636,7 @@ def _bad_words(words: list[str], api: Api) -> tuple[tuple[int, ...], ...]:
 
 
 def _params(sampling: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-    """Of all choices of a prompt, but for their seeds."""
+    """The sampling parameters of all choices of a prompt, apart from their seeds. Raises InvalidRequestError."""
     if sampling.get("min_tokens", 0) > max_tokens:
         raise InvalidRequestError(
             f"min_tokens is {sampling['min_tokens']}, more than the {max_tokens} tokens that are generated at most. "
@@ -633,12 +650,13 @@ def _params(sampling: Mapping[str, Any], max_tokens: int) -> SamplingParams:
 
 
 def _seeds(seed: int | None, num_choices: int) -> Iterator[int]:
+    """Yields the seed of each choice of a prompt. `seed` None: the first one is drawn."""
     base = secrets.randbits(63) if seed is None else seed & _SEED_MASK
     for choice in range(num_choices):
         yield base if choice == 0 else derived_seed(base, choice)
 
 
 def derived_seed(seed: int, choice: int) -> int:
-    """The seed of a further choice: 63 bits of BLAKE2b over both numbers, little-endian 64-bit each."""
+    """The seed of a choice after the first: 63 bits of BLAKE2b over both numbers, little-endian 64-bit each."""
     data = seed.to_bytes(8, "little") + choice.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & _SEED_MASK

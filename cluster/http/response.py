@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 5.0  # for a sequence to end
 LAST_WORD_S: Final = 1.0  # for telling a client that may not be reading that its request failed
 _STARTED_PER_TURN: Final = 16  # sequences: 128 at once would hold the loop for tens of milliseconds
-UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would hold it back
-_LOOKS_PER_TIMEOUT: Final = 8  # at whether a client takes anything
+UNBUFFERED: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keeps proxies from holding a stream back
+_LOOKS_PER_TIMEOUT: Final = 8  # how often it is looked whether a client takes anything
 _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 
 
 class Answer(Response):
-    """Computes while it is being sent; `_answer` says what."""
+    """An answer that is computed while it is being sent. Subclasses say in `_answer` what it is."""
 
-    _connection: Connection  # once it is being sent
+    _connection: Connection  # set when the answer begins to be sent
 
     def __init__(self, api: Api, timeline: RequestTimeline, request_id: str) -> None:
         super().__init__()
@@ -58,11 +58,12 @@ class Answer(Response):
 
     @abstractmethod
     async def _answer(self, send: Send) -> None:
-        """All of the answer. Raises ApiError, for the client to be told."""
+        """Compute and send all of the answer. Raises ApiError, which the client is told."""
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """Around all of the answer: raises DeadlineError at the request's deadline; else it is finished."""
+        """Note the request as finished at the end of the block, which has all of the answer. Raises DeadlineError at
+        the request's deadline."""
         deadline_s = self._api.settings.request_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -76,9 +77,9 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = self._connection = connection_of(scope)
         self._timeline.given_id = given_request_id(scope)
-        with self._api.following(self._timeline):  # also where Serve cancels a request whose client has left
+        with self._api.following(self._timeline):  # ends, too, if Serve cancels a request whose client has left
             await first_of(self._answer_or_fail(send), disconnected(receive), self._unread(connection))
-            if self._complete:  # `receive` says that the client has left from then on
+            if self._complete:  # from then on `receive` says that the client has left
                 if connection.taken_at is None:
                     await first_of(connection.taken(), self._unread(connection))
                 self._timeline.ended(connection.taken_at)
@@ -86,7 +87,7 @@ class Answer(Response):
                 connection.abort()
 
     async def _unread(self, connection: Connection) -> None:
-        """Until the client has taken nothing for too long, or too much waits that it does not take."""
+        """Wait until the client has taken nothing for too long, or too much waits for it, and note that outcome."""
         timeout_s = self._api.limits.unread_timeout_s
         last_seen, since = None, 0.0
         while not self._given_up.is_set():
@@ -102,7 +103,7 @@ class Answer(Response):
         self._timeline.outcome, self._timeline.promise = "unread", Outcome.CANCELLED
 
     async def _answer_or_fail(self, send: Send) -> None:
-        """Answer; whatever goes wrong is told to the client. The one place where a request's errors end."""
+        """Answer, and tell the client whatever goes wrong. All errors of a request end here."""
         try:
             await self._answer(send)
         except ApiError as error:
@@ -112,19 +113,21 @@ class Answer(Response):
             await self._fail(send, FailedError("The server failed to answer; the fault is its own. Try again."))
 
     def _on_too_much(self) -> None:
+        """Note that the outbox has ended the answer, because too much waits in it."""
         if self._sending_since is not None:  # else the next call to the outbox raises
             self._given_up.set()
 
     async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
-        """What takes long is made in a thread."""
+        """Make a part of the answer of about `size` bytes by `work`: in a thread if it is large."""
         return work(*args) if size <= _LARGE_BYTES else await self._api.turns.writing(work, *args)
 
     def _failure(self, error: ApiError) -> dict[str, Any]:
-        """The body of an answer that fails before it began."""
+        """The body of the answer to a request that fails before its answer has begun."""
         return error.body()
 
     def _last_word(self, error: ApiError) -> bytes:
-        """What ends an answer that has begun, and fails. Empty: nothing can; its connection is cut."""
+        """The bytes that end an answer that has begun and then fails.
+        Empty: none can tell of it; the connection is cut."""
         return b""
 
     async def _fail(self, send: Send, error: ApiError) -> None:
@@ -143,7 +146,8 @@ class Answer(Response):
         await self._write(send, data, last=True, outbox=outbox)
 
     async def _write(self, send: Send, data: bytes, *, last: bool = False, outbox: Outbox | None = None) -> None:
-        """In pieces, so that a client that reads slowly is seen to read. `outbox` is told of each."""
+        """Send a part of the body in pieces, so that a client that reads slowly is seen to read. `outbox` is told of
+        each. `last`: the answer ends with it."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             more = not last or start + PIECE_BYTES < len(data)
@@ -154,7 +158,7 @@ class Answer(Response):
                 outbox.shrink(len(piece))
         if last:
             self._connection.answered()
-            self._sending_since = time.monotonic()  # it is on its way
+            self._sending_since = time.monotonic()  # the answer is on its way to the client
             self._complete = True
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
@@ -171,7 +175,7 @@ class Answer(Response):
 
 
 class GenerationResponse(Answer):
-    """Generates while it is being sent."""
+    """The answer to a request for text, which is generated while it is being sent."""
 
     def __init__(self, api: Api, timeline: RequestTimeline, shape: Shape) -> None:
         super().__init__(api, timeline, shape.job.id)
@@ -193,7 +197,7 @@ class GenerationResponse(Answer):
             self._timeline.num_generated_tokens = self._job.num_generated_tokens
 
     async def _generate(self, outbox: Outbox) -> None:
-        """Into the outbox, as fast as the workers are. The first sequence that fails ends the others."""
+        """Generate all sequences into the outbox, as fast as the workers are. The first that fails ends the others."""
         try:
             with self._api.in_flight.enter(len(self._job.choices)) as leave:
                 async with asyncio.TaskGroup() as readers:
@@ -206,10 +210,11 @@ class GenerationResponse(Answer):
             outbox.end(failed.exceptions[0])
 
     async def _read(self, index: int, outbox: Outbox, leave: Callable[[], None]) -> None:
-        """One sequence, which holds its place only while it runs. What ends it ends it on every worker, too."""
+        """Read one sequence into the outbox, and give back its room in flight as soon as it is over. However this ends,
+        the sequence ends on every worker, too."""
         choice = self._job.choices[index]
         stream = self._api.generator.generate(choice.spec, self._timeline.sequences[index])
-        is_over = False  # by itself, not by a stop string
+        is_over = False  # the sequence ended by itself, not by a stop string
         try:
             async for tokens in stream:
                 for number, event in enumerate(tokens, 1):
@@ -226,7 +231,7 @@ class GenerationResponse(Answer):
         finally:
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    if is_over:  # what it does after its last token
+                    if is_over:  # let the generator do what it does after its last token
                         await anext(stream, None)
                     await stream.aclose()
             except TimeoutError:
@@ -245,11 +250,12 @@ class GenerationResponse(Answer):
         await self._write(send, await self._last(self._shape.closing_size(), self._shape.closing), last=True)
 
     async def _last(self, size: int, make: Callable[[], bytes]) -> bytes:
-        """What ends the answer, or all of one that is not streamed: everything has been generated."""
+        """Make what ends a stream, or all of an answer that is not streamed.
+        Called when everything has been generated."""
         return await self._made(size, make)
 
     def _size(self, deltas: Sequence[tuple[int, Delta]], opened: Collection[int]) -> int:
-        """About the bytes of their events."""
+        """About how many bytes the events of these deltas have. `opened`: choices whose opening has been sent."""
         job = self._job
         opening = {index for index, _ in deltas}.difference(opened) if len(opened) < len(job.choices) else ()
         return sum(map(self._shape.opening_size, opening)) + sum(self._shape.size(delta) for _, delta in deltas)
@@ -289,9 +295,11 @@ class GenerationResponse(Answer):
 
 
 class ReadResponse(Response):
-    """An answer that is not generated for its client, sent as fast as that reads. It ends early where the client leaves
-    or does not read, or too much waits for it. `pieces`, which it closes, are the body; what they raise before the first
-    one is the answer."""
+    """An answer that is not generated for its client, sent as fast as that reads.
+
+    It ends early where the client leaves or does not read, or too much waits for it. `pieces`, which it closes, are the
+    body; what they raise before the first one is the answer.
+    """
 
     def __init__(self, api: Api, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__()
@@ -378,6 +386,6 @@ async def first_of(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, o
 
 
 async def disconnected(receive: Receive) -> None:
-    """Until the client is gone."""
+    """Wait until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -35,7 +35,7 @@ from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
 TENANT_HEADER: Final = "x-tenant"
 MAX_TENANT: Final = 64
 _MAX_TRACEPARENT: Final = 512
-_MAX_TRACESTATE: Final = 512  # of which the standard asks to pass on as much
+_MAX_TRACESTATE: Final = 512  # the standard asks to pass on at least so many characters
 
 
 class Tenants:
@@ -48,7 +48,8 @@ class Tenants:
         self._share_prefixes = share_prefixes
 
     def name(self, headers: Mapping[str, str], safety_identifier: str | None, user: str | None) -> str:
-        """Raises InvalidRequestError where the header is none that Legato takes."""
+        """The name of the tenant that a request belongs to.
+        Raises InvalidRequestError for an `x-tenant` that cannot be one."""
         given = _tenant_header(headers)
         if given and self._trust_header:
             return given
@@ -62,14 +63,14 @@ class Tenants:
         return ""
 
     def salt(self, headers: Mapping[str, str], cache_salt: str | None) -> str:
-        """Requests reuse each other's prefixes only if theirs are equal. "" without key, tenant and `cache_salt`: such
-        prefixes have the same names under any secret, and are found on disk after a restart.
+        """The salt of a request's prefixes: requests reuse each other's only if their salts are equal.
 
-        Raises InvalidRequestError where the header is none that Legato takes.
+        "" without key, tenant and `cache_salt`: such prefixes have the same names under any secret, and are found on
+        disk after a restart. Raises InvalidRequestError for an `x-tenant` that cannot be one.
         """
         key, tenant = _key(headers), _tenant_header(headers)
         if tenant and self._trust_header:
-            key = ""  # one tenant may have several
+            key = ""  # a tenant may have several keys
         if self._share_prefixes:
             key = tenant = ""
         if not (key or tenant or cache_salt):
@@ -77,7 +78,7 @@ class Tenants:
         return self._salt(key, tenant, cache_salt or "")
 
     def resalted(self, salt: str, cache_salt: str | None) -> str:
-        """Of a client whose salt without a `cache_salt` is `salt`."""
+        """The salt, with this `cache_salt`, of a client whose salt without one is `salt`."""
         return self._salt(salt, cache_salt) if cache_salt else salt
 
     def _salt(self, *parts: str) -> str:
@@ -88,13 +89,15 @@ class Tenants:
 
 
 def _key(headers: Mapping[str, str]) -> str:
-    """The client's, in OpenAI's header or in Anthropic's: one key is one client's, whichever API it is sent to."""
+    """The client's key, from OpenAI's header or from Anthropic's, in one form: whichever API it is sent to, one key is
+    one client's. "": there is none."""
     other = headers.get("x-api-key")
     return headers.get("authorization") or (f"Bearer {other}" if other else "")
 
 
 def _tenant_header(headers: Mapping[str, str]) -> str:
-    """ "": there is none."""
+    """The name in the header `x-tenant`; "": there is none.
+    Raises InvalidRequestError for one that cannot be a tenant."""
     name = headers.get(TENANT_HEADER)
     if name is None:
         return ""
@@ -106,7 +109,8 @@ def _tenant_header(headers: Mapping[str, str]) -> str:
 
 
 def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Tenants) -> RequestTerms:
-    """Raises InvalidRequestError where a class, tier, target or tenant is none."""
+    """The terms of a request: its class, its targets and whose it is. Raises InvalidRequestError for a class, tier,
+    target or tenant that there cannot be."""
     slo = classes.choose(body.service_tier, request.headers)
     whose = on_behalf(request.scope)
     tenant = tenants.name(request.headers, body.safety_identifier, body.user) if whose is None else whose.tenant
@@ -114,20 +118,20 @@ def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Te
 
 
 def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:
-    """Of the prefixes of its prompts. Raises InvalidRequestError as `Tenants.salt` does."""
+    """The salt of the prefixes of a request's prompts. Raises InvalidRequestError as `Tenants.salt` does."""
     whose = on_behalf(request.scope)
     return tenants.salt(request.headers, cache_salt) if whose is None else tenants.resalted(whose.salt, cache_salt)
 
 
 def answered_tier(request: Request, body: ServedBody) -> str:
-    """What the answer says in `service_tier`: the tier that was asked for; a class, where a header chose one."""
+    """What the answer says in `service_tier`: the tier that was asked for, or the class that a header chose."""
     chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"
     return "default" if chosen == "auto" else chosen
 
 
 def trace_headers(request: Request) -> dict[str, list[str]]:
-    """Those of W3C's trace context, to be read by who makes spans. Two `traceparent` name no one parent, and count as
-    none, as does one that is longer than any version's may be."""
+    """The request's headers of W3C's trace context, for who makes spans. Two `traceparent` name no one parent and count
+    as none, as does one that is longer than any version's may be."""
     parents = request.headers.getlist("traceparent")
     if len(parents) != 1 or len(parents[0]) > _MAX_TRACEPARENT:
         return {}

@@ -25,7 +25,7 @@ _TOLD_BYTES: Final = 2_000  # of an answer that is an error
 _TEXTS: Final = ("text", "content", "reasoning_content", "reasoning")  # where servers put what the model says
 
 Piece = tuple[float, bytes]
-"""When it came, and what: a chunk of the answer's body, of any length."""
+"""A chunk of an answer's body, of any length, and when it came."""
 
 
 class AnswerError(RuntimeError):
@@ -47,7 +47,7 @@ class Server:
 
     @classmethod
     def at(cls, url: str) -> Server:
-        """Of a URL such as `http://127.0.0.1:8000`, with or without `http://` and a `/v1` at its end. Raises
+        """The server at a URL such as `http://127.0.0.1:8000`, with or without `http://` and a `/v1` at its end. Raises
         ValueError."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -66,7 +66,7 @@ class Server:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
 
     def get(self, path: str, *, timeout_s: float = 10.0, headers: Mapping[str, str] = NO_HEADERS) -> bytes:
-        """The body at a path. Blocks. Raises OSError where nobody answers, AnswerError for another status than 200."""
+        """Get the body at a path; blocks. Raises OSError if nobody answers, AnswerError for another status than 200."""
         connect = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         connection = connect(self.host, self.port, timeout=timeout_s)
         try:
@@ -89,8 +89,8 @@ EXAMPLE: Final = "http://127.0.0.1:8000"
 async def stream_chunks(
     server: Server, body: bytes, headers: Mapping[str, str] = NO_HEADERS, *, path: str = COMPLETIONS
 ) -> AsyncGenerator[bytes, None]:
-    """The pieces of the answer to a POST, as they come. Raises AnswerError where there is none, OSError where nobody
-    listens or the connection breaks."""
+    """Yields the pieces of the answer to a POST, as they come. Raises AnswerError for another status than 200 or an
+    answer that is no whole HTTP, OSError if nobody listens or the connection breaks."""
     tls = ssl.create_default_context() if server.tls else None
     reader, writer = await asyncio.open_connection(server.host, server.port, ssl=tls)
     try:
@@ -120,7 +120,8 @@ def _head(server: Server, path: str, num_bytes: int, headers: Mapping[str, str])
 
 
 async def _answered(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    """Status, and whether the body comes in chunks; else it ends with the connection."""
+    """Read the head of an answer: its status, and whether the body comes in chunks; else it ends with the connection.
+    Raises AnswerError."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         status_line, *lines = head.decode("latin-1").split("\r\n")
@@ -132,7 +133,7 @@ async def _answered(reader: asyncio.StreamReader) -> tuple[int, bool]:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Of a chunked body. A connection that ends before it raises."""
+    """Yields the chunks of a chunked body. Raises asyncio.IncompleteReadError if the connection ends before it."""
     while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
         yield (await reader.readexactly(size + 2))[:size]
 
@@ -143,7 +144,7 @@ async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
 
 
 async def _told(pieces: AsyncGenerator[bytes, None], status: int) -> str:
-    """What the server says of an error, in OpenAI's shape or not."""
+    """A sentence with what the server says of an error, in OpenAI's shape or not."""
     told = b""
     async for piece in pieces:
         told += piece
@@ -158,7 +159,7 @@ async def _told(pieces: AsyncGenerator[bytes, None], status: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Streamed:
-    """All that a stream said. Numbers of tokens are the server's own (`usage`); None where it says none."""
+    """All that a stream said. Numbers of tokens are the server's own (`usage`); None: it told none."""
 
     arrivals_s: list[float] = field(default_factory=list)  # of each event that had text
     text: str = ""
@@ -166,11 +167,11 @@ class Streamed:
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
-    has_ended: bool = False  # by the mark that OpenAI's streams end with
+    has_ended: bool = False  # the mark that OpenAI's streams end with has come
 
 
 def read_stream(pieces: Sequence[Piece]) -> Streamed:
-    """What pieces of server-sent events say. Raises AnswerError for an event that tells of an error, or is no JSON."""
+    """Read pieces of server-sent events. Raises AnswerError for an event that tells of an error, or is no JSON."""
     streamed = Streamed()
     for at_s, event in _events(pieces):
         if event is None:
@@ -192,13 +193,14 @@ def read_stream(pieces: Sequence[Piece]) -> Streamed:
 
 
 def _said(choice: dict[str, Any]) -> str:
-    """By either endpoint."""
+    """The text in one choice of an event, of either endpoint."""
     source = choice.get("delta") or choice
     return "".join(text for name in _TEXTS if isinstance(text := source.get(name), str))
 
 
 def _events(pieces: Sequence[Piece]) -> Iterator[tuple[float, dict[str, Any] | None]]:
-    """Server-sent events, each when its line had come; a line may come in several pieces. None: the end mark."""
+    """Yields server-sent events, each with the time when its line was complete; a line may come in several pieces.
+    None: the end mark. Raises AnswerError."""
     rest = b""
     for at_s, data in pieces:
         *lines, rest = (rest + data).split(b"\n")

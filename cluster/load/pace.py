@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 
 class Timed(Protocol):
-    """What is to be sent so many seconds after the first."""
+    """Something that is to be sent `arrival_s` seconds after the beginning."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -20,8 +20,8 @@ A = TypeVar("A")
 
 
 async def send_at_their_times(requests: Iterable[T], send: Callable[[T], Awaitable[A]]) -> list[A]:
-    """Whatever becomes of those before; the answers in the order of the requests, which are taken one by one as their
-    times come near. Raises what `send` raises, when all are sent."""
+    """Send each request at its time, whatever becomes of those before. Requests are taken from the iterable one by one.
+    Returns the answers in the order of the requests. Raises what `send` raises, when all are sent."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     answers: list[asyncio.Future[A]] = []
@@ -36,8 +36,8 @@ async def send_at_their_times(requests: Iterable[T], send: Callable[[T], Awaitab
 
 
 async def keep_open(requests: Iterable[R], num_open: int, send: Callable[[R], Awaitable[A]]) -> list[A]:
-    """So many at a time: when one is answered, the next is sent. The answers in the order in which they came. Raises
-    what `send` raises."""
+    """Keep `num_open` requests under way: when one is answered, the next is sent. Returns the answers in the order in
+    which they came. Raises what `send` raises."""
     waiting = iter(requests)
     answers: list[A] = []
 

@@ -11,7 +11,7 @@ from cluster.simulation.workload.traces import TraceRequest
 
 T = TypeVar("T")
 
-# A token each to nearly every tokenizer, with the blank before it and, where a prompt begins with it, without.
+# Each word is one token to nearly every tokenizer, with a blank before it and, at a prompt's beginning, without.
 _COMMON: Final = """
 the of and to in is that it was for on are as with his they at be this from have or by one had not but what all were
 when we there can an your which their said if do will each about how up out them then she many some so these would
@@ -28,15 +28,16 @@ WORDS: Final = tuple(_COMMON.split())
 
 
 def prompt_of(request: TraceRequest, vocabulary: Sequence[T], salt: str = "") -> list[T]:
-    """As many items of the vocabulary, a range or a tuple, as the prompt has tokens. Equal names of content are equal
-    items; what no name stands for is the request's own. Another salt makes other prompts, which no cache knows."""
+    """Draw as many items of the vocabulary, a range or a tuple, as the request's prompt has tokens. Equal names of
+    content become equal items; tokens that no name stands for are the request's own. Another salt makes other prompts,
+    which no cache knows."""
     drawn = [item for name in request.content for item in _run(name, request.content_tokens, vocabulary, salt)]
     own = random.Random(salt + request.request_id).choices(vocabulary, k=max(0, request.prompt_tokens - len(drawn)))
     return (drawn + own)[: request.prompt_tokens]
 
 
 def text_of(request: TraceRequest, salt: str = "") -> str:
-    """The same in words."""
+    """Draw the request's prompt as words of English, a token each; see `prompt_of`."""
     return " ".join(prompt_of(request, WORDS, salt))
 
 

@@ -21,8 +21,8 @@ PROMISE: Final = SloClass(name="benchmark", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)
 
 @dataclass(slots=True, kw_only=True)
 class RequestTiming:
-    """Seconds on one clock. The first and the last token's arrival, and how many came in all. `arrivals_s`: of every
-    piece that they came in, where that was seen."""
+    """What a client saw of one request, in seconds on one clock: when it was sent, when its first and its last token
+    came, and how many came in all. `arrivals_s`: when each piece of the answer came, where that was seen."""
 
     sent_s: float
     first_s: float
@@ -43,27 +43,28 @@ class RequestTiming:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between the pieces as they came: a single piece has none."""
+        """The times between the pieces of the answer; a single piece has none."""
         gaps: list[float] = np.diff(self.arrivals_s).tolist()
         return gaps
 
     @property
     def gap_p99_s(self) -> float | None:
-        """The longest of them but for one in a hundred: what a promise about gaps is judged by."""
+        """The longest gap but for one in a hundred, by which a promise about gaps is judged.
+        None: there are no gaps."""
         return gap_p99(np.array(self.gaps_s))
 
     def keeps_tpot(self, promise: SloClass) -> bool:
-        """Whether its first token and its mean time per token were in time; a single token has no such mean."""
+        """Whether the first token and the mean time per token were in time; a single token has no such mean."""
         tpot_s = self.tpot_s if self.num_tokens > 1 else None
         return promise.meets_ttft(self.ttft_s) and promise.meets_tpot(tpot_s)
 
     def keeps_gap(self, promise: SloClass) -> bool:
-        """Whether its first token and its gaps were in time."""
+        """Whether the first token and the gaps were in time."""
         return promise.meets_ttft(self.ttft_s) and promise.meets_gap_p99(self.gap_p99_s)
 
 
 def describe_requests(requests: Sequence[RequestTiming], promise: SloClass = PROMISE) -> Json:
-    """Quantiles of TTFT, TPOT and of all gaps, and what was in time; of gaps only where they were seen."""
+    """Quantiles of TTFT, TPOT and, where gaps were seen, of all gaps, with what was in time."""
     gaps = [gap_s for request in requests for gap_s in request.gaps_s]
     return {
         "ttft_ms": percentiles([request.ttft_s for request in requests], MS),
@@ -96,7 +97,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def percentiles(values: Sequence[float], unit_s: float) -> Json:
-    """P50 and P99 of durations in seconds, in the unit (0.001 for milliseconds); with so many samples."""
+    """P50 and P99 of durations in seconds, told in units of `unit_s` (0.001: milliseconds), and how many there are."""
     return {
         "p50": rounded(percentile(values, 0.5) / unit_s),
         "p99": rounded(percentile(values, 0.99) / unit_s),
@@ -105,5 +106,5 @@ def percentiles(values: Sequence[float], unit_s: float) -> Json:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits: more would be noise."""
+    """The value with four significant digits: more would be noise."""
     return float(f"{value:.4g}")

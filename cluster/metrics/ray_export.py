@@ -21,25 +21,26 @@ from typing import Final, Protocol
 from prometheus_client import CollectorRegistry, Metric
 
 PERIOD_S: Final = 1.0
-MOST_OF_A_CORE: Final = 0.004  # where there is so much to tell that this would not do, it is told less often
+MOST_OF_A_CORE: Final = 0.004  # the share of a core that exporting may take; beyond it, exports are less frequent
 LONGEST_PERIOD_S: Final = 8.0  # Ray's processes report every ten seconds
-_SAMPLES_AT_ONCE: Final = 50  # some 0.1 ms; then it is the others' turn on the loop
+_SAMPLES_AT_ONCE: Final = 50  # take some 0.1 ms; then other tasks have their turn on the loop
 _OVER: Final = object()
-_COLLECTS: Final = "RAY_enable_metrics_collection"  # of Ray; all of its processes have it
+_COLLECTS: Final = "RAY_enable_metrics_collection"  # a variable of Ray's, which all of its processes have
 
 
 class Gauge(Protocol):
-    """What is used of `ray.util.metrics.Gauge`."""
+    """The part of `ray.util.metrics.Gauge` that is used here."""
 
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 MakeGauge = Callable[[str, str, tuple[str, ...]], Gauge]
-"""Of a name, a description and the names of its labels: `ray.util.metrics.Gauge` itself."""
+"""Makes a gauge of a name, a description and the names of its labels: `ray.util.metrics.Gauge` itself."""
 
 
 class RayExport:
-    """Lives on the loop of the gateway that the registry belongs to, whose streams go on between its turns."""
+    """Copies a registry's samples into Ray's metrics, over and over. Runs on the loop of the gateway that the registry
+    belongs to, and lets its streams go on between short turns."""
 
     def __init__(self, registry: CollectorRegistry, make_gauge: MakeGauge) -> None:
         self._registry = registry
@@ -47,7 +48,7 @@ class RayExport:
         self._gauges: dict[str, Gauge] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Tell Ray of all samples again and again, until cancelled."""
         while True:
             turns, spent_s = self.turns(), 0.0
             while True:
@@ -60,10 +61,10 @@ class RayExport:
             await asyncio.sleep(pause_s(spent_s))
 
     def turns(self) -> Iterator[None]:
-        """Tell Ray of every sample as it is now; pauses often."""
+        """Tell Ray of every sample as it is now. Yields after every few samples, so that others have their turn."""
         for family in self._registry.collect():
             for number, sample in enumerate(family.samples, 1):
-                if not sample.name.endswith("_created"):  # when a counter began, which no query asks
+                if not sample.name.endswith("_created"):  # the time when a counter began: no query needs it
                     self._gauge(family, sample.name, sample.labels).set(sample.value, sample.labels)
                 if number % _SAMPLES_AT_ONCE == 0:
                     yield
@@ -76,10 +77,10 @@ class RayExport:
 
 
 def ray_collects() -> bool:
-    """Unless whoever started Ray said that it should not."""
+    """Whether Ray collects metrics: it does unless its environment says that it should not."""
     return os.environ.get(_COLLECTS, "1").lower() not in ("0", "false")
 
 
 def pause_s(spent_s: float) -> float:
-    """Until everything is told again, by the processor's time that it took."""
+    """How long to pause before everything is told again, after it took `spent_s` of processor time."""
     return min(max(PERIOD_S, spent_s / MOST_OF_A_CORE), LONGEST_PERIOD_S)

@@ -28,7 +28,7 @@ _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The metrics of one app."""
+    """The Prometheus metrics of one gateway's application."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -88,19 +88,19 @@ class Metrics:
         )
 
     def watch_unread(self, num_bytes: Callable[[], float]) -> None:
-        """What waits for clients to read it."""
+        """Add a gauge of the output that waits for clients to read it, which `num_bytes()` gives."""
         gauge = Gauge(
             "legato_unread_bytes", "Output in memory that waits for clients to read it", registry=self.registry
         )
         gauge.set_function(num_bytes)
 
     def count(self, endpoint: str, outcome: str) -> None:
-        """A request that never came to generation ended so."""
+        """Count a request with that outcome that ended before anything was generated for it."""
         self._requests.labels(endpoint, outcome).inc()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the generation of a request."""
+        """Count a request as running inside the block, in which its answer is generated."""
         self._running.inc()
         try:
             yield
@@ -108,14 +108,14 @@ class Metrics:
             self._running.dec()
 
     def record(self, timeline: RequestTimeline) -> None:
-        """A request was generated, and has ended."""
+        """Count a generated request that has ended, with its times and tokens."""
         self.count(timeline.endpoint, timeline.outcome)
         for cause in timeline.retries:
             self._retries.labels(cause).inc()
         self._migrations.inc(timeline.num_migrations)
         ttft_s = timeline.ttft_s
         if ttft_s is None:
-            return  # never answered: its times and tokens would only blur those of requests that were
+            return  # never answered: its times and tokens would only blur those of answered requests
         self._prompt_tokens.inc(timeline.num_prompt_tokens)
         self._cached_tokens.inc(timeline.num_cached_tokens)
         self._generated_tokens.inc(timeline.num_generated_tokens)

@@ -23,7 +23,7 @@ _CLASS: Final = ("slo_class", "model")
 
 
 class SloMetrics(Collector):
-    """Reads the account of one gateway, which is called `gateway`."""
+    """The metrics of promises, read from the account of one gateway, whose name is `gateway`."""
 
     def __init__(self, account: SloAccount, gateway: str) -> None:
         self._account = account

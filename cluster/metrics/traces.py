@@ -42,8 +42,8 @@ _OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_c
 
 
 def trace_exporter(model: str, registry: CollectorRegistry, gateway: str = "") -> TraceExporter | None:
-    """As the environment says, for the gateway of that name; None: no spans are wanted, or they cannot be sent, which
-    the log then says."""
+    """Make the exporter that the environment asks for, for the gateway of that name. None: no spans are wanted, or they
+    cannot be sent; the log says that."""
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
     is_off = (
         os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
@@ -64,7 +64,8 @@ def trace_exporter(model: str, registry: CollectorRegistry, gateway: str = "") -
 
 
 class TraceExporter:
-    """One thread that makes spans of requests that ended and sends them. `stop` it when the gateway ends."""
+    """Makes spans of requests that have ended and sends them, in a thread of its own.
+    `stop` it when the gateway ends."""
 
     def __init__(self, exporter: SpanExporter, model: str, registry: CollectorRegistry, gateway: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
@@ -76,7 +77,7 @@ class TraceExporter:
 
         self._spans: list[ReadableSpan] = []
         spans = self._spans
-        # What the environment says of these goes before it.
+        # What the environment says of these attributes takes precedence.
         named = Resource.create(
             {"host.name": socket.gethostname(), "service.instance.id": gateway, SERVICE_NAME: "legato"}
         ).merge(OTELResourceDetector().detect())
@@ -94,13 +95,13 @@ class TraceExporter:
         for result in ("exported", "failed", "dropped"):
             self._requests.labels(result)
         self._waiting: deque[RequestTimeline] = deque()
-        self._wanted = threading.Event()  # now, and not in a while
+        self._wanted = threading.Event()  # export at once, without waiting for the end of the period
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Of each request, once it is over and nobody writes to its timeline any more."""
+        """Queue a request for export. Call it once the request is over and nobody writes to its timeline any more."""
         if len(self._waiting) >= MAX_WAITING:
             self._requests.labels("dropped").inc()
             return
@@ -109,7 +110,7 @@ class TraceExporter:
             self._wanted.set()
 
     def stop(self) -> None:
-        """Sends what waits, if that does not take long. Called off the event loop."""
+        """Send what waits, if that does not take long, and end the thread. Call it off the event loop."""
         self._stopping = True
         self._wanted.set()
         self._thread.join(_STOP_S)
@@ -139,7 +140,7 @@ class TraceExporter:
             self._requests.labels("exported" if taken else "failed").inc(num_sampled)
 
     def _make_spans(self, timeline: RequestTimeline) -> bool:
-        """Whether there are any: not where its trace is not sampled."""
+        """Make the spans of one request. Returns False if there are none, because its trace is not sampled."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -187,7 +188,8 @@ class TraceExporter:
             span.end(start_ns + round((part.start_s + part.seconds) * 1e9))
 
     def _attributes(self, timeline: RequestTimeline, operation: str) -> Mapping[str, AttributeValue]:
-        """By OpenTelemetry's conventions for generative AI and HTTP, and what they have no words for."""
+        """The attributes of a request's span: by OpenTelemetry's conventions for generative AI and HTTP, and Legato's
+        own for what these have no words for."""
         found: dict[str, AttributeValue] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "legato",
@@ -208,7 +210,7 @@ class TraceExporter:
             found["gen_ai.request.max_tokens"] = max(sequence.max_tokens for sequence in sequences)
         if len(sequences) != 1:
             found["gen_ai.request.choice.count"] = len(sequences)
-        # One of each choice, or none: the conventions want it in their order.
+        # The conventions want one reason for each choice, in their order: if one is missing, tell none.
         reasons = [sequence.finish_reason for sequence in sequences if sequence.finish_reason is not None]
         if reasons and len(reasons) == len(sequences):
             found["gen_ai.response.finish_reasons"] = reasons

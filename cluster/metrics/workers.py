@@ -24,11 +24,13 @@ from kv_transfer.messages.fields import PrefixSource, Role, SourceName
 from kv_transfer.messages.workers import DiskReport, KnownWorker, LinkReport, WorkerSnapshot
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the family's own labels, and the number."""
+"""Pairs of the values of a family's own labels and the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
+    """A metric that every worker has. `samples` reads its numbers from a worker's snapshot."""
+
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
     help: str
@@ -44,8 +46,8 @@ class _Family:
 
 
 class WorkerMetrics(Collector):
-    """`workers()` gives the live ones and their newest snapshots, `pools()` how many there should be in each pool;
-    `least`: how many the configuration asks of each at least."""
+    """The metrics of all workers and pools. `workers()` gives the live workers with their newest snapshots, `pools()`
+    how many workers each pool should have; `least`: how many the configuration asks of each pool at least."""
 
     def __init__(
         self,
@@ -88,11 +90,12 @@ class WorkerMetrics(Collector):
 
 
 def _one(number: Callable[[WorkerSnapshot], float]) -> Callable[[WorkerSnapshot], _Samples]:
+    """Samples of a family with a single number and no labels of its own."""
     return lambda snapshot: [((), number(snapshot))]
 
 
 def _disk(numbers: Callable[[DiskReport], dict[str, int]]) -> Callable[[WorkerSnapshot], _Samples]:
-    """By one label; nothing where the worker has no disk tier."""
+    """Samples of the disk tier's numbers, one for each label; none if the worker has no disk tier."""
 
     def samples(snapshot: WorkerSnapshot) -> _Samples:
         disk = snapshot.tiers.disk
@@ -148,7 +151,7 @@ def _moved_blocks(snapshot: WorkerSnapshot) -> _Samples:
 
 
 def _links(number: Callable[[LinkReport], float]) -> Callable[[WorkerSnapshot], _Samples]:
-    """By the other worker."""
+    """Samples of one number of each link, labelled by the worker at its other end."""
     return lambda snapshot: [((peer,), number(link)) for peer, link in snapshot.links.items()]
 
 

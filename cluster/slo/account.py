@@ -26,7 +26,7 @@ Scope = Literal["gateway", "cluster"]
 
 @dataclass(slots=True)
 class _Reader:
-    """How much of one request's timeline has been counted: tokens of each sequence, and whether its first byte."""
+    """How much of one request's timeline has been counted: tokens of each sequence, and whether the first byte has."""
 
     timeline: RequestTimeline
     num_tokens: list[int]
@@ -34,7 +34,8 @@ class _Reader:
 
 
 class SloAccount:
-    """Times are of this process's monotonic clock."""
+    """One gateway's account of how promises are kept, at this gateway and in the whole cluster. Times are of this
+    process's monotonic clock."""
 
     def __init__(self, classes: SloConfig = NO_TARGETS, *, model: str) -> None:
         now = time.monotonic()
@@ -51,7 +52,7 @@ class SloAccount:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, publish: Callable[[SloReport], None]) -> None:
-        """Settle periodically from now on, and give each report to `publish` once."""
+        """Settle every `PERIOD_S` from now on, and give each report to `publish` once."""
         self._publish = publish
         self._task = asyncio.create_task(self._run(), name="slo-account")
 
@@ -61,11 +62,11 @@ class SloAccount:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def follow(self, timeline: RequestTimeline) -> None:
-        """Count what happens to this request from now on, until it has `ended`."""
+        """Count what happens to this request from now on, until `ended` is called with it."""
         self._readers[id(timeline)] = _Reader(timeline, [0] * len(timeline.sequences))
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """The request is over, in whatever way. Call once."""
+        """Count how a followed request ended. Call it once, whatever way the request ended."""
         reader = self._readers.pop(id(timeline))
         if timeline.promise is None:
             return
@@ -83,7 +84,7 @@ class SloAccount:
 
     @contextmanager
     def admitting(self, terms: RequestTerms) -> Iterator[None]:
-        """Around what is done before a request can be watched: counts what it ends with there."""
+        """Count a request that an error inside the block ends, before it can be followed. The error goes on."""
         try:
             yield
         except ApiError as error:
@@ -93,11 +94,11 @@ class SloAccount:
             raise
 
     def hear(self, report: bytes) -> None:
-        """What another gateway has told."""
+        """Count the report of another gateway into the cluster's tracker."""
         self._trackers["cluster"].hear(time.monotonic(), report, "another gateway")
 
     def settle(self) -> None:
-        """Absorb and publish what is new."""
+        """Count what is new into both trackers, and publish it."""
         self._count_news(self._readers.values())
         report, self._news = self._news, SloReport()
         if not report.tallies:
@@ -110,23 +111,24 @@ class SloAccount:
             self._publish(report)
 
     def counts(self) -> Mapping[SeriesKey, Counts]:
-        """Of this gateway's requests of each class, since the start."""
+        """The counts of this gateway's requests since the start, by class."""
         self.settle()
         return self._counts
 
     def totals(self, scope: Scope) -> list[SeriesSnapshot]:
-        """Of each class, over all workers; of those without news, too."""
+        """How each class stands now, over all workers. Classes without news are included."""
         self.settle()
         now = time.monotonic()
         return [self._trackers[scope].snapshot(now, key) for key in self._counts]
 
     def replicas(self, scope: Scope) -> list[SeriesSnapshot]:
-        """Of each class on each worker that there is news of."""
+        """How each class stands now on each worker that there is news of."""
         self.settle()
         return self._trackers[scope].replicas(time.monotonic())
 
     def _count_news(self, readers: Iterable[_Reader]) -> None:
-        """Report what came since the last time; the gaps of one worker all at once, which is quickest."""
+        """Add what came since the last call to the next report.
+        All gaps of one worker are added at once, which is quickest."""
         gaps: dict[tuple[SloClass, str | None], list[float]] = {}
         for reader in readers:
             timeline = reader.timeline
@@ -155,7 +157,7 @@ class SloAccount:
 
 
 def outcome_of(error: ApiError) -> Outcome | None:
-    """What an error means for the promise; None: nothing, because what was asked for cannot be done."""
+    """What an error means for a request's promise. None: nothing, because what was asked for cannot be done."""
     if isinstance(error, UnreadError):
         return Outcome.CANCELLED
     if isinstance(error, OverloadedError):

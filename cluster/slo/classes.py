@@ -25,19 +25,19 @@ CLASS_HEADER: Final = "x-slo-class"
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
 GAP_HEADER: Final = "x-slo-gap-ms"
-STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # that OpenAI's clients know
+STANDARD_TIERS: Final = ("auto", "default", "flex", "scale", "priority")  # all that OpenAI's clients know
 _MAX_NAME: Final = 64
 _MAX_TARGET_S: Final = 86_400.0
-GAPS_PER_LATE: Final = 100  # of a request's gaps one in so many may be late: what a promise about their P99 leaves
+GAPS_PER_LATE: Final = 100  # one in so many of a request's gaps may be late: what a promise about their P99 allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
-    """`share` of its requests should meet all targets (0.99 makes them promises about P99). A target of None is none:
-    any time meets it.
+    """A class of service. `share`: how many of its requests should meet all targets (0.99 makes them promises about
+    P99). A target of None: any time meets it.
 
-    `tpot_s` is of the mean time between a request's tokens, which hides one long stall; `gap_s` of every gap between
-    two of its tokens, of which one in a hundred may be longer (the P99 of its time between tokens)."""
+    `tpot_s` limits the mean time between a request's tokens, which hides one long stall. `gap_s` limits every gap
+    between two of its tokens; one in a hundred may be longer (the P99 of its time between tokens)."""
 
     name: str
     ttft_s: float | None = None
@@ -66,19 +66,22 @@ class SloClass:
         return self.ttft_s is not None or self.tpot_s is not None or self.gap_s is not None
 
     def meets_ttft(self, ttft_s: float) -> bool:
-        """`ttft_s`: from arrival at the gateway to the first byte that the client is sent."""
+        """Whether the first byte came in time. `ttft_s`: from arrival at the gateway until it was sent."""
         return self.ttft_s is None or ttft_s <= self.ttft_s
 
     def meets_tpot(self, tpot_s: float | None) -> bool:
-        """`tpot_s`: mean seconds between a request's tokens; None: it had fewer than two."""
+        """Whether the tokens came fast enough in the mean. `tpot_s`: mean seconds between a request's tokens; None: it
+        had fewer than two, which always is in time."""
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
     def meets_gaps(self, num_late: int, num_gaps: int) -> bool:
-        """`num_late`: of a request's gaps between tokens, those above `gap_s`. For who counts them as they come."""
+        """Whether few enough of a request's gaps were late, for who counts them as they come. `num_late`: how many of
+        `num_gaps` were longer than `gap_s`."""
         return self.gap_s is None or num_late * GAPS_PER_LATE <= num_gaps
 
     def meets_gap_p99(self, gap_p99_s: float | None) -> bool:
-        """The same, of a request that all gaps are known of: `gap_p99_s` is what `report.gap_p99` says of them."""
+        """Whether few enough of a request's gaps were late, for who knows all of them: `gap_p99_s` is what
+        `report.gap_p99` says of them."""
         return self.gap_s is None or gap_p99_s is None or gap_p99_s <= self.gap_s
 
 
@@ -88,7 +91,7 @@ BATCH: Final = SloClass(name="batch", service_tiers=("flex",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloConfig:
-    """All classes, and the name of the one for requests that ask for none."""
+    """All classes of service, and the name of the one for requests that ask for none."""
 
     classes: tuple[SloClass, ...] = (INTERACTIVE, BATCH)
     default: str = INTERACTIVE.name
@@ -111,8 +114,8 @@ class SloConfig:
         return next((slo_class for slo_class in self.classes if slo_class.name == name), None)
 
     def choose(self, service_tier: str | None, headers: Mapping[str, str]) -> SloClass:
-        """What a request is promised that brings this `service_tier` and these headers (names in lower case, or a
-        mapping that ignores case). Raises InvalidRequestError where there is no such class, tier or target."""
+        """The class, with its own targets, of a request with this `service_tier` and these headers (names in lower
+        case, or a mapping that ignores case). Raises InvalidRequestError if there is no such class, tier or target."""
         name = headers.get(CLASS_HEADER)
         chosen = self._of_tier(service_tier) if name is None else self._of_header(name)
         return replace(
@@ -154,8 +157,8 @@ NO_TARGETS: Final = SloConfig(classes=(SloClass(name="default"),), default="defa
 class RequestTerms:
     """On what terms a request is served. Goes from the HTTP side to the orchestrator, in the request's timeline.
 
-    `tenant`: who shares with others under overload; "" is one tenant, too. `arrived_at`: when the request reached
-    its gateway, in seconds of that process's `time.monotonic()`."""
+    `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `arrived_at`: when
+    the request reached its gateway, in seconds of that process's `time.monotonic()`."""
 
     slo: SloClass = NO_TARGETS.classes[0]
     tenant: str = ""
@@ -167,7 +170,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _target(headers: Mapping[str, str], name: str, default_s: float | None) -> float | None:
-    """Seconds, from the milliseconds in a header."""
+    """The target that a header gives in milliseconds, in seconds; `default_s` without that header. Raises
+    InvalidRequestError."""
     text = headers.get(name)
     if text is None:
         return default_s

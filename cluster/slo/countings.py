@@ -31,8 +31,8 @@ TOLD: Final[Mapping[Counting, str]] = {
     "tokens": "{share:.0%} of the tokens",
     "everyone": "{share:.0%} of each length and tenant",
 }
-LEAST: Final = 15  # requests of a group
-UNPROMISED_GAP: Final = 2.0  # TPOT targets: by that gaps are judged where nobody promised any
+LEAST: Final = 15  # requests that a group has at least
+UNPROMISED_GAP: Final = 2.0  # gaps that nobody promised are judged by the TPOT target times this
 _PARTS: Final = 10
 _LONGEST: Final = 0.02
 _ROUNDING: Final = 1e-9
@@ -48,8 +48,8 @@ T = TypeVar("T", bound=_HasLength)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a client saw of one request, in seconds. `ttft_s` None: it was not served when it first came, and then the
-    others say nothing. `tpot_s`, `gap_p99_s` None: there were too few tokens, or nobody noted it."""
+    """What a client saw of one request, in seconds. `ttft_s` None: it was not served when it first came, and the other
+    times mean nothing. `tpot_s`, `gap_p99_s` None: there were too few tokens, or nobody noted them."""
 
     slo: SloClass
     prompt_tokens: int
@@ -61,11 +61,13 @@ class Outcome:
 
     @property
     def keeps_tpot(self) -> bool:
+        """Whether the first token and the mean time per token were in time."""
         return self.ttft_s is not None and self.slo.meets_ttft(self.ttft_s) and self.slo.meets_tpot(self.tpot_s)
 
     @property
     def keeps_gap(self) -> bool:
-        """Who was promised none is judged by `UNPROMISED_GAP` times the mean."""
+        """Whether the first token and the gaps were in time.
+        Where no gap was promised, `UNPROMISED_GAP` times the TPOT target counts."""
         slo = self.slo
         if slo.gap_s is None and slo.tpot_s is not None:
             slo = replace(slo, gap_s=UNPROMISED_GAP * slo.tpot_s)
@@ -74,7 +76,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """In time, by counting; under `everyone` that of the group with the least, which `least` names."""
+    """The share that was served in time, by counting. Under `everyone` it is that of the group with the smallest, whose
+    name is `least`."""
 
     shares: Mapping[Counting, float]
     least: str
@@ -84,7 +87,8 @@ class Shares:
 
 
 def count(requests: Sequence[Outcome]) -> dict[str, Shares]:
-    """By what is judged beside the first token: the mean, and the gaps. There must be a request at least."""
+    """The shares in time of at least one request, once by its first token and mean time per token, and once by its
+    first token and its gaps."""
     return {
         "TTFT and TPOT": _shares(requests, lambda r: r.keeps_tpot),
         "TTFT and gaps": _shares(requests, lambda r: r.keeps_gap),
@@ -110,7 +114,8 @@ def _shares(requests: Sequence[Outcome], is_met: Callable[[Outcome], bool]) -> S
 
 
 def table_rows(promises: Mapping[str, Shares]) -> list[list[str]]:
-    """A row for each promise, by its words; a column for each counting, the headline first."""
+    """The lines of a table of `promises`: a title line, then a row for each promise, with a column for each counting,
+    the headline first."""
     order = sorted(COUNTINGS, key=lambda counting: counting != HEADLINE)
     rows = [["served in time by", *(TOLD[counting].format(share=SHARES[counting]) for counting in order), "the least"]]
     for words, found in promises.items():
@@ -120,7 +125,7 @@ def table_rows(promises: Mapping[str, Shares]) -> list[list[str]]:
 
 
 def _groups(requests: Sequence[Outcome]) -> Iterable[tuple[str, Sequence[Outcome]]]:
-    """Of length and of tenant, with names."""
+    """Yields all groups of length and of tenant, each with its name."""
     of_tenant: defaultdict[str, list[Outcome]] = defaultdict(list)
     for request in requests:
         of_tenant[request.tenant].append(request)
@@ -130,6 +135,7 @@ def _groups(requests: Sequence[Outcome]) -> Iterable[tuple[str, Sequence[Outcome
 
 
 def length_groups(requests: Sequence[T]) -> list[tuple[str, Sequence[T]]]:
+    """The groups of length, each with its name: tenths by prompt tokens, and once more the longest fiftieth."""
     by_length = sorted(requests, key=lambda r: r.prompt_tokens)
     total = len(by_length)
     parts = max(1, min(_PARTS, total // LEAST))

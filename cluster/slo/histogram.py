@@ -21,7 +21,7 @@ RELATIVE_ERROR: Final = 0.01
 MIN_S: Final = 1e-5  # what is shorter counts as this
 MAX_S: Final = 86_400.0  # what is longer counts as this
 
-_RATIO: Final = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)  # of a bin's ends
+_RATIO: Final = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)  # of a bin's upper end to its lower one
 NUM_BINS: Final = math.ceil(math.log(MAX_S / MIN_S) / math.log(_RATIO)) + 1
 
 _RECORD: Final = np.dtype([("bin", "<u2"), ("count", "<u4")])
@@ -32,7 +32,7 @@ Histogram = bytes
 
 
 def histogram_of(values_s: Iterable[float]) -> Histogram:
-    """Of values in seconds. Bin 0 is `MIN_S`; bin k ends at `MIN_S * _RATIO**k`."""
+    """The histogram of values in seconds. Bin 0 is `MIN_S`; bin k ends at `MIN_S * _RATIO**k`."""
     values = np.fromiter(values_s, dtype=np.float64)
     assert not (values < 0).any(), "latencies are differences of a clock that only goes forward"
     bins = np.ceil(np.log(values.clip(MIN_S, MAX_S) / MIN_S) / math.log(_RATIO)).astype(np.int64)
@@ -40,12 +40,12 @@ def histogram_of(values_s: Iterable[float]) -> Histogram:
 
 
 def _value_of(index: int) -> float:
-    """What is furthest from both ends of a bin, as a share of them."""
+    """The value that stands for a bin: its relative distance to both ends of the bin is the same."""
     return MIN_S * _RATIO**index * 2 / (1 + _RATIO)
 
 
 def merge(histograms: Iterable[Histogram]) -> Histogram:
-    """One histogram of all their values."""
+    """One histogram of the values of all of these."""
     merged = b"".join(histograms)
     if len(merged) <= COMPACT_ABOVE_BYTES:
         return merged
@@ -53,9 +53,9 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def quantiles(histograms: Iterable[Histogram], shares: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
-    """How many values the histograms hold, and the value that each share of them does not exceed; none of no values.
+    """How many values the histograms hold, and a quantile for each share, or no quantiles without values.
 
-    Of n values in order, the one at index floor(share * (n - 1)) (numpy's method "lower").
+    Of n values in order, a quantile is the one at index floor(share * (n - 1)) (numpy's method "lower").
     """
     upto = np.cumsum(_counts(b"".join(histograms)))
     num_values = int(upto[-1])
@@ -67,7 +67,7 @@ def quantiles(histograms: Iterable[Histogram], shares: tuple[float, ...]) -> tup
 
 
 def check(histograms: Iterable[Histogram]) -> None:
-    """Raises ValueError where there are bytes among them that are no histogram."""
+    """Check bytes that claim to be histograms. Raises ValueError if some of them are none."""
     told = list(histograms)
     for histogram in told:
         if len(histogram) % _RECORD.itemsize or len(histogram) > COMPACT_ABOVE_BYTES:
@@ -81,7 +81,7 @@ def check(histograms: Iterable[Histogram]) -> None:
 
 
 def _packed(counts: NDArray[np.int64]) -> Histogram:
-    """`counts[i]` values lie in bin i."""
+    """The histogram with `counts[i]` values in bin i."""
     filled = np.flatnonzero(counts)
     records = np.empty(len(filled), dtype=_RECORD)
     records["bin"], records["count"] = filled, counts[filled]
@@ -89,6 +89,6 @@ def _packed(counts: NDArray[np.int64]) -> Histogram:
 
 
 def _counts(histogram: Histogram) -> NDArray[np.int64]:
-    """Of each bin. Exact: a sum of such counts stays far below 2**53, from where doubles have gaps."""
+    """How many values lie in each bin. Exact: the sum stays far below 2**53, from where doubles have gaps."""
     records = np.frombuffer(histogram, dtype=_RECORD)
     return np.bincount(records["bin"], weights=records["count"], minlength=NUM_BINS).astype(np.int64)

@@ -35,7 +35,7 @@ _MAX_TEXT: Final = 1024
 
 
 class Metric(enum.IntEnum):
-    """Its number is its place in a series."""
+    """What is measured of requests. A metric's number is the place of its histogram in a series."""
 
     TTFT = 0  # arrival to first byte
     TPOT = 1  # a request's mean time between tokens
@@ -52,7 +52,8 @@ class Outcome(enum.Enum):
 
 
 class SeriesKey(NamedTuple):
-    """`replica` "": all requests of the class and model, placed or not; else those that this worker had a part in."""
+    """Names a series of counts and latencies. `replica`: the worker that had a part in its requests. "": all requests
+    of the class and model are in it, placed or not."""
 
     slo_class: str
     model: str
@@ -60,8 +61,8 @@ class SeriesKey(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Requests by how they ended, and tokens. Among those that missed, and one may be several: `late_first`,
-    `late_tokens` (in the mean) and `late_gaps` (between some of them)."""
+    """How many requests ended how, and how many tokens they had. A request that missed its promise may be in several of
+    `late_first`, `late_tokens` (in the mean) and `late_gaps` (between some of them)."""
 
     met: int = 0
     missed: int = 0
@@ -81,7 +82,8 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A request, and the workers it is on; None: not placed (yet), or the decode worker prefills too."""
+    """What a request was promised, and the workers it is on. None: it is not placed (yet), or, for `prefill`, the
+    decode worker computes the prompt too."""
 
     slo: SloClass
     model: str
@@ -89,14 +91,14 @@ class Served:
     decode: str | None = None
 
     def series(self, *replicas: str | None) -> list[SeriesKey]:
-        """Where something is counted that these workers had a part in: once each, and once for all."""
+        """The series in which to count something that these workers had a part in: one for each, and one for all."""
         names = dict.fromkeys(("", *(name for name in replicas if name)))
         return [SeriesKey(self.slo.name, self.model, name) for name in names]
 
 
 def gap_p99(gaps_s: NDArray[np.float64]) -> float | None:
-    """A request's longest gap but for one in a hundred, so the longest of fewer than 100: the least `gap_s` that it
-    meets. None: it has no gaps."""
+    """A request's longest gap but for one in a hundred (of fewer than 100 gaps the longest): the smallest `gap_s` that
+    it meets. None: it has no gaps."""
     if not len(gaps_s):
         return None
     rank = len(gaps_s) - 1 - len(gaps_s) // GAPS_PER_LATE
@@ -113,7 +115,7 @@ def counts_of(
     gap_p99_s: float | None,
     num_tokens: int,
 ) -> Counts:
-    """One request's share of the counts; see `SloReport.ended`."""
+    """What one request adds to the counts of its series; see `SloReport.ended`."""
     late_first = not slo.meets_ttft(e2e_s if ttft_s is None else ttft_s)
     late_tokens = not slo.meets_tpot(tpot_s)
     late_gaps = not slo.meets_gap_p99(gap_p99_s)
@@ -149,7 +151,7 @@ _NO_COUNTS: Final = Counts()
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in one series. `histograms` has one for each metric."""
+    """The counts and latencies of one series. `histograms` has one for each `Metric`."""
 
     counts: Counts = _NO_COUNTS
     histograms: list[Histogram] = field(default_factory=lambda: [b""] * len(Metric))
@@ -161,21 +163,21 @@ class Tally:
 
 
 class SloReport:
-    """What is new in each series. A gateway's account fills one for a while, absorbs it and sends it on."""
+    """What is new in each series. A gateway's account fills a report for a while, absorbs it and sends it on."""
 
     def __init__(self, tallies: dict[SeriesKey, Tally] | None = None) -> None:
         self.tallies = {} if tallies is None else tallies
 
     def first_byte(self, served: Served, *, ttft_s: float, queue_s: float | None) -> None:
-        """The client has just been sent the first byte. Counted for the worker that prefilled. `queue_s` None: not
-        known."""
+        """Count a first byte, for the worker that computed the prompt. `queue_s`: from arrival to the start of the
+        prefill; None: not known."""
         series = served.series(served.prefill or served.decode)
         self._observe(series, Metric.TTFT, (ttft_s,))
         if queue_s is not None:
             self._observe(series, Metric.QUEUE, (queue_s,))
 
     def gaps(self, served: Served, gaps_s: Iterable[float]) -> None:
-        """Times between tokens. Counted for the worker that decodes. Many at once cost a fifth each of one by one."""
+        """Count times between tokens, for the worker that decodes. Each costs a fifth if many are counted at once."""
         self._observe(served.series(served.decode), Metric.GAP, gaps_s)
 
     def ended(
@@ -189,9 +191,10 @@ class SloReport:
         gap_p99_s: float | None = None,
         num_tokens: int = 0,
     ) -> None:
-        """However it ended; once for each request. Counted for both workers, times only where it finished.
+        """Count a request that has ended, in whatever way; call it once for each. It counts for both of its workers,
+        its times only if it finished.
 
-        `e2e_s`: from arrival to the end of it. `ttft_s` None: no byte was sent. `tpot_s`, `gap_p99_s` None: fewer than
+        `e2e_s`: from arrival to its end. `ttft_s` None: no byte was sent. `tpot_s`, `gap_p99_s` None: it had fewer than
         two tokens.
         """
         both = served.series(served.prefill, served.decode)
@@ -231,7 +234,7 @@ class SloReport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SloReport:
-        """Raises ValueError for anything that `to_bytes` did not write."""
+        """The report that `to_bytes` wrote. Raises ValueError for anything else."""
         try:
             version, rows = msgpack.unpackb(data)
             if version != _VERSION:

@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 class SlidingWindow(Generic[T]):
-    """The newest `num_parts` parts of `window_s / num_parts` seconds, the one that is being filled among them.
+    """Holds the newest `num_parts` parts of `window_s / num_parts` seconds each, including the one that is being
+    filled.
 
-    So it reaches back between `window_s * (1 - 1 / num_parts)` and `window_s`; `covered_s` says how far.
+    The window reaches back between `window_s * (1 - 1 / num_parts)` and `window_s`; `covered_s` says how far.
     """
 
     def __init__(self, *, window_s: float, num_parts: int, start_s: float, make: Callable[[], T]) -> None:
@@ -37,12 +38,12 @@ class SlidingWindow(Generic[T]):
         return self._parts[-1][1]
 
     def parts(self, now_s: float) -> list[T]:
-        """All that holds something and is not yet forgotten."""
+        """All parts that hold something and are not yet forgotten, oldest first."""
         self._advance(now_s)
         return [part for _, part in self._parts]
 
     def covered_s(self, now_s: float) -> float:
-        """Seconds that the parts speak of."""
+        """How many seconds before `now_s` the window reaches back, at most to its start."""
         self._advance(now_s)
         oldest_s = (self._newest - self._num_parts + 1) * self._part_s
         return max(0.0, now_s - max(oldest_s, self._start_s))

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 _SHARES: Final = (0.5, 0.95, 0.99)
 _SHORT_S: Final = 60.0  # the window of latencies and goodput, and of burn rates
-_LONG_S: Final = 600.0  # another one of burn rates
-_NUM_PARTS: Final = 12  # in which each of them moves
+_LONG_S: Final = 600.0  # the second window of burn rates
+_NUM_PARTS: Final = 12  # parts of each window: it moves by one of them at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Seconds. `count`: values they were taken from."""
+    """Quantiles of a latency, in seconds. `count`: how many values they were taken from."""
 
     count: int
     p50_s: float
@@ -43,9 +43,11 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burn:
-    """`attainment` None: nothing ended in the window. No news burns no budget. `ttft_rate`, `tpot_rate`,
-    `gap_rate`: by those alone whose first byte was late, whose tokens were in the mean, and the gaps between them; one
-    may be in several. The rest was rejected or failed."""
+    """How fast a series uses up its error budget in a window. `attainment` None: nothing ended in it, which burns no
+    budget.
+
+    `ttft_rate`, `tpot_rate` and `gap_rate` count only requests whose first byte was late, whose tokens were late in the
+    mean, or whose gaps were; a request may be in several. The rest of `rate` was rejected or failed."""
 
     window_s: float
     attainment: float | None
@@ -57,7 +59,7 @@ class Burn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesSnapshot:
-    """One series now. `latencies` has the metrics that there are values of; rates are per second of `covered_s`."""
+    """How one series stands now. `latencies` has only metrics with values; rates are per second of `covered_s`."""
 
     key: SeriesKey
     covered_s: float
@@ -71,7 +73,7 @@ class SeriesSnapshot:
 
 
 class SloTracker:
-    """Absorbs reports and answers how things stand."""
+    """Absorbs reports and answers how well the promises of each series are kept."""
 
     def __init__(self, config: SloConfig, *, now_s: float) -> None:
         self._config = config
@@ -83,8 +85,8 @@ class SloTracker:
         )
 
     def absorb(self, now_s: float, report: SloReport) -> None:
-        """Count what a report holds as having happened now. Raises ValueError, and takes nothing, where it speaks of
-        a class that there is not."""
+        """Count what a report holds as having happened now. Raises ValueError, and counts nothing, if it speaks of a
+        class that there is not."""
         for key in report.tallies:
             self._share_of(key)
         tallies, counts = self._tallies.current(now_s), self._counts.current(now_s)
@@ -94,22 +96,23 @@ class SloTracker:
                 counts[key] = Counts.total((counts.get(key, Counts()), tally.counts))
 
     def hear(self, now_s: float, report: bytes, teller: str) -> None:
-        """Count what another process tells. One with other classes, while settings roll out, is no reason to fail."""
+        """Count the report of another process, `teller`. If it cannot be read or has other classes, as while settings
+        roll out, it is logged and not counted."""
         try:
             self.absorb(now_s, SloReport.from_bytes(report))
         except ValueError as error:
             logger.warning("how requests fared at %s is not counted: %s", teller, error)
 
     def totals(self, now_s: float) -> list[SeriesSnapshot]:
-        """Of each class and model, over all workers."""
+        """How each class and model stands, over all workers."""
         return self._snapshots(now_s, (key for key in self._keys(now_s) if not key.replica))
 
     def replicas(self, now_s: float) -> list[SeriesSnapshot]:
-        """Of each class and model on each worker."""
+        """How each class and model stands on each worker."""
         return self._snapshots(now_s, (key for key in self._keys(now_s) if key.replica))
 
     def snapshot(self, now_s: float, key: SeriesKey) -> SeriesSnapshot:
-        """Of one series; one without news is empty. Raises ValueError where there is no such class."""
+        """How one series stands; one without news is empty. Raises ValueError if there is no such class."""
         tallies = [part[key] for part in self._tallies.parts(now_s) if key in part]
         counts = Counts.total([Counts(), *(tally.counts for tally in tallies)])
         long_counts = Counts.total([Counts(), *(part[key] for part in self._counts.parts(now_s) if key in part)])

@@ -38,12 +38,13 @@ router = APIRouter(route_class=JsonRoute)
 
 PER_S: Final = 4.0
 MAX_VIEWERS: Final = 32  # of one gateway
-BEAT_S: Final = 2.0  # where nothing changes, a comment: so that who looks knows that it is so
+BEAT_S: Final = 2.0  # between comments while nothing changes, by which a viewer knows that it is so
 _BEAT: Final = b": beat\n\n"
 
 
 class Board:
-    """Of one gateway; belongs to its event loop. Costs nothing while nobody looks."""
+    """Takes pictures of the cluster for all viewers of one gateway's board. Belongs to the gateway's event loop, and
+    costs nothing while nobody looks."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -51,14 +52,14 @@ class Board:
         self._picture: Picture = {}
         self._version = 0  # of the picture; 0: there is none yet
         self._whole: bytes | None = None  # the picture as an event; None: not written yet
-        self._change = b""  # the same for what is different from the version before
-        self._next = asyncio.Event()  # another version, or the end
+        self._change = b""  # the difference from the version before, as an event
+        self._next = asyncio.Event()  # set with another version, or when there will be none
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """While one more looks. Raises OverloadedError if there are too many."""
+        """Count one more viewer inside the block, and take pictures. Raises OverloadedError if there are too many."""
         if self._num_viewers >= MAX_VIEWERS:
             raise OverloadedError(
                 f"{MAX_VIEWERS} others look at this gateway's board already. Try again later.", retry_after_s=10.0
@@ -77,7 +78,7 @@ class Board:
                 self._task = None
 
     async def pictures(self) -> AsyncGenerator[bytes, None]:
-        """As server-sent events, while one more looks. Raises as `viewing` does."""
+        """Yields pictures and changes as server-sent events, for one more viewer. Raises as `viewing` does."""
         with self.viewing():
             version, news = await self.news(0)
             while news:
@@ -85,8 +86,9 @@ class Board:
                 version, news = await self.news(version)
 
     async def news(self, version: int) -> tuple[int, bytes]:
-        """What brings a viewer that has `version` (0: nothing) up to date, and the version that it has then. Waits for
-        news, and where none comes for `BEAT_S`, says that. No bytes: there will be none."""
+        """Wait for what is new to a viewer that has `version` (0: nothing). Returns the version that it has then, and
+        the event that brings it there:
+        a comment if nothing is new for `BEAT_S`, no bytes if nothing will come any more."""
         try:
             async with asyncio.timeout(BEAT_S):
                 while self._version == version:
@@ -102,6 +104,7 @@ class Board:
         return self._version, self._whole
 
     async def _watch(self) -> None:
+        """Take pictures again and again, until cancelled. An error ends it, and all viewers' streams."""
         try:
             while True:
                 self._show(await self._observer.look())
@@ -111,6 +114,7 @@ class Board:
             asyncio.get_running_loop().call_soon(self._next.set)  # once this task is done
 
     def _show(self, picture: Picture) -> None:
+        """Make a picture the newest version, if more than its time is different."""
         change = difference(self._picture, picture)
         if change.keys() <= {"now"}:
             return
@@ -156,7 +160,7 @@ async def events(board: Annotated[Board, Depends(_board)]) -> EventStream:
 
 
 def _hashes(tag: bytes) -> str:
-    """Of what the page has inline, as a Content-Security-Policy names them."""
+    """Hashes of the page's inline texts in such tags, as a Content-Security-Policy names them."""
     inline = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), _PAGE, flags=re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in inline)
 

@@ -51,21 +51,21 @@ PHASES: Final = {
     "place": "queue",
     "reserve": "queue",
 }
-"""What people take for one, of the parts of a timeline."""
+"""Parts of a timeline that people take for one: the phase that the board shows for each."""
 MAX_REQUESTS: Final = 64
 MAX_DECISIONS: Final = 8
 MAX_HAPPENINGS: Final = 40
-GONE_S: Final = 60.0  # so long a worker that is gone is still shown
+GONE_S: Final = 60.0  # how long a worker that is gone is still shown
 _ROWS_PER_TURN: Final = 8
-_REQUESTS: Final = "the board's requests"  # as gateways ask each other
-_SAME_CLOCK_S: Final = 0.01  # two processes' clocks do not differ, but for how they were read
+_REQUESTS: Final = "the board's requests"  # the topic of the question that gateways ask each other
+_SAME_CLOCK_S: Final = 0.01  # clocks that differ less are one clock, read by two processes
 _TAIL: Final = 4  # characters of an id by which people tell things apart at a glance
 SLOW_S: Final = 1.0  # between looks at what changes slowly or costs the scheduler something: promises and decisions
 
 
 class Observer:
-    """Takes pictures of one gateway and its cluster. Remembers the last one, to tell what happened since; `look` is to
-    be called by one task at a time."""
+    """Takes pictures of one gateway and its cluster, and remembers the last one to tell what happened since. Only one
+    task at a time may call `look`."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -81,7 +81,7 @@ class Observer:
         self.forget()
 
     def forget(self) -> None:
-        """Nobody has looked for a while: what is different now did not happen now."""
+        """Forget the last picture. After a while in which nobody looked, what is different did not happen just now."""
         self._workers: dict[str, dict[str, Any]] | None = None
         self._requests: dict[str, dict[str, Any]] = {}
         self._classes: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Observer:
         self._others = Found([self._api.cluster.gateway], [], {})
 
     async def look(self) -> Picture:
-        """A picture of now. Other tasks have their turns between its parts."""
+        """Take a picture. Other tasks have their turns between its parts."""
         now = time.monotonic()
         if now - self._slow_at >= SLOW_S:
             self._slow_at = now
@@ -124,7 +124,7 @@ class Observer:
     # --- the parts of a picture ---
 
     async def _look_at_requests(self) -> dict[str, dict[str, Any]]:
-        """The newest of all gateways."""
+        """Rows of the newest requests of all gateways, by id."""
         rows = dict(await self._look_at_own())
         for gateway, told in self._others.told.items():
             by_s = self._clocks[gateway]
@@ -133,6 +133,7 @@ class Observer:
         return {name: rows[name] for name in newest}
 
     async def _look_at_own(self) -> dict[str, dict[str, Any]]:
+        """Rows of the newest requests of this gateway, by id."""
         rows: dict[str, dict[str, Any]] = {}
         for index, timeline in enumerate(self._api.recent.newest(MAX_REQUESTS)):
             if index % _ROWS_PER_TURN == 0:
@@ -143,12 +144,12 @@ class Observer:
         return rows
 
     async def _tell_requests(self, question: bytes) -> bytes:
-        """To another gateway, somebody looks at whose board."""
+        """Answer another gateway, at whose board somebody looks, with the rows of this one's requests."""
         return dumps({"since_1970_s": time.time() - time.monotonic(), "rows": await self._look_at_own()})
 
     def _hear_others(self, now: float) -> None:
-        """Takes what has come since the last picture, and asks for the next one: nobody waits for a gateway that does
-        not answer. Where there is no other, that is asked once in a while."""
+        """Take in what other gateways have answered since the last picture, and ask them for the next one. So no
+        picture waits for a gateway that does not answer. If there was no other, ask only every `SLOW_S`."""
         if self._asking is not None and self._asking.done():
             self._others, self._asking = self._asking.result(), None
             since_1970_s = time.time() - time.monotonic()
@@ -163,7 +164,7 @@ class Observer:
             self._asking = asyncio.create_task(ask(self._api, _REQUESTS, {}), name="board-others")
 
     def _look_at_workers(self, now: float) -> dict[str, dict[str, Any]]:
-        """Those that are there, and for a while those that were."""
+        """Rows of the workers that are there and, for `GONE_S`, of those that are gone."""
         cluster = self._api.cluster
         rows = {info.worker_id: worker_row(info, snapshot) for info, snapshot in cluster.reports()}
         for worker_id, state in cluster.link_states().items():
@@ -181,6 +182,7 @@ class Observer:
         return rows
 
     def _class(self, found: SeriesSnapshot) -> dict[str, Any]:
+        """The row of a class of service."""
         slo = self._api.slo.classes.named(found.key.slo_class)
         assert slo is not None, "an account has series of its own classes only"
         row: dict[str, Any] = {"share": slo.share, "tokens_s": round(found.tokens_s, 1)}
@@ -198,7 +200,8 @@ class Observer:
         return row
 
     async def _ask_decisions(self, now: float) -> None:
-        with suppress(UnavailableError):  # then those that are known stay
+        """Ask the scheduler for its newest decisions, and add those that are new."""
+        with suppress(UnavailableError):  # keep those that are known
             lines = await self._api.cluster.decisions(MAX_DECISIONS, as_text=False)
             told = [line.partition(",")[2] for line in lines]  # without the time, which each answer reckons anew
             new = [line for line, rest in zip(lines, told, strict=True) if rest not in self._told]
@@ -206,7 +209,7 @@ class Observer:
             for line in reversed(new):
                 with suppress(
                     KeyError, TypeError, ValueError
-                ):  # of a scheduler of another version, while one rolls out
+                ):  # the scheduler may be of another version, while one rolls out
                     self._decisions.append((str(next(self._numbers)), decision_row(json.loads(line), now)))
 
     # --- what happened ---
@@ -214,6 +217,7 @@ class Observer:
     def _tell_of_workers(
         self, workers: Mapping[str, dict[str, Any]], requests: Mapping[str, dict[str, Any]], now: float
     ) -> None:
+        """Add a happening for each worker whose state is another than in the last picture."""
         if self._workers is None:
             return
         for worker_id, row in workers.items():
@@ -237,6 +241,7 @@ class Observer:
                 self._happened(now, "came", f"{name} answers again.")
 
     def _tell_of_requests(self, requests: Mapping[str, dict[str, Any]], now: float) -> None:
+        """Add a happening for each request that has another attempt since the last picture."""
         for request_id, row in requests.items():
             before = self._requests.get(request_id)
             if before is None or row["attempts"] <= before["attempts"] or self._workers is None:
@@ -249,7 +254,8 @@ class Observer:
 
 
 def decision_row(decision: dict[str, Any], now: float) -> dict[str, Any]:
-    """`decision`: a line of the scheduler's log, whose times are Unix time. Raises KeyError or TypeError for others."""
+    """The row of a decision. `decision`: a line of the scheduler's log, whose times are Unix time. Raises KeyError or
+    TypeError for anything else."""
     return {
         "at": round(now + decision["time"] - time.time(), 3),
         "outcome": decision["outcome"],
@@ -259,7 +265,7 @@ def decision_row(decision: dict[str, Any], now: float) -> dict[str, Any]:
 
 
 def worker_row(info: WorkerInfo, snapshot: WorkerSnapshot) -> dict[str, Any]:
-    """A worker as it told of itself, of some half a second ago."""
+    """The row of a worker, by what it told of itself some half a second ago."""
     row: dict[str, Any] = {
         "role": info.role,
         "name": short_worker(info.worker_id),
@@ -284,7 +290,7 @@ def worker_row(info: WorkerInfo, snapshot: WorkerSnapshot) -> dict[str, Any]:
 
 
 def request_row(timeline: RequestTimeline) -> dict[str, Any]:
-    """Of several choices, the one that was sent first."""
+    """The row of a request. If it has several choices, `marks` are of the one that was sent first."""
     row: dict[str, Any] = {
         "class": timeline.terms.slo.name,
         "at": round(timeline.arrived_at, 3),
@@ -300,12 +306,12 @@ def request_row(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def request_marks(timeline: RequestTimeline) -> list[tuple[float, str, str]]:
-    """When each phase began, and on which worker: what `RequestTimeline.parts` has, with what people do not tell apart
-    as one."""
+    """When each phase of a request began, and on which worker. Phases are the parts of `RequestTimeline.parts`; those
+    that people do not tell apart are one."""
     marks: list[tuple[float, str, str]] = []
     for part in timeline.parts():
         phase = PHASES.get(part.name, part.name)
-        if phase in ("send", "finish"):  # part of what came before it
+        if phase in ("send", "finish"):  # shown as a part of the phase before it
             continue
         worker = "" if phase in ("queue", "retry") or part.worker is None else part.worker
         if not marks or marks[-1][1:] != (phase, worker):
@@ -314,14 +320,14 @@ def request_marks(timeline: RequestTimeline) -> list[tuple[float, str, str]]:
 
 
 def moved_row(row: Mapping[str, Any], by_s: float) -> dict[str, Any]:
-    """A request's row with its times by another clock."""
+    """A request's row with all its times moved by `by_s`, to another clock."""
     times = {name: round(row[name] + by_s, 3) for name in ("at", "end") if name in row}
     marks = [(round(at + by_s, 3), phase, worker) for at, phase, worker in row["marks"]]
     return {**row, **times, "marks": marks}
 
 
 def _is_on(worker_id: str, row: Mapping[str, Any]) -> bool:
-    """Whether a request's newest attempt runs there."""
+    """Whether a request's newest attempt runs on that worker."""
     newest = itertools.takewhile(lambda mark: mark[1] != "retry", reversed(row["marks"]))
     return "end" not in row and any(worker == worker_id for _, _, worker in newest)
 
@@ -331,7 +337,8 @@ def _ms(seconds: float) -> float:
 
 
 def short_request(request_id: str) -> str:
-    """`chatcmpl-0123456789abcdef-0` as `…cdef`; of several choices all but the first say which."""
+    """A short name for a request: `…cdef` for `chatcmpl-0123456789abcdef-0`.
+    Choices after the first add their number."""
     job, _, index = request_id.rpartition("-")
     if not job or not index.isdigit():
         job, index = request_id, "0"
@@ -339,13 +346,15 @@ def short_request(request_id: str) -> str:
 
 
 def short_worker(worker_id: str) -> str:
-    """`decode-x1y2z3ab-4711` as `decode 4711`: its role, and the process that an operator would look for."""
+    """A short name for a worker: `decode 4711` for `decode-x1y2z3ab-4711`, its role and the process that an operator
+    would look for."""
     role, dash, rest = worker_id.partition("-")
     return f"{role} {rest.rpartition('-')[2]}" if dash else worker_id
 
 
 def decision_sentence(decision: dict[str, Any]) -> str:
-    """What was decided, for whom, and what is expected of it. `decision`: one line of `/cluster/decisions`."""
+    """A sentence that says what was decided, for whom, and what is expected of it. `decision`: one line of
+    `/cluster/decisions`."""
     what = _named(decision)
     candidates = decision["candidates"]
     if decision["outcome"] == "placed" and candidates:
@@ -358,7 +367,7 @@ def decision_sentence(decision: dict[str, Any]) -> str:
 
 
 def _named(decision: dict[str, Any]) -> str:
-    """Who asks: its class, name, length, and which attempt it is."""
+    """The words for a request: its class, short name and length, and which attempt it is."""
     attempt = f", attempt {decision['attempt'] + 1}" if decision["attempt"] else ""
     slo_class = decision["slo_class"] or "request"
     return f"{slo_class} {short_request(decision['request_id'])} ({decision['num_tokens']} tokens{attempt})"
@@ -387,7 +396,7 @@ def _placed(best: dict[str, Any], decision: dict[str, Any]) -> str:
 
 
 def _others(candidates: list[dict[str, Any]]) -> str:
-    """What the next best one would have brought."""
+    """Words that say what the next best candidate would have brought; "" without one."""
     if len(candidates) < 2 or candidates[1]["ttft_s"] is None:
         return ""
     best, other = candidates[0], candidates[1]
@@ -406,7 +415,7 @@ def _readable(reason: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    """With two or three digits and a unit that fits."""
+    """A duration with two or three digits and a unit that fits."""
     if seconds < 0.0995:
         return f"{1e3 * seconds:.2g} ms"
     if seconds < 0.9995:

@@ -38,7 +38,7 @@ _MAX_FILENAME: Final = 255
 _WINDOW: Final = re.compile(r"(\d{1,5})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _LONGEST_WINDOW_S: Final = 14 * 86_400
-_EXPIRY_S: Final = (3_600, 2_592_000)  # that a file may be asked to expire after: OpenAI's bounds
+_EXPIRY_S: Final = (3_600, 2_592_000)  # the least and the most time after which a file may expire: OpenAI's bounds
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -84,7 +84,8 @@ async def _closing(form: FormData) -> AsyncIterator[None]:
 
 
 def _checked_fields(form: FormData) -> int | None:
-    """When the file expires. Raises InvalidRequestError for what is asked for in vain."""
+    """When the file expires, in seconds since 1970; None: it does not. Raises InvalidRequestError for fields that
+    cannot be honoured."""
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:
@@ -161,6 +162,7 @@ async def create_batch(body: BatchBody, request: Request, api: ApiOf) -> dict[st
 
 
 def _window_s(text: str) -> int:
+    """The seconds of a completion window such as "24h". Raises InvalidRequestError."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
     if not 0 < seconds <= _LONGEST_WINDOW_S:
@@ -191,6 +193,7 @@ async def cancel_batch(batch_id: str, request: Request, api: ApiOf) -> dict[str,
 
 
 def _service(api: Api) -> BatchService:
+    """The gateway's files and batches. Raises NotFoundError if it keeps none."""
     if api.batches is None:
         raise NotFoundError(
             "This server keeps no files. Who operates it can give them a folder: gateway.storage.", code="no_storage"
@@ -203,7 +206,8 @@ def _owner(request: Request, api: Api) -> str:
 
 
 def owner_of(request: Request, api: Api, secret: bytes) -> str:
-    """Whose files and responses these are: under the folder's secret, so that they are found again after a restart."""
+    """The name of the client whose files and responses are asked for. It is hashed under the folder's secret, so that
+    they are found again after a restart."""
     if (whose := on_behalf(request.scope)) is not None:
         return whose.owner
     tenants = Tenants(secret, trust_header=api.settings.trust_tenant_header)
@@ -217,7 +221,7 @@ def _checked_limit(limit: int) -> int:
 
 
 def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """`objects`: one more than `limit` where there are more."""
+    """OpenAI's `list` of the first `limit` of these objects. One more among them means that there are more."""
     shown = objects[:limit]
     return {
         "object": "list",
@@ -230,13 +234,13 @@ def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def running_batches(app: FastAPI) -> AsyncIterator[None]:
-    """Answer the lines of batches, and keep responses, while the application runs."""
+    """Answer the lines of batches, and generate responses in the background, inside the block."""
     api: Api = app.state.api
     if api.batches is None:
         yield
         return
     headers = {CLASS_HEADER: _patient_class(api.slo.classes)}
-    named = OneRequestId(app)  # as by a server
+    named = OneRequestId(app)  # answers from inside get a request id as those of the server do
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
         whose = OnBehalf(batch.tenant, batch.salt, batch.owner)
@@ -257,5 +261,5 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _patient_class(classes: SloConfig) -> str:
-    """The name of the class that batches run in: the first without targets; the default where all have some."""
+    """The name of the class that batches run in: the first one without targets, or the default if all have some."""
     return next((known.name for known in classes.classes if not known.has_targets), classes.default)

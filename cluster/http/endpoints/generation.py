@@ -81,7 +81,7 @@ class ChatShape(Shape):
 
 
 def prompt_members(job: Job, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What vLLM's answers say of the prompt of choice `index`, where it was asked for."""
+    """The members by which vLLM's answers tell of the prompt of choice `index`: those that were asked for."""
     choice, members = job.choices[index], dict[str, Any]()
     token_ids, num_top = choice.spec.prompt_token_ids, job.num_prompt_logprobs
     if num_top is not None:
@@ -93,7 +93,7 @@ def prompt_members(job: Job, index: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 class ReadChatShape(ChatShape):
-    """The same with calls and reasoning apart from the content."""
+    """OpenAI's `chat.completion` and `chat.completion.chunk`, with calls and reasoning apart from the content."""
 
     def __init__(self, job: Job, reading: Reading, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
@@ -103,7 +103,7 @@ class ReadChatShape(ChatShape):
     def chunk(self, index: int, delta: Delta) -> bytes:
         members = chat_members(self._choices[index].read(delta))
         if not (members or delta.entries or delta.token_ids or delta.finish_reason):
-            return b""  # what came may be the beginning of a mark
+            return b""  # the text that came may be the beginning of a mark
         return self._event(index, b'"delta":' + dumps(members), self._logprobs(delta), delta)
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class CompletionShape(Shape):
         return completion_logprobs(tokens, self._tokenizer, as_ids=self.job.tokens_as_ids)
 
     def _prompt_tokens(self, index: int) -> list[CompletionToken]:
-        """Those of the echoed prompt, where their log probabilities were asked for."""
+        """The tokens of the echoed prompt, if their log probabilities were asked for."""
         choice, num_top = self.job.choices[index], self.job.num_output_logprobs
         if not choice.echo or num_top is None:
             return []

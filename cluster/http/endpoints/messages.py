@@ -36,9 +36,9 @@ from engine.text.output import Event
 
 router = APIRouter(route_class=JsonRoute)
 
-_SMALL_BYTES: Final = 16 * 2**10  # of a body that is translated on the loop
+_SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is translated on the loop
 _TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
-_LEFT_OUT: Final = ("redacted_thinking",)  # of another model's; nothing here can read it
+_LEFT_OUT: Final = ("redacted_thinking",)  # blocks of another model, which nothing here can read
 
 
 def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -46,7 +46,7 @@ def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
 
 
 def parse_blocks(value: object) -> list[dict[str, Any]]:
-    """The content of a message: a text, or a list of blocks."""
+    """Normalise the content of a message, a text or a list of blocks, to a list of blocks, and check them."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -78,7 +78,7 @@ def _require_text(block: Mapping[str, Any], name: str, index: int) -> None:
 
 
 def parse_system(value: object) -> str:
-    """A text, or a list of text blocks."""
+    """Normalise a system prompt, a text or a list of text blocks, to one text."""
     blocks = parse_blocks(value)
     if any(block["type"] != "text" for block in blocks):
         raise _error("a system prompt has text blocks only", "unsupported_value")
@@ -86,7 +86,7 @@ def parse_system(value: object) -> str:
 
 
 def _parse_result(value: object) -> str:
-    """The content of a tool's result, as text."""
+    """Normalise the content of a tool's result to one text; "" without content."""
     if value is None:
         return ""
     blocks = parse_blocks(value)
@@ -153,7 +153,7 @@ def _no_thread(value: object) -> None:
 
 
 def _no_edits(value: object) -> None:
-    """To keep all thinking is what is done anyway."""
+    """Refuse edits of the messages, except for the one that keeps all thinking, which is kept anyway."""
     edits = value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else value
     kept = {"type": "clear_thinking_20251015", "keep": "all"}
     if edits is not None and (not isinstance(edits, list) or any(edit != kept for edit in edits)):
@@ -202,12 +202,13 @@ class MessagesBody(CountTokensBody):
 
 
 def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
-    """The same as a chat. `switches_thinking`: the model's chat template asks whether to think. Raises ApiError."""
+    """Translate the body into a chat.
+    `switches_thinking`: the model's chat template reads whether to think. Raises ApiError."""
     messages = [message for turn in body.messages for message in _messages(turn)]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     chat: dict[str, Any] = {"model": body.model, "messages": messages}
-    if messages[-1]["role"] == "assistant":  # to be continued
+    if messages[-1]["role"] == "assistant":  # the answer is to continue this message
         chat["continue_final_message"] = True
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
@@ -238,7 +239,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
-    """One turn is several messages where it has results of calls."""
+    """Yields the messages of a chat that one turn becomes: one for each result of a call, and one for the rest."""
     texts: list[str] = []
     members: dict[str, Any] = {}
     for block in turn.content:
@@ -289,6 +290,7 @@ async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> d
 
 
 async def _chat(body: CountTokensBody, request: Request, api: Api) -> ChatBody:
+    """Translate a body into a chat, in a thread if it is large. Raises ApiError."""
     switches = api.tokenizer.template_reads("enable_thinking")
     size = len(await request.body())
     if size <= _SMALL_BYTES:
@@ -336,7 +338,7 @@ class MessagesShape(Shape):
         return _sse("message_delta", delta=self._ending, usage=self._usage()) + _sse("message_stop")
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The whole message."""
+        """The whole message of an answer that is not streamed."""
         blocks: list[dict[str, Any]] = []
         arguments: list[list[str]] = []  # of each block
         for event in self._choice.read(delta):
@@ -394,7 +396,7 @@ def _piece(event: Event) -> dict[str, str]:
 
 
 def _block(event: Event) -> dict[str, Any]:
-    """As it begins."""
+    """The block of a message that an event opens, as it begins."""
     match event.kind:
         case "text":
             return {"type": "text", "text": ""}
@@ -404,7 +406,7 @@ def _block(event: Event) -> dict[str, Any]:
 
 
 def _with_input(block: dict[str, Any], arguments: str) -> dict[str, Any]:
-    """A call with its arguments, as far as they came; what cannot be read as such is text."""
+    """Put a call's arguments, as far as they came, into its block. If they cannot be read, the call becomes a text."""
     if block["type"] != "tool_use":
         return block
     try:

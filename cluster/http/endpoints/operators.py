@@ -37,8 +37,8 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/cluster", response_model=None)
 async def cluster(api: ApiOf) -> dict[str, Any]:
-    """The workers as this gateway knows them: role, pid, load, KV blocks. Those that load their model as yet. How many
-    each pool should have. And which layout would have served most, as it was found last."""
+    """The workers as this gateway knows them: role, pid, load, KV blocks. Also workers that are still loading their
+    model, how many workers each pool should have, and which layout would have served most, as it was found last."""
     return {
         "workers": api.cluster.describe_workers(),
         "loading": [asdict(report) for report in api.cluster.loading],
@@ -49,14 +49,14 @@ async def cluster(api: ApiOf) -> dict[str, Any]:
 
 @router.get("/cluster/layout", response_model=None)
 async def layout(api: ApiOf) -> dict[str, Any]:
-    """What the newest requests of the log would have seen of the automatic layout and of fixed ones, simulated; the
-    answer takes a minute where it is not known."""
+    """How the automatic layout and fixed ones would have served the newest requests of the log, by simulation. If that
+    is not known yet, the answer takes a minute."""
     return await api.layouts.ask()
 
 
 @router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
 async def change_role(worker_id: str, body: RoleBody, api: ApiOf) -> dict[str, Any]:
-    """The worker was told: it comes back under another name, see `/cluster`."""
+    """Tells a worker to change its role. It comes back under another name: see `/cluster`."""
     await api.cluster.change_role(worker_id, body.role, body.drain_s)
     return {"worker_id": worker_id, "role": body.role, "status": "changing"}
 
@@ -67,7 +67,8 @@ async def decisions(
     limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 20,
     format: Literal["json", "text"] = "json",
 ) -> Response:
-    """The newest first. `format=text`: the tables that they were made from. `scheduler.decision_log` has them all."""
+    """The scheduler's newest decisions, newest first. `format=text`: as the tables that they were made from.
+    `scheduler.decision_log` has all of them."""
     as_text = format == "text"
     told = await api.cluster.decisions(limit, as_text=as_text)
     if as_text:
@@ -91,9 +92,9 @@ async def requests(
     since: Annotated[int, Query(ge=0)] = 0,
     scope: Scope = "cluster",
 ) -> Response:
-    """What runs, and what has ended since the `version` of an earlier answer; the newest first. `version`, `since` and
-    `kept` are this gateway's. Of the others all that is new enough for the list, `MAX_ROWS` of each at most; `silent`
-    are those that did not answer."""
+    """Requests that run, and those that have ended since the `version` of an earlier answer, the newest first.
+    `version`, `since` and `kept` are this gateway's. Other gateways add all that are new enough for the list, at most
+    `MAX_ROWS` each; `silent` are those that did not answer."""
     version = api.recent.version
     rows = await api.rows(api.recent.newest(limit, since))
     found = await others.newest(limit) if scope == "cluster" else Found([api.cluster.gateway], [], {})
@@ -121,8 +122,9 @@ async def request(
     format: Literal["json", "text"] | None = None,
     choice: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """Where one request's time went, also while it runs, whichever gateway has it. `format=text`: as a picture, as for
-    `Accept: text/plain`. `choice`: of several, another one than the first to be sent."""
+    """Where one request's time went, also while it runs, whichever gateway has it. With `format=text` or
+    `Accept: text/plain` the answer is a picture in text. `choice`: the choice to tell of; by default the one whose
+    first byte was sent first."""
     timeline = api.recent.find(request_id)
     if timeline is None:
         details, found = await others.find(request_id, choice)
@@ -157,13 +159,13 @@ def _not_kept(request_id: str, api: Api, found: Found) -> NotFoundError:
 
 @router.get("/metrics", response_model=None)
 async def metrics(api: ApiOf) -> Response:
-    """This gateway replica's own numbers."""
+    """The Prometheus metrics that this gateway replica has."""
     return Response(generate_latest(api.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/slo", response_model=None)
 async def slo(api: ApiOf, scope: Scope = "cluster") -> dict[str, Any]:
-    """Targets, and figures of the sliding windows: of each class, and of each class on each worker."""
+    """Targets, and figures of the sliding windows, for each class, and for each class on each worker."""
     return {
         "scope": scope,
         "default_class": api.slo.classes.default,

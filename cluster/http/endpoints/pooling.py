@@ -41,7 +41,7 @@ from kv_transfer.messages.requests import RequestSpec
 router = APIRouter(route_class=JsonRoute)
 
 _AT_ONCE: Final = 64  # inputs of one request on the workers: they fill some steps, and leave room for others'
-_NUMBER_BYTES: Final = 20  # of JSON
+_NUMBER_BYTES: Final = 20  # of JSON, for a number of a vector
 _RESULT_BYTES: Final = 80
 _NOTHING_SAMPLED: Final = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
@@ -98,7 +98,7 @@ async def rerank(body: RerankBody, request: Request, api: ApiOf) -> PoolingRespo
 
 
 def _nothing() -> None:
-    """There is nothing else to check."""
+    """Check nothing: there is nothing else to check."""
 
 
 async def _pooled(
@@ -113,8 +113,10 @@ async def _pooled(
     shape: Callable[[PoolingJob, Vectors], dict[str, Any]],
     num_bytes: int,
 ) -> PoolingResponse:
-    """`endpoint`: as metrics name it; `param`: the field of the inputs; `check` raises ApiError for what is wrong with
-    others. The rest is as in `PoolingJob`."""
+    """Make the answer to a request for vectors. Raises ApiError.
+
+    `endpoint`: its name in metrics; `param`: the field of the inputs; `check` raises ApiError for what is wrong with
+    other fields. The rest is as in `PoolingJob`."""
     terms = terms_of(request, body, api.slo.classes, api.tenants)
     timeline = RequestTimeline(endpoint=endpoint, terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
@@ -146,7 +148,8 @@ async def _pooled(
 
 
 class PoolingResponse(Answer):
-    """All vectors, then the answer made of them. The time to the first byte is that to the answer."""
+    """The answer to a request for vectors: it computes all of them, and then answers at once. The time to the first
+    byte is that to the answer."""
 
     def __init__(self, api: Api, timeline: RequestTimeline, job: PoolingJob) -> None:
         super().__init__(api, timeline, job.id)
@@ -167,7 +170,7 @@ class PoolingResponse(Answer):
             outbox.close()
 
     async def _vectors(self, outbox: Outbox) -> Vectors:
-        """`[N, E]`, some at a time. The first that fails ends the others."""
+        """Compute the vectors [N, E] of all inputs, some at a time. The first that fails ends the others."""
         specs = self._job.specs
         found: list[bytes] = [b""] * len(specs)
         left = iter(range(len(specs)))
@@ -183,7 +186,7 @@ class PoolingResponse(Answer):
         return np.frombuffer(b"".join(found), dtype="<f4").reshape(len(specs), -1)
 
     async def _read(self, left: Iterator[int], found: list[bytes], outbox: Outbox) -> None:
-        """One input after the other, as long as any is left."""
+        """Compute one input after the other into `found`, as long as `left` has any."""
         for index in left:
             stream = self._api.generator.generate(self._job.specs[index], self._timeline.sequences[index])
             async with aclosing(stream):

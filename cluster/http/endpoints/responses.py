@@ -41,7 +41,7 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_PAGE: Final = 100  # items
-_SMALL_BYTES: Final = 16 * 2**10  # of a body and its history that are translated on the loop
+_SMALL_BYTES: Final = 16 * 2**10  # a body and its history, up to this size together, are translated on the loop
 
 T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute)
@@ -89,7 +89,7 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
 
 
 def _check(body: ResponsesBody, request: Request, api: Api) -> None:
-    """Raises InvalidRequestError for fields that do not go together, here."""
+    """Check that the fields go together, and that this gateway can do what they ask. Raises InvalidRequestError."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError(
             "stream_options is only possible with stream: true. Leave it out, or stream.", param="stream_options"
@@ -112,6 +112,7 @@ _NO_STORAGE: Final = "This server keeps no responses. Who operates it can give t
 
 
 def _responses(api: Api) -> StoredResponses:
+    """The gateway's stored responses. Raises NotFoundError if it keeps none."""
     if api.responses is None:
         raise NotFoundError(_NO_STORAGE, code="no_storage")
     return api.responses
@@ -124,6 +125,7 @@ def _owner(request: Request, api: Api) -> str:
 
 
 def _require_room(responses: StoredResponses) -> None:
+    """Check that one more response may be followed. Raises OverloadedError."""
     if not responses.may_be_followed:
         raise OverloadedError(
             f"{MOST_FOLLOWED} responses are followed here already. Ask for this one without stream, or later.",
@@ -133,6 +135,7 @@ def _require_room(responses: StoredResponses) -> None:
 
 @contextmanager
 def _own_words() -> Iterator[None]:
+    """Make an ApiError that the block raises speak of this API's fields, not of a chat's."""
     try:
         yield
     except ApiError as error:
@@ -140,16 +143,17 @@ def _own_words() -> Iterator[None]:
 
 
 async def _read(size: int, api: Api, work: Callable[[], T]) -> T:
+    """Call `work`, which reads about `size` bytes: on the loop, or in a thread if they are many."""
     return await (api.turns.on_loop(work) if size <= _SMALL_BYTES else api.turns.reading(size, work))
 
 
 async def _past(response_id: str, owner: str, api: Api) -> list[StoredResponse]:
-    """The conversation up to a response, with that. Raises InvalidRequestError."""
+    """The conversation up to a response and with it. Raises InvalidRequestError."""
     return await _responses(api).kept.conversation(response_id, owner)
 
 
 def _items(past: Sequence[StoredResponse]) -> list[Item]:
-    """What was said in a conversation. Raises InvalidRequestError."""
+    """The items of a conversation, inputs and outputs in order. Raises InvalidRequestError if they are too many."""
     items: list[Item] = []
     for response in past:
         items += json.loads(response.items)
@@ -163,8 +167,8 @@ def _items(past: Sequence[StoredResponse]) -> list[Item]:
 
 
 async def _fitted(chat: ChatBody, api: Api) -> ChatBody:
-    """Without what was said first, where all of it does not fit the context: what instructs the model stays, and what
-    follows begins with a user's message. Raises ApiError."""
+    """The chat without its first messages, if not all of it fits the context. Messages that instruct the model stay,
+    and what follows them begins with a user's message. Raises ApiError."""
     limits = api.require_limits()
     messages = chat.messages
     num_kept = next(
@@ -188,7 +192,7 @@ async def _fitted(chat: ChatBody, api: Api) -> ChatBody:
 
     if await fits(num_kept):
         return chat
-    low, high = 0, len(starts) - 1  # the first that fits; the last one where none does, to be refused
+    low, high = 0, len(starts) - 1  # find the first start that fits; if none does, take the last, which is refused
     while low < high:
         middle = (low + high) // 2
         if await fits(starts[middle]):
@@ -270,8 +274,9 @@ def _json(text: str, api: Api) -> Response:
 
 
 class StoredAnswer(GenerationResponse):
-    """Is kept before its client hears of its end, who may ask for it then. Where it can't be, the answer says so. What
-    fails is kept as failed, if it had begun: by then its client has heard of its id."""
+    """An answer that is kept before its client hears of its end, so that the client may ask for it from then on. If it
+    can't be kept, the answer says so. An answer that fails is kept as failed if it had begun: by then its client has
+    heard of its id."""
 
     def __init__(self, api: Api, timeline: RequestTimeline, shape: ResponsesShape, kept: StoredResponse) -> None:
         super().__init__(api, timeline, shape)
@@ -290,7 +295,7 @@ class StoredAnswer(GenerationResponse):
             )
             self._is_kept = True
             await _responses(self._api).kept.add(kept)
-        except (sqlite3.Error, OSError, RuntimeError):  # the last: it is closed
+        except (sqlite3.Error, OSError, RuntimeError):  # RuntimeError: the database is closed
             logger.exception("the response %s could not be stored", self._kept.id)
             self._of_response.stored = False
             last = await super()._last(size, make)
@@ -309,8 +314,8 @@ class StoredAnswer(GenerationResponse):
 
 
 class ResponsesShape(Shape):
-    """OpenAI's `response`: whole, or streamed as items that are opened, added to and closed one after the other. What
-    is whole is what the stream's last event has."""
+    """OpenAI's `response`: whole, or streamed as items that are opened, added to and closed one after the other. The
+    stream's last event has the whole response."""
 
     def __init__(self, job: Job, echo: dict[str, Any], tokenizer: Tokenizer, *, stored: bool, echo_size: int) -> None:
         super().__init__(job, chunk_name="response", whole_name="response")
@@ -321,11 +326,11 @@ class ResponsesShape(Shape):
         self._choice = ChoiceEvents(job.reading or PLAIN)
         self._output: list[Item] = []
         self._open: str | None = None  # the kind of events that the last item takes
-        self._texts: list[str] = []  # of that
-        self._entries: list[TokenEntry] = []  # of that
-        self._waiting: list[TokenEntry] = []  # of tokens that no item of text has yet
-        self._number = 0  # of the next event
-        self._num_bytes = 0  # of the output, about
+        self._texts: list[str] = []  # the texts that were added to the last item
+        self._entries: list[TokenEntry] = []  # the log probabilities of the last item
+        self._waiting: list[TokenEntry] = []  # those of tokens that no item of text has yet
+        self._number = 0  # the number of the next event
+        self._num_bytes = 0  # about how many bytes the output has
         self._completed_at: int | None = None
 
     def opening(self, index: int) -> bytes:
@@ -336,7 +341,7 @@ class ResponsesShape(Shape):
         return self._sent(self._read(delta))
 
     def size(self, delta: Delta) -> int:
-        """What closes an item says all of it three times."""
+        """About how many bytes `chunk` makes of a delta. The events that close an item repeat all of it three times."""
         self._num_bytes += self.job.size(delta)
         may_close = self.job.reading is not None and self.job.num_output_logprobs is not None
         closes = delta.finish_reason is not None or may_close
@@ -352,7 +357,7 @@ class ResponsesShape(Shape):
         return self._sse({"type": f"response.{self.status}", "response": self.response(self.status)}, self._number)
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The whole response."""
+        """The whole response, in an answer that is not streamed."""
         if self.status == "in_progress":
             self._read(delta)
         return self.response(self.status)
@@ -366,13 +371,13 @@ class ResponsesShape(Shape):
         return self._sent([*self._closed("incomplete"), said, {"type": "response.failed", "response": failed}])
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The response where it ends with an error: what there was of its last item is incomplete."""
+        """The response if it ends with an error. Its last item, if that was open, is incomplete."""
         last = [event["item"] for event in self._ending("incomplete")[-1:]]
         output = [*self._output[: len(self._output) - len(last)], *last]
         return {**self.response("failed"), "output": output, "error": told_error(error.status, error.message)}
 
     def response(self, status: str) -> dict[str, Any]:
-        """All that there is so far."""
+        """The response with that status, as far as it has been generated."""
         job = self.job
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -407,6 +412,7 @@ class ResponsesShape(Shape):
         }
 
     def _sent(self, events: Sequence[dict[str, Any]]) -> bytes:
+        """Number events and write them."""
         first = self._number
         self._number += len(events)
         return b"".join(self._sse(event, first + at) for at, event in enumerate(events))
@@ -420,7 +426,7 @@ class ResponsesShape(Shape):
         )
 
     def _read(self, delta: Delta) -> list[dict[str, Any]]:
-        """What is told of it."""
+        """Take in a delta. Returns the events that tell of it."""
         told: list[dict[str, Any]] = []
         self._waiting += delta.entries
         for event in self._choice.read(delta):
@@ -442,7 +448,7 @@ class ResponsesShape(Shape):
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _opened(self, event: Event) -> list[dict[str, Any]]:
-        """Another item, and its part where it has parts."""
+        """Open another item, and its part if it has parts. Returns the events that tell of it."""
         item: Item
         match event.kind:
             case "text":
@@ -464,7 +470,8 @@ class ResponsesShape(Shape):
         return told
 
     def _added(self, text: str) -> dict[str, Any]:
-        """More of the last item. Log probabilities come with text: those of all tokens since the last one."""
+        """Add text to the last item. Returns the event that tells of it. With text come the log probabilities of all
+        tokens since the last such event."""
         assert self._open is not None
         self._texts.append(text)
         more: dict[str, Any] = {"type": f"{_KINDS[self._open]}.delta", **self._place(), "delta": text}
@@ -477,14 +484,15 @@ class ResponsesShape(Shape):
         return more
 
     def _closed(self, status: str) -> list[dict[str, Any]]:
-        """The last item is, if it is open."""
+        """Close the last item, if it is open. Returns the events that tell of it."""
         if told := self._ending(status):
             self._output[-1] = told[-1]["item"]
             self._open, self._texts, self._entries = None, [], []
         return told
 
     def _ending(self, status: str) -> list[dict[str, Any]]:
-        """What is told of the last item's end, if it is open: at last how it is then."""
+        """The events that would tell of the last item's end; none if it is not open.
+        The last event has the whole item."""
         if self._open is None:
             return []
         text, logprobs = "".join(self._texts), self._logprobs(self._entries)

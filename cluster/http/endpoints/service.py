@@ -62,8 +62,13 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
 
 
 async def _json(answer: dict[str, Any], api: Api) -> Response:
+<<<<<<< HEAD
     """An answer of any size."""
     return ReadResponse.of_json(api, await api.turns.writing(dumps_large, answer))
+=======
+    """A response with an answer of any size: it is written in a thread."""
+    return Response(await api.turns.writing(dumps_large, answer), media_type="application/json")
+>>>>>>> prose-1
 
 
 @router.post("/detokenize", response_model=None)
@@ -77,7 +82,7 @@ async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
 @router.post("/ping", response_model=None)
 @router.get("/health", response_model=None)
 async def health(api: ApiOf) -> JSONResponse:
-    """200 only when a request sent now could be served."""
+    """Answers 200 only if a request sent now could be served, else 503."""
     limits = api.generator.limits()
     if limits is not None and limits.ready:
         return JSONResponse({"status": "ready"})
@@ -95,5 +100,5 @@ async def version() -> dict[str, str]:
 
 @router.get("/load", response_model=None)
 async def load(api: ApiOf) -> dict[str, int]:
-    """Of the gateway that answers: the requests that it is answering now, by vLLM's name."""
+    """How many requests the gateway that is asked is answering now, under vLLM's name."""
     return {"server_load": api.recent.num_running}

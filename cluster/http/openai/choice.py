@@ -31,15 +31,15 @@ class TokenEntry:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """What has become certain of a choice since the last time."""
+    """What has become certain of a choice since the delta before."""
 
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # as they came, where asked for; may be ahead of the text
+    token_ids: list[int] = field(default_factory=list)  # as they came, if asked for; may be ahead of the text
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or token of the client's that ended it
-    num_tokens: int = 0  # of the choice, up to here
-    num_reasoning: int = 0  # of these, up to the end of the reasoning
+    stop_reason: str | int | None = None  # the stop string or token of the client's that ended the choice
+    num_tokens: int = 0  # tokens of the choice, up to here
+    num_reasoning: int = 0  # how many of these are up to the end of the reasoning
 
     @property
     def empty(self) -> bool:
@@ -47,12 +47,12 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, estimated: what the allocator takes for these objects."""
+        """How much memory the delta takes, estimated by what the allocator takes for its objects."""
         entries = len(self.entries) * (200 + 120 * len(self.entries[0].top)) if self.entries else 0
         return 200 + sys.getsizeof(self.text) + 40 * len(self.token_ids) + entries
 
     def merge(self, later: Delta) -> None:
-        """Add what came next of the same choice."""
+        """Add the delta that came next of the same choice."""
         self.text += later.text
         self.entries += later.entries
         self.token_ids += later.token_ids
@@ -61,7 +61,7 @@ class Delta:
 
     @classmethod
     def total(cls, deltas: Sequence[Delta]) -> Delta:
-        """All of a choice, of which there may be thousands."""
+        """The sum of all deltas of a choice, of which there may be thousands."""
         return cls(
             text="".join(delta.text for delta in deltas),
             entries=[entry for delta in deltas for entry in delta.entries],
@@ -81,8 +81,8 @@ class Choice:
 
     `spec` is what workers generate, `echo` what the answer's text begins with, `text_end` the prompt's last tokens as
     `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted (`max_tokens: 0` with `echo`).
-    `shown` are special tokens that stay in the text, for who reads it on: marks of calls and of reasoning.
-    `reasoning`: how the answer's begins and ends, None where it has none; `reasons`: the prompt ends within it.
+    `shown` are special tokens that stay in the text for whoever reads it next: marks of calls and of reasoning.
+    `reasoning`: how the reasoning begins and ends, None: there is none; `reasons`: the prompt ends within it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Choice:
         self._num_out = 0  # of those, characters given on
         self._thought = None if reasoning is None else output_parser(reasoning=reasoning, reasons=reasons)
         self.num_tokens = 0
-        self.num_reasoning_tokens = 0  # with its marks
+        self.num_reasoning_tokens = 0  # including its marks
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
         self.num_accepted_predictions = 0  # tokens of the client's prediction that became the choice's
@@ -125,7 +125,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
 
     def append(self, event: TokenEvent) -> Delta:
-        """Take the next event."""
+        """Take in the next event, and return what has become certain by it."""
         assert self.finish_reason is None, "tokens after the end"
         if self.num_tokens == 0:
             self.num_cached_tokens = event.num_cached_tokens or 0
@@ -158,23 +158,27 @@ class Choice:
         )
 
     def skip(self, events: Sequence[TokenEvent]) -> None:
-        """Came together with the event that ended the choice, after it: of its step's drafts they became no tokens."""
+        """Take in events that came after the one that ended the choice, together with it. They become no tokens:
+        drafts among them count as rejected."""
         for num_skipped, event in enumerate(events, 1):
             if event.drafted is not None:
                 self._count_drafted(event, num_skipped)
                 return
 
     def _count_drafted(self, event: TokenEvent, num_skipped: int = 0) -> None:
+        """Count what became of drafts out of the client's prediction. `num_skipped`: how many tokens of the step, up to
+        this event, came after the choice's end."""
         if event.drafted is None or event.drafted[0] != "prediction":
             return
         _, num_accepted, num_rejected = event.drafted
-        if num_skipped <= num_accepted:  # else all of its step came after the end
+        if num_skipped <= num_accepted:  # else all tokens of the step came after the end
             num_lost = max(0, num_skipped - 1)  # the step's last token was none of the drafts
             self.num_accepted_predictions += num_accepted - num_lost
             self.num_rejected_predictions += num_rejected + num_lost
 
     def _follow(self, thought: EventReader, text: str) -> None:
-        """Count the newest token where it is of the reasoning; what comes before that begins counts with it."""
+        """Count the newest token if it is part of the reasoning.
+        What comes before the reasoning begins counts with it."""
         thought.feed(text)
         if thought.has_reasoned:
             self.num_reasoning_tokens = self.num_tokens
@@ -203,7 +207,8 @@ class Choice:
         self._waiting.append(entry)
 
     def _check(self, text: str) -> tuple[str, bool]:
-        """(text that is certain, whether a stop string was found). Stop strings count from `min_tokens` on."""
+        """Look for a stop string. Returns the text that is certain, and whether one was found.
+        Stop strings count from `min_tokens` on."""
         if self._stop is None or self.num_tokens < self.spec.params.min_tokens:
             return text, False
         certain, stopped = self._stop.append(text)
@@ -212,7 +217,8 @@ class Choice:
         return certain, stopped
 
     def _settled(self, stopped: bool) -> list[TokenEntry]:
-        """The entries of tokens whose text begins in what is out; at the end all, unless the rest was cut off."""
+        """Take the entries of tokens whose text begins in what has been given on. At the end all are taken, unless a
+        stop string cut the rest off."""
         ended = self.finish_reason is not None and not stopped
         settled: list[TokenEntry] = []
         while self._waiting and (ended or self._waiting[0].offset < self._num_out):

@@ -20,8 +20,8 @@ from engine.text.output import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the choices of one request are read; `cluster.http.openai.tools` makes it. `functions` may be called,
-    `single`: once at most. `reasons`: the prompt ends inside the reasoning."""
+    """How the choices of one request are read; `cluster.http.openai.tools` makes it. `functions`: names of functions
+    that may be called; `single`: at most one call is read. `reasons`: the prompt ends inside the reasoning."""
 
     tools: ToolFormat | None
     functions: frozenset[str]
@@ -31,17 +31,17 @@ class Reading:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Of which special tokens have to reach the parser."""
+        """The marks whose special tokens have to reach the parser as text."""
         formats = (self.tools, self.reasoning)
         return frozenset[str]().union(*(known.marks for known in formats if known is not None))
 
 
 PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasoning=None, reasons=False)
-"""Of answers that are text: for shapes that are made of events alone."""
+"""Reads answers that are plain text, for shapes that are made of events alone."""
 
 
 class ChoiceEvents:
-    """The events of one choice. Takes its deltas in order, all or the sum of all."""
+    """Makes the events of one choice out of its deltas. Takes them in order, or the sum of all at once."""
 
     def __init__(self, reading: Reading) -> None:
         self._parser = output_parser(
@@ -66,7 +66,8 @@ def new_call_id() -> str:
 
 
 def chat_members(events: Sequence[Event]) -> dict[str, Any]:
-    """What they add to a chat's message, as OpenAI's `delta` has it. Calls that are opened get their ids here."""
+    """The members that events add to a chat's message, as OpenAI's `delta` has them.
+    Calls that are opened get their ids here."""
     texts: dict[str, list[str]] = {"text": [], "reasoning": []}
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -89,7 +90,8 @@ def chat_members(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def chat_message(events: Sequence[Event], *, reasons: bool) -> dict[str, Any]:
-    """A whole message. `reasons`: it tells its reasoning, be it none."""
+    """A whole chat message made of a choice's events.
+    `reasons`: it has a member for its reasoning, even if there is none."""
     members = chat_members(events)
     calls = members.get("tool_calls", [])
     message: dict[str, Any] = {"role": "assistant", "content": members.get("content", None if calls else "")}

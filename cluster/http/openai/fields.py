@@ -17,18 +17,18 @@ from pydantic_core import PydanticCustomError
 from engine.sampling.params import MAX_LOGIT_BIAS
 
 MAX_STOP_STRINGS: Final = 64
-MAX_STOP_CHARS: Final = 1024  # of one
+MAX_STOP_CHARS: Final = 1024  # of one stop string
 MAX_ALL_STOP_CHARS: Final = 4096
 MAX_BAD_WORDS: Final = 256
 MAX_BAD_WORD_CHARS: Final = 4096  # of all together
-# What a chat template is given besides the messages: templates are programs, and these their numbers and lists.
+# Bounds of what a chat template is given besides the messages: templates are programs that work on it.
 MAX_TEMPLATE_CHARS: Final = 4_096  # of all names and texts together
 MAX_TEMPLATE_VALUES: Final = 256
 MAX_TEMPLATE_DEPTH: Final = 8
 MAX_TEMPLATE_NUMBER: Final = 2**20  # a template may write something so many times
 MAX_DOCUMENTS: Final = 128
 MAX_METADATA: Final = 16
-# Those that a field of their own says, or the server.
+# Variables of templates that the server sets, or that a field of their own says.
 SERVER_VARIABLES: Final = frozenset(
     {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"}
     | {"continue_final_message", "return_assistant_tokens_mask", "reasoning_effort", "verbosity"}
@@ -47,7 +47,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """A text, a list of texts, token ids, or a list of lists of token ids: as a list of prompts."""
+    """Normalise a text, a list of texts, token ids, or a list of lists of token ids to a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -62,7 +62,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stop(value: object) -> list[str]:
-    """None, a text, or several: as a list of non-empty texts."""
+    """Normalise None, a text, or several to a list of non-empty texts."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _error("invalid_type", "send a text or a list of texts")
@@ -80,7 +80,7 @@ def parse_stop(value: object) -> list[str]:
 
 
 def parse_bad_words(value: object) -> list[str]:
-    """A list of non-empty texts."""
+    """Normalise None or a list of texts to a list of non-empty texts."""
     texts = [] if value is None else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _error("invalid_type", "send a list of texts")
@@ -94,7 +94,7 @@ def parse_bad_words(value: object) -> list[str]:
 
 
 def parse_content(value: object) -> str:
-    """The text of a message: a text, or a list of parts of type `text`."""
+    """Normalise the content of a message, a text or a list of parts of type `text`, to one text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -117,7 +117,7 @@ def _text_of(part: object, index: int) -> str:
 
 
 def parse_template_kwargs(value: object) -> dict[str, Any]:
-    """What a chat template is told besides the messages: names to JSON values, few and small."""
+    """Check what a chat template is told besides the messages: names with JSON values, which must be few and small."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def parse_template_kwargs(value: object) -> dict[str, Any]:
 
 
 def _require_small(value: object) -> None:
-    """Raises for what a template could work on for long."""
+    """Refuse a value that a template could work on for long."""
     num_chars = num_values = 0
     waiting = [(value, 0)]
     while waiting:
@@ -157,7 +157,7 @@ def _require_small(value: object) -> None:
 
 
 def parse_documents(value: object) -> list[dict[str, str]]:
-    """What the chat template shows a model as its sources: objects of texts, such as a title and a text."""
+    """Check what the chat template shows a model as its sources: objects of texts, such as a title and a text."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(document, Mapping) for document in value):
@@ -171,7 +171,7 @@ def parse_documents(value: object) -> list[dict[str, str]]:
 
 
 def parse_metadata(value: object) -> dict[str, str] | None:
-    """OpenAI's: few names, each with a short text."""
+    """Check OpenAI's `metadata`: few names, each with a short text."""
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -185,7 +185,7 @@ def parse_metadata(value: object) -> dict[str, str] | None:
 
 
 def parse_logit_bias(value: object) -> dict[int, float]:
-    """Token ids (as JSON's keys: texts of digits) to numbers in [-100, 100]."""
+    """Normalise a mapping of token ids (as JSON's keys: texts of digits) to numbers in [-100, 100]."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -208,7 +208,8 @@ def _bias(key: object, bias: object) -> float:
 
 
 def refuse(value: Any) -> None:
-    """For fields of OpenAI's API that would change the answer and that Legato cannot honour."""
+    """Refuse any value that asks for something in a field of OpenAI's API that would change the answer and that Legato
+    cannot honour."""
     if value is None or value is False or value in ([], {}, "", "none", "auto"):
         return
     raise _error("unsupported_parameter", "this parameter is not supported yet; leave it out")
@@ -216,7 +217,7 @@ def refuse(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether functions may be called, or must be; `names`: which of them, None: all. `once`: no more than one call."""
+    """Whether functions may be called, or must be. `names`: which of them, None: all. `once`: at most one call."""
 
     mode: Literal["none", "auto", "required"]
     names: frozenset[str] | None = None
@@ -224,7 +225,8 @@ class ToolChoice:
 
 
 def parse_tool_choice(value: object) -> ToolChoice:
-    """A word; one function, which is called; or `allowed_tools`, some that may be called or one of which is."""
+    """Normalise `tool_choice`: a word; one function, which must be called; or `allowed_tools`, of which any may be
+    called or some must be."""
     if value is None:
         return ToolChoice("auto")
     if value == "none" or value == "auto" or value == "required":
@@ -252,7 +254,7 @@ def _function_name(value: object) -> str:
 
 
 def parse_parameters(value: object) -> dict[str, Any] | None:
-    """The JSON schema of a function's arguments, as far as its shape tells whether it is one."""
+    """Check the JSON schema of a function's arguments, as far as its shape tells whether it is one."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type", "object") != "object":

@@ -26,12 +26,12 @@ from typing import IO, TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-CPU_S: Final = 1.0  # of a processor, for a grammar
+CPU_S: Final = 1.0  # processor time that one grammar may take
 MEMORY: Final = 2 << 30  # bytes of addresses; Python and a tokenizer take a tenth of it
 
 
 class CompilerProcess:
-    """Its other end. Any thread may ask it."""
+    """The gateway's end of the process that compiles grammars. Any thread may ask it."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._hello = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
@@ -40,12 +40,13 @@ class CompilerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, for whoever looks at it from outside."""
+        """The id of the process, for whoever looks at it from outside. None: it does not run."""
         return None if self._process is None else self._process.pid
 
     def ask(self, kind: str, text: str) -> dict[str, str]:
-        """`{"grammar": ...}` or `{"refused": a sentence}`; nothing where it took too much. The first question waits for
-        the process to start, a second or two. Raises RuntimeError if the process cannot be had."""
+        """Have a grammar compiled. Returns `{"grammar": ...}` or `{"refused": a sentence}`, or `{}` if it took too
+        much. The first question waits for the process to start, a second or two.
+        Raises RuntimeError if it does not stay."""
         with self._free:
             for _ in range(2):  # somebody may have ended it since the last question
                 try:
@@ -55,7 +56,7 @@ class CompilerProcess:
         raise RuntimeError("the process that compiles grammars ended; its reason is in the gateway's log")
 
     def _asked(self, question: dict[str, Any]) -> dict[str, str]:
-        """Raises OSError or ValueError if the process is gone."""
+        """Ask the process, and start it if there is none. Raises OSError or ValueError if it is gone."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -68,7 +69,8 @@ class CompilerProcess:
         return self._told(question)
 
     def _told(self, message: dict[str, Any]) -> dict[str, str]:
-        """What it answers. One thing after the other: a message that waits in its buffers would go to every fork."""
+        """Send one message and return its answer. Nothing else is sent before that has come: a message that waits in
+        the process's buffers would go to every fork."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         _write(self._process.stdin, message)
         answer: dict[str, str] = json.loads(self._process.stdout.readline())
@@ -83,7 +85,7 @@ class CompilerProcess:
 
 @lru_cache(maxsize=4)
 def compiler_process(tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> CompilerProcess:
-    """Once for all of a process."""
+    """The compiler process for a tokenizer. Everything in this process shares it."""
     return CompilerProcess(tokenizer, vocab_size, eos_token_ids)
 
 
@@ -121,14 +123,15 @@ def main(questions: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable[[Any], dict[str, str]]) -> bool:
-    """Answers in a fork as long as that lasts. False: it was ended over the last question."""
+    """Answer questions in a fork.
+    Returns True when there are no more, False if the fork was ended over the last one."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # by default this signal ends the process
         for line in questions:
             signal.setitimer(signal.ITIMER_PROF, CPU_S)
             answer = answer_to(json.loads(line))
@@ -138,7 +141,7 @@ def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # nothing of what the first process would do is the fork's
+        os._exit(1)  # the fork must not do what the first process would do at its end
 
 
 if __name__ == "__main__":

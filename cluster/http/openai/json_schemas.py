@@ -16,18 +16,18 @@ Schema = dict[str, Any] | bool
 
 
 class UnsupportedGrammarError(ValueError):
-    """It cannot be enforced, or makes no sense. The text is a whole sentence."""
+    """A schema or grammar cannot be enforced, or makes no sense. The text is a whole sentence."""
 
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without what changes nothing, if llguidance enforces the rest or refuses it by itself.
+    """The schema without what changes nothing, if llguidance enforces the rest or refuses it by itself.
 
-    Raises UnsupportedGrammarError, which names the place.
+    Raises UnsupportedGrammarError, with the place in the schema, for what would be ignored.
     """
     return _Schemas().kept(schema)
 
 
-# llguidance refuses by itself what it knows and lacks, except where it is said to be lenient. These it would not see.
+# llguidance refuses by itself what it knows and lacks, except where it is told to be lenient. It would not see these.
 _REFUSED: Final = frozenset({"extends", "disallow", "divisibleBy", "$dynamicRef", "$recursiveRef"})
 _LACKING: Final = frozenset(
     {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains"}
@@ -43,8 +43,8 @@ _WITHOUT_EFFECT: Final = {"uniqueItems": False, "unevaluatedProperties": True, "
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# llguidance's own rules let some through that do not exist, such as the 29th of February of any year; these leave out
-# some that do: years before 1000, leap seconds, names with two hyphens in a row.
+# llguidance's own rules for formats let some values through that do not exist, such as the 29th of February of any
+# year. These rules leave out some that do: years before 1000, leap seconds, names with two hyphens in a row.
 _DATE: Final = (
     r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -66,14 +66,14 @@ _OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "defin
 
 
 class _Schemas:
-    """One schema and all within it, without what changes nothing, and refused for what would be ignored."""
+    """Goes through one schema and all within it: drops what changes nothing, and refuses what would be ignored."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Schema] = {}  # inner ones first
+        self._places: dict[str, Schema] = {}  # what is kept of the schema at each place, inner ones first
         self._references: list[str] = []
 
     def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Raises UnsupportedGrammarError, which names the place."""
+        """What is kept of a whole schema. Raises UnsupportedGrammarError, which names the place."""
         kept = self._at(schema, "#", 0)
         for reference in self._references:
             if unquote(reference) not in self._places:
@@ -116,6 +116,7 @@ def _is_annotation(name: str, value: object) -> bool:
 
 
 def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with a pattern in place of a format that llguidance does not check exactly."""
     pattern = _EXACT_FORMATS.get(str(schema["format"])) if "format" in schema else None
     if pattern is None:
         return schema
@@ -127,7 +128,8 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_enforced(schema: dict[str, Any], place: str) -> None:
-    if _MARKED.isdisjoint(schema):  # as nearly all schemas are
+    """Refuse keywords that would be ignored. Raises UnsupportedGrammarError."""
+    if _MARKED.isdisjoint(schema):  # true of nearly all schemas
         return
     for name, value in schema.items():
         if name in _REFUSED or (name in _LACKING and not _is_annotation(name, value)):
@@ -152,7 +154,7 @@ def _escaped(name: str) -> str:
 
 
 def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, str], Any]) -> dict[str, Any]:
-    """With each schema within it changed: `change(keyword, schema, place)`."""
+    """The schema with each schema directly within it replaced by `change(keyword, schema, place)`."""
     changed = dict(schema)
     for name, value in schema.items():
         at = f"{place}/{_escaped(name)}"
@@ -175,7 +177,7 @@ def _types(schema: dict[str, Any]) -> list[str]:
 
 # --- oneOf ---
 
-_MAX_STEPS: Final = 4_000  # of the proofs of one schema: microseconds each
+_MAX_STEPS: Final = 4_000  # of all proofs in one schema; each step takes microseconds
 _MAX_PROOF_DEPTH: Final = 12
 _LIMITS: Final = {
     "number": ("minimum", "maximum"),
@@ -195,18 +197,19 @@ _WORDS: Final = {
 
 
 class _Proof:
-    """Whether the branches of a `oneOf` have no instance in common, so that `anyOf` says the same.
+    """Proves that the branches of a `oneOf` have no instance in common, so that `anyOf` says the same.
 
-    It holds by the standard and by drafts of any age: what stands beside a `$ref`, and formats, prove nothing.
+    A proof holds by the standard and by drafts of any age: what stands beside a `$ref`, and formats, prove nothing.
     """
 
     def __init__(self, places: dict[str, Schema], *, draft_4: bool) -> None:
         self._places = places
-        self._draft_4 = draft_4  # does not know `const`
+        self._draft_4 = draft_4  # in this draft `const` means nothing
         self._steps = _MAX_STEPS
 
     def prefer_any_of(self, schema: dict[str, Any], place: str) -> None:
-        """Puts `anyOf` where its `oneOf` is, if that is proven; else llguidance may prove it, or refuses it."""
+        """Replace a schema's `oneOf` by `anyOf`, if that is proven to say the same. Otherwise it stays, and llguidance
+        proves it or refuses it. Raises UnsupportedGrammarError if it allows nothing."""
         branches = schema["oneOf"]
         around = self._parts({name: value for name, value in schema.items() if name != "oneOf"})
         own = [self._parts(branch) for branch in branches]
@@ -219,7 +222,7 @@ class _Proof:
                 continue
             if not all(_takes_all(kind, parts) for parts in takers):
                 return
-            impossible.add(kind)  # several branches say nothing of it, so it is never an instance of one alone
+            impossible.add(kind)  # several branches allow all of this kind, so no instance of it is in one branch alone
         if impossible:
             types = [name for name in _types(schema) if _kind_of_type(name) not in impossible]
             if not types:
@@ -236,12 +239,14 @@ class _Proof:
             schema["type"] = types
 
     def _apart(self, one: Schema, other: Schema, depth: int) -> bool:
+        """Whether it is proven that no instance follows both schemas."""
         left, right = self._parts(one), self._parts(other)
         shared = self._kinds(left) & self._kinds(right)
         return all(self._apart_in(kind, left, right, depth) for kind in shared)
 
     def _parts(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
-        """Schemas that all hold where it does."""
+        """Schemas that an instance of this schema follows, too:
+        the schema itself, what it refers to, and its `allOf`."""
         if not isinstance(schema, dict) or depth > _MAX_PROOF_DEPTH:
             return [{"type": []}] if schema is False else []
         if isinstance(reference := schema.get("$ref"), str):
@@ -251,6 +256,7 @@ class _Proof:
         return [schema, *(part for one in inner for part in self._parts(one, depth + 1))]
 
     def _kinds(self, parts: list[dict[str, Any]]) -> set[str]:
+        """The kinds of instances that can follow all of these schemas."""
         kinds = set(_KINDS)
         for part in parts:
             if "type" in part:
@@ -260,13 +266,14 @@ class _Proof:
         return kinds
 
     def _values(self, part: dict[str, Any]) -> list[Any] | None:
+        """The only values that a schema allows; None: it does not list them."""
         if "const" in part and not self._draft_4:
             return [part["const"]]
         values = part.get("enum")
         return values if isinstance(values, list) else None
 
     def _apart_in(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
-        """Whether no instance of the kind follows all of both."""
+        """Whether it is proven that no instance of the kind follows all of `left` and all of `right`."""
         self._steps -= 1
         if self._steps < 0 or depth > _MAX_PROOF_DEPTH:
             return False
@@ -281,7 +288,8 @@ class _Proof:
         return self._split(kind, left, right, depth) or self._split(kind, right, left, depth)
 
     def _split(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
-        """Whether each way in which one of `left` can hold keeps it apart from `right`."""
+        """Whether some schema of `left` has an `anyOf` or `oneOf` whose options are all proven to be apart from
+        `right`."""
         for part in left:
             for options in (part.get("anyOf"), part.get("oneOf")):
                 if isinstance(options, list) and all(
@@ -292,6 +300,7 @@ class _Proof:
         return False
 
     def _differ(self, kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether two schemas have no instance of the kind in common by their values or their limits alone."""
         values = self._values(one), self._values(other)
         if values[0] is not None and values[1] is not None:
             known = [_comparable(value) for value in values[1]]
@@ -303,13 +312,13 @@ class _Proof:
 
 
 def _takes_all(kind: str, parts: list[dict[str, Any]]) -> bool:
-    """Whether all instances of the kind follow them."""
+    """Whether all instances of the kind follow all of these schemas."""
     words = _WORDS[kind] | {"enum", "const", "anyOf", "oneOf", "$ref"}
     return all(kind in _types(part) and not part.keys() & words for part in parts)
 
 
 def _property(part: dict[str, Any], name: str) -> Schema:
-    """What it says of a property, or less."""
+    """The schema that a part gives to a property. Where patterns may say more of it, True."""
     named = part.get("properties")
     if isinstance(named, dict) and name in named:
         return named[name]  # type: ignore[no-any-return]
@@ -331,7 +340,7 @@ def _kind_of(value: object) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Equal where JSON values are: 1 and 1.0, but not 1 and true."""
+    """A value that compares as JSON values do: 1 equals 1.0, but not true."""
     if isinstance(value, bool):
         return "boolean", value
     if isinstance(value, list):
@@ -347,20 +356,21 @@ def _is_below(most: object, least: object) -> bool:
 # --- schemas whose instances end ---
 
 _NEUTRAL: Final = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor"})
-_LEAST_CHARS: Final = 16  # of a text
+_LEAST_CHARS: Final = 16  # a bound of a text is never lower
 _MAX_NAME_CHARS: Final = 32
 _MAX_ITEMS: Final = 16
-_CHARS_OF_ITEM: Final = 64  # with what stands around it; below that there are fewer
-_MAX_FREE: Final = 8  # properties, where a schema names none
+_CHARS_OF_ITEM: Final = 64  # of an item, with what stands around it: so many are left to each, or there are fewer
+_MAX_FREE: Final = 8  # properties of an object whose schema names none
 _MAX_NUMBER: Final = 10**15
-_LEAST_NUMBER: Final = 1e-8  # llguidance can count no further
+_LEAST_NUMBER: Final = 1e-8  # the smallest step between numbers that llguidance can count in
 
 
 def with_an_end(schema: dict[str, Any], chars: int) -> dict[str, Any]:
-    """A schema, which `enforceable` gave, with bounds where it has none: small models write on for ever where they may.
+    """The schema, which `enforceable` gave, with bounds where it has none: small models write on for ever where they
+    may.
 
-    Whatever follows the result follows the schema. Objects have the properties that are named, texts, lists and numbers
-    a largest size, so that all together are about `chars` characters. What it leaves open: recursion, texts with a
+    Whatever follows the result follows the schema. Objects have only the properties that are named, and texts, lists
+    and numbers a largest size, so that an instance has about `chars` characters. Left open are recursion, texts with a
     pattern or a format, objects that several schemas describe together (`allOf`, or `$ref` or `anyOf` with more beside
     it), and what stands below a `oneOf` that remains.
     """
@@ -368,15 +378,17 @@ def with_an_end(schema: dict[str, Any], chars: int) -> dict[str, Any]:
 
 
 class _Ending:
+    """Gives one schema bounds. First looks, again and again until nothing new is found, where its references lead."""
+
     def __init__(self, schema: dict[str, Any], chars: int) -> None:
-        # Of places that references lead to:
-        self._joined: set[str] = set()  # with other schemas beside them, somewhere
-        self._chars: dict[str, int] = {}  # what the least that refers to it has
+        # Both are of places that references lead to.
+        self._joined: set[str] = set()  # those that some reference joins with other schemas
+        self._chars: dict[str, int] = {}  # the fewest characters that a place which refers to it has
         while self._look(schema, "#", chars, True):
             pass
 
     def _look(self, schema: Schema, place: str, chars: int, whole: bool) -> bool:
-        """Whether anything new was found."""
+        """Note what the references in a schema say of the places that they lead to. Returns whether anything is new."""
         if not isinstance(schema, dict):
             return False
         whole, chars = self._is_whole(schema, place, whole), self._of_place(place, chars)
@@ -398,6 +410,7 @@ class _Ending:
         return found or any(looks)
 
     def _of_place(self, place: str, chars: int) -> int:
+        """How many characters instances may have at a place: `chars`, or fewer if references lead there."""
         return min(chars, self._chars.get(place, chars))
 
     def ended(self, schema: dict[str, Any], chars: int) -> dict[str, Any]:
@@ -408,7 +421,8 @@ class _Ending:
         return ended
 
     def _is_whole(self, schema: dict[str, Any], place: str, whole: bool) -> bool:
-        """Whether the schema alone says what its instances are, whoever refers to it."""
+        """Whether the schema alone says what its instances are, wherever references to it stand.
+        `whole`: it would, but for references."""
         return whole and place not in self._joined and "$anchor" not in schema
 
     def _ended(self, schema: Schema, place: str, chars: int, whole: bool) -> Schema:
@@ -440,7 +454,7 @@ def _stands_alone(schema: dict[str, Any], name: str) -> bool:
 
 
 def _passed_on(schema: dict[str, Any], name: str, whole: bool) -> bool:
-    """Whether what stands under the keyword is whole if the schema is."""
+    """Whether the schemas under a keyword alone say what their instances are. `whole`: the schema around them does."""
     if name in ("$defs", "definitions"):
         return True
     if name in ("anyOf", "oneOf"):
@@ -449,7 +463,7 @@ def _passed_on(schema: dict[str, Any], name: str, whole: bool) -> bool:
 
 
 def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:
-    """Of the characters, how many each of the schemas under a keyword has."""
+    """Divide the characters of a schema's instance: gives, for a keyword, how many each of the schemas under it has."""
     named = schema.get("properties")
     parts = {
         "properties": len(named) if isinstance(named, dict) else 1,
@@ -463,12 +477,13 @@ def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:
 
 
 def _num_items(schema: dict[str, Any], chars: int) -> int:
-    """At most, of a list whose schema says nothing of it."""
+    """How many items a list may have: as many as its schema says, or a bound that suits `chars`."""
     bound = max(1, min(_MAX_ITEMS, chars // _CHARS_OF_ITEM), schema.get("minItems", 0))
     return int(schema.get("maxItems", bound))
 
 
 def _number_bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
+    """Keywords that bound the size and, with `fractions`, the digits of a number, where its schema does not."""
     bounds: dict[str, Any] = {}
     low, high = (schema.get(name, schema.get(other)) for name, other in (
         ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -483,6 +498,7 @@ def _number_bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
 
 
 def _list_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
+    """Keywords that bound a list's length, and items that its schema says nothing of."""
     bounds: dict[str, Any] = {"maxItems": _num_items(schema, chars)}
     first = schema.get("prefixItems", schema.get("items"))
     last = "additionalItems" if isinstance(schema.get("items"), list) else "items"
@@ -493,7 +509,7 @@ def _list_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
 
 
 def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
-    """Of one whose values have an end already."""
+    """Keywords that bound an object's properties. Its schema's values have bounds already."""
     named, patterns = schema.get("properties", {}), schema.get("patternProperties")
     others = schema.get("additionalProperties", True)
     required = schema.get("required", [])
@@ -513,6 +529,7 @@ def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
 
 
 def _scalar(chars: int) -> dict[str, Any]:
+    """A schema of any value but lists and objects, with bounds."""
     return {
         "type": ["string", "number", "boolean", "null"],
         "maxLength": max(chars, _LEAST_CHARS),
@@ -521,7 +538,7 @@ def _scalar(chars: int) -> dict[str, Any]:
 
 
 def _anything(chars: int) -> dict[str, Any]:
-    """Two levels of it."""
+    """A schema of any value, with bounds: lists and objects have one level, of scalars."""
     some = max(1, min(_MAX_FREE, chars // _CHARS_OF_ITEM))
     value = _scalar(chars // some)
     names = f"^.{{1,{_MAX_NAME_CHARS}}}$"

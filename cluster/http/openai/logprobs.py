@@ -16,11 +16,11 @@ LOWEST_LOGPROB: Final = -9999.0
 
 Top = Sequence[tuple[int, float]]
 CompletionToken = tuple[int, float | None, Top, int]
-"""Its id, its log probability, the likeliest tokens in its place, and where its text begins in the choice's."""
+"""A token's id, its log probability, the likeliest tokens in its place, and where its text begins in the choice's."""
 
 
 def token_text(token_bytes: bytes) -> str:
-    """How a single token is written."""
+    """How a single token is written as text."""
     try:
         return token_bytes.decode("utf-8")
     except UnicodeDecodeError:
@@ -28,14 +28,15 @@ def token_text(token_bytes: bytes) -> str:
 
 
 def _name(token_id: int, tokenizer: Tokenizer, as_ids: bool) -> str:
-    """With `as_ids` as vLLM writes it for who needs to tell tokens of the same text apart."""
+    """The name of a token: its text,
+    or with `as_ids` what vLLM writes for clients that must tell tokens of the same text apart."""
     return f"token_id:{token_id}" if as_ids else token_text(tokenizer.token_bytes(token_id))
 
 
 def chat_logprobs(
     entries: Sequence[TokenEntry], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """`choices[].logprobs` of chat completions; None where no token's are due."""
+    """`choices[].logprobs` of chat completions; None: there are no entries."""
     if not entries:
         return None
     content = [
@@ -56,8 +57,8 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: boo
 def prompt_logprobs(
     token_ids: list[int], known: Sequence[tuple[float, Top]], num_top: int, tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of a prompt after the first, by their ids, it and the `num_top`
-    likeliest. A rank is told of those only: how many are likelier than a token far behind is not known."""
+    """vLLM's `prompt_logprobs`: for each token of a prompt after the first, that token and the `num_top` likeliest, by
+    their ids. Only the likeliest have a rank: how many are likelier than a token far behind is not known."""
     told: list[dict[str, Any] | None] = [None]
     for token_id, (logprob, top) in zip(token_ids[1:], known, strict=True):
         ranked = {other: (rank, value) for rank, (other, value) in enumerate(top[:num_top], start=1)}
@@ -78,7 +79,7 @@ def prompt_logprobs(
 def completion_logprobs(
     tokens: Sequence[CompletionToken], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """`choices[].logprobs` of text completions, four lists of the same length; None where no token's are due."""
+    """`choices[].logprobs` of text completions, four lists of the same length; None: there are no tokens."""
     if not tokens:
         return None
     texts = [_name(token_id, tokenizer, as_ids) for token_id, _, _, _ in tokens]
@@ -107,19 +108,21 @@ def prompt_tokens(
     *,
     skip_special_tokens: bool = True,
 ) -> list[CompletionToken]:
-    """An echoed prompt's; the model has no opinion of the first, `known` are those after it."""
+    """The tokens of an echoed prompt.
+    `known`: the log probabilities of those after the first, of which the model has no opinion."""
     opinions: list[tuple[float | None, Top]] = [(None, ()), *((logprob, top[:num_top]) for logprob, top in known)]
     offsets = text_offsets(token_ids, tokenizer, skip_special_tokens=skip_special_tokens)
     return [(token, *opinion, at) for token, opinion, at in zip(token_ids, opinions, offsets, strict=True)]
 
 
 def output_tokens(entries: Sequence[TokenEntry], base_offset: int) -> list[CompletionToken]:
-    """Generated ones; `base_offset` is the length of the text before the first generated character."""
+    """The tokens that were generated. `base_offset`: the length of the text before the first generated character."""
     return [(entry.token_id, entry.logprob, entry.top, base_offset + entry.offset) for entry in entries]
 
 
 def text_offsets(token_ids: list[int], tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Iterator[int]:
-    """Where in their text each token begins, in characters; parts of one character share its offset."""
+    """Yields where in the text of all of them each token begins, in characters.
+    Parts of one character share its offset."""
     detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
     offset = 0
     for token_id in token_ids:

@@ -24,7 +24,7 @@ from cluster.http.openai.schemas import INT64_MAX, ServedBody
 from kv_transfer.messages.requests import RequestSpec
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit
-MAX_NUMBERS: Final = 2**22  # in an answer: as JSON they are some 80 MB
+MAX_NUMBERS: Final = 2**22  # in an answer, in which they are some 80 MB of JSON
 
 Vectors = npt.NDArray[np.float32]
 
@@ -39,7 +39,7 @@ def _require_few(inputs: Sequence[Any]) -> None:
 
 
 def parse_inputs(value: object) -> list[Prompt]:
-    """As `parse_prompts`; of a bounded number, none of them empty, ids 0 or larger."""
+    """Normalise inputs to a list of prompts, as `parse_prompts` does. Refuses too many, empty ones and negative ids."""
     prompts = parse_prompts(value)
     _require_few(prompts)
     if not all(prompts):
@@ -50,7 +50,7 @@ def parse_inputs(value: object) -> list[Prompt]:
 
 
 def parse_texts(value: object) -> list[str]:
-    """A text, or a list of texts or of objects with a `text`: as a list of texts that are not empty."""
+    """Normalise a text, or a list of texts or of objects with a `text`, to a list of texts that are not empty."""
     values = value if isinstance(value, list) else [value]
     _require_few(values)
     texts: list[Any] = [
@@ -78,14 +78,14 @@ class EmbeddingsBody(ServedBody):
 
 
 class ScoreBody(ServedBody):
-    """`POST /v1/score`: of each of `text_2` against the one, or the same of, `text_1`."""
+    """`POST /v1/score`: scores each of `text_2` against its counterpart in `text_1`, or against the only one there."""
 
     text_1: Texts
     text_2: Texts
 
 
 class RerankBody(ServedBody):
-    """`POST /v1/rerank`: of each document against the query, best first."""
+    """`POST /v1/rerank`: scores each document against the query, and ranks them, best first."""
 
     query: str = Field(min_length=1)
     documents: Texts
@@ -95,7 +95,8 @@ class RerankBody(ServedBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingJob:
-    """A request as it is answered. `num_bytes`: of the answer, about. `shape(job, vectors [N, E])`: the answer."""
+    """A request for vectors, scores or ranks as it is answered. `num_bytes`: about the size of the answer.
+    `shape(job, vectors [N, E])` makes the answer."""
 
     id: str
     model: str
@@ -113,7 +114,7 @@ class PoolingJob:
 
 
 def embeddings_answer(job: PoolingJob, vectors: Vectors, body: EmbeddingsBody) -> dict[str, Any]:
-    """OpenAI's `CreateEmbeddingResponse`."""
+    """The answer to a request for embeddings: OpenAI's `CreateEmbeddingResponse`."""
     vectors = shortened(vectors, body.dimensions)
     encode = _base64 if body.encoding_format == "base64" else _numbers
     return {
@@ -127,7 +128,7 @@ def embeddings_answer(job: PoolingJob, vectors: Vectors, body: EmbeddingsBody) -
 
 
 def score_answer(job: PoolingJob, vectors: Vectors, num_first: int) -> dict[str, Any]:
-    """vLLM's. The first `num_first` vectors are of `text_1`."""
+    """The answer to a request for scores, in vLLM's shape. The first `num_first` vectors are those of `text_1`."""
     scores = cosines(vectors[:num_first], vectors[num_first:])
     return {
         "id": job.id,
@@ -140,8 +141,8 @@ def score_answer(job: PoolingJob, vectors: Vectors, num_first: int) -> dict[str,
 
 
 def rerank_answer(job: PoolingJob, vectors: Vectors, body: RerankBody) -> dict[str, Any]:
-    """Jina's and vLLM's, which Cohere's clients read. The first vector is of the query. Of equals the first comes
-    first."""
+    """The answer to a request for ranks, in Jina's and vLLM's shape, which Cohere's clients read. The first vector is
+    that of the query. Documents with equal scores keep their order."""
     scores = cosines(vectors[:1], vectors[1:])
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
@@ -152,7 +153,7 @@ def rerank_answer(job: PoolingJob, vectors: Vectors, body: RerankBody) -> dict[s
 
 
 def shortened(vectors: Vectors, size: int | None) -> Vectors:
-    """Their first `size` numbers, again of length 1; None: all."""
+    """Cut vectors to their first `size` numbers, and give them length 1 again. `size` None: they stay whole."""
     if size is None or size >= vectors.shape[1]:
         return vectors
     first = vectors[:, :size].astype(np.float64)
@@ -161,7 +162,7 @@ def shortened(vectors: Vectors, size: int | None) -> Vectors:
 
 
 def cosines(first: Vectors, second: Vectors) -> list[float]:
-    """Of each of `second` and the one of `first`, or its own of `first`."""
+    """The cosine of each vector of `second` with its counterpart in `first`, or with the only one there."""
     found: list[float] = (first.astype(np.float64) * second).sum(axis=1).clip(-1.0, 1.0).tolist()
     return found
 

@@ -40,11 +40,11 @@ from cluster.http.openai.structured import parse_response_format
 from engine.sampling.params import MAX_LOGPROBS
 
 Item = dict[str, Any]
-"""One of a conversation, as answers and lists show it: it has a `type` and an `id`."""
+"""An item of a conversation, as answers and lists show it: it has a `type` and an `id`."""
 
 _MAX_ID: Final = 256
 
-# What a chat calls it, and what it is called here.
+# Names of fields in a chat, and their names here.
 _NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -54,7 +54,7 @@ _NAMES: Final = {
     "verbosity": "text.verbosity",
 }
 _NAMED: Final = re.compile(rf"(^|\bthe |\b[Ll]ower )({'|'.join(_NAMES)})\b")
-# Those that are the same in a chat.
+# Fields that are the same in a chat.
 _SAME: Final = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
@@ -70,7 +70,7 @@ def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
 
 
 def parse_parts(value: object) -> list[dict[str, str]]:
-    """What a message or a function's result says: a text, or a list of parts. Each becomes one of a text."""
+    """Normalise what a message or a function's result says, a text or a list of parts, to a list of parts of text."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -160,7 +160,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     summary: Parts = Field([])
     content: Parts | None = None
-    encrypted_content: Harmless = None  # of another model's; nothing here can read it
+    encrypted_content: Harmless = None  # reasoning of another model, which nothing here can read
     id: ItemId = None
     status: ItemStatus = None
 
@@ -187,7 +187,7 @@ def _text(part: Mapping[str, str]) -> str:
 
 
 def _said(part: Mapping[str, str]) -> dict[str, Any]:
-    """A part of an assistant's message."""
+    """A part of an assistant's message, in the form in which it is kept."""
     if part["type"] == "refusal":
         return dict(part)
     return {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
@@ -198,7 +198,8 @@ def new_id(kind: str) -> str:
 
 
 def parse_input(value: object) -> list[Item]:
-    """A text, or the items of a conversation, each in the form in which it is kept. Raises InvalidRequestError, too."""
+    """Normalise `input`, a text or the items of a conversation, to items in the form in which they are kept. Raises
+    InvalidRequestError, besides pydantic's errors."""
     if isinstance(value, str):
         return [MessageItem(role="user", content=[{"type": "text", "text": value}]).item()]
     if not isinstance(value, list) or not value:
@@ -221,7 +222,7 @@ def _item(value: object, index: int) -> Item:
             f"item {index} is of type {kind[:40]!r}; this server reads {', '.join(_ITEMS)}", "unsupported_value"
         )
     try:
-        # Null is "not given", also for the type of a message.
+        # Null means "not given", also for the type of a message.
         return _ITEMS[kind].model_validate({**value, "type": kind}).item()
     except ValidationError as error:
         raise _refusal(error, "input", index) from None
@@ -265,7 +266,7 @@ def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
 
 
 def _chat_tool_choice(value: object) -> object:
-    """As a chat has it."""
+    """The `tool_choice` of a chat that says the same."""
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         tools = value.get("tools")
         named = [_chat_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
@@ -305,7 +306,7 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    """`summary`: what a model thinks is shown as it is, and nothing sums it up."""
+    """The field `reasoning`. What a model thinks is shown as it is; nothing makes a `summary` of it."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
@@ -318,7 +319,7 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Harmless = None
 
 
-# All but the first are of tools that run on the server: there is nothing to include.
+# Only the first has an effect: the others name things that no answer here has, such as results of the server's tools.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -341,7 +342,7 @@ class ResponsesBody(SampledBody):
     background: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
-    max_tool_calls: int | None = Field(None, ge=1, le=INT64_MAX)  # of tools that run on the server
+    max_tool_calls: int | None = Field(None, ge=1, le=INT64_MAX)  # limits tools that run on the server: there are none
     tools: (
         Annotated[
             list[ResponsesTool],
@@ -371,12 +372,12 @@ class ResponsesBody(SampledBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Per token of the output, besides its own; None: not even that."""
+        """How many log probabilities each token of the output has besides its own; None: not even its own."""
         asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         return self.top_logprobs or 0 if asked else None
 
     def echo(self) -> dict[str, Any]:
-        """What an answer repeats of it."""
+        """The members that an answer repeats of its request."""
         text, reasoning = self.text or TextSettings(), self.reasoning or ReasoningSettings()
         return {
             "background": bool(self.background),
@@ -408,7 +409,7 @@ def _told_tool(tool: ResponsesTool) -> dict[str, Any]:
 
 
 def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
-    """The same as a chat, behind the items of the responses that it follows. Raises ApiError."""
+    """Translate the body into a chat, behind `history`, the items of the responses that it follows. Raises ApiError."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat["messages"] = list(_messages([*history, *body.input]))
     if body.instructions is not None:
@@ -435,7 +436,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
 
 
 def in_its_own_words(error: ApiError) -> ApiError:
-    """A refusal of the chat, made to speak of the fields that the client sent."""
+    """Make a refusal of the chat speak of the fields that the client sent."""
     error.message = _NAMED.sub(lambda found: found[1] + _NAMES[found[2]], error.message)
     if error.param is not None:
         name, *rest = re.split(r"(?=[.\[])", error.param, maxsplit=1)
@@ -449,7 +450,8 @@ def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """What an assistant thought, said and called in one turn is one message."""
+    """Yields the messages of a chat with these items.
+    What an assistant thought, said and called in one turn is one message."""
     turn: dict[str, Any] = {}
     for item in items:
         kind = item["type"]
@@ -472,6 +474,7 @@ def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
 
 
 def _add_to(turn: dict[str, Any], item: Item) -> None:
+    """Add an item to the message of an assistant's turn."""
     turn["role"] = "assistant"
     if item["type"] == "reasoning":
         thought = "".join(map(_text, item.get("content") or item["summary"]))

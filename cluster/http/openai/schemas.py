@@ -36,7 +36,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 2**18  # of their schemas and descriptions
-MAX_MESSAGES = 2**14  # of a chat: what is made of more takes long at a stretch
+MAX_MESSAGES = 2**14  # of a chat: to work on more would take too long at a stretch
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -46,7 +46,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_stranger(cls, fields: Any) -> Any:
-        """One unknown field is enough to refuse a body: a million must not cost a million error reports."""
+        """Drop all unknown fields but one, which is enough to refuse a body:
+        a million must not cost a million error reports."""
         if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
             return fields
         stranger = next(name for name in fields if name not in cls.model_fields)
@@ -60,14 +61,14 @@ class StreamOptions(Body):
 
 
 class Prediction(Body):
-    """What the answer will be much like, such as a file before it is changed."""
+    """A text that the answer will be much like, such as a file before it is changed."""
 
     type: Literal["content"]
     content: Content
 
 
 class ServedBody(Body):
-    """What all have that ask a model for something: which one, and who asks, on which terms."""
+    """The fields of all bodies that ask a model for something: which model, who asks, and on which terms."""
 
     model: str
     service_tier: str | None = None
@@ -76,7 +77,7 @@ class ServedBody(Body):
 
 
 class SampledBody(ServedBody):
-    """What all have that ask for text: how it is sampled, and whose cached prefixes it may use."""
+    """The fields of all bodies that ask for text: how it is sampled, and whose cached prefixes it may use."""
 
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -96,7 +97,7 @@ class SampledBody(ServedBody):
 
 
 class GenerationBody(SampledBody):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     n: int | None = Field(None, ge=1, le=128)
     stream_options: StreamOptions | None = None
@@ -126,7 +127,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """Of an assistant's earlier turn."""
+    """A call that an assistant made in an earlier turn."""
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -171,7 +172,7 @@ class ChatMessage(Body):
     audio: Unsupported = None
     refusal: Harmless = None
     annotations: Harmless = None
-    reasoning: str | None = None  # of an assistant's earlier turn; its older name follows
+    reasoning: str | None = None  # that of an assistant's earlier turn; its older name follows
     reasoning_content: str | None = None
 
     @model_validator(mode="before")
@@ -193,7 +194,7 @@ class ChatMessage(Body):
 
 
 class TemplateBody(Body):
-    """What the chat template is told besides the messages."""
+    """The fields that say what the chat template is told besides the messages."""
 
     chat_template_kwargs: TemplateKwargs = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -221,12 +222,12 @@ class ChatBody(GenerationBody, TemplateBody):
     web_search_options: Unsupported = None
 
     def offered_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """The tools that the model is told of."""
         choice: ToolChoice = self.tool_choice
         return [] if choice.mode == "none" else self.tools or []
 
     def callable_tools(self) -> list[Tool]:
-        """Those that it may call."""
+        """The tools that the model may call."""
         names = self.tool_choice.names
         return [tool for tool in self.offered_tools() if names is None or tool.function.name in names]
 
@@ -259,7 +260,7 @@ class DetokenizeBody(Body):
 
 
 class RoleBody(Body):
-    """`POST /cluster/workers/{worker_id}/role`: what still runs there after `drain_s` goes on elsewhere."""
+    """`POST /cluster/workers/{worker_id}/role`. What still runs on the worker after `drain_s` goes on elsewhere."""
 
     role: Role
     drain_s: float = Field(20.0, ge=0, le=600)

@@ -26,12 +26,12 @@ _TEXT_PIECE: Final = 64 * 1024  # characters
 
 
 def dumps(value: object) -> bytes:
-    """Compact JSON, ASCII only."""
+    """Encode a value as compact JSON, ASCII only."""
     return _encode(value).encode()
 
 
 def dumps_large(value: object) -> bytes:
-    """The same, piece by piece, so that other threads go on meanwhile."""
+    """Encode a large value as compact JSON, ASCII only, piece by piece, so that other threads go on meanwhile."""
     return b"".join(_pieces(value, 0))
 
 
@@ -74,41 +74,42 @@ class Shape(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> bytes:
-        """Sent before anything else of choice `index`; may be empty."""
+        """The events that are sent before anything else of choice `index`; may be empty."""
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> bytes:
-        """One server-sent event."""
+        """The server-sent event of a delta; may be empty."""
 
     @abstractmethod
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """All of choice `index` in an answer that is not streamed, but for what `whole` adds to each."""
+        """Choice `index` in an answer that is not streamed, without the members that `whole` adds to each choice."""
 
     def finish_reason(self, index: int, delta: Delta) -> str | None:
-        """As the answer names it."""
+        """Why a choice ended, in the answer's own word; None: it has not."""
         return delta.finish_reason
 
     def opening_size(self, index: int) -> int:
-        """About the bytes of `opening`."""
+        """About how many bytes `opening` has."""
         return self.job.opening_size(index)
 
     def size(self, delta: Delta) -> int:
-        """About the bytes that `chunk` makes of it."""
+        """About how many bytes `chunk` makes of a delta."""
         return self.job.size(delta)
 
     def closing_size(self) -> int:
-        """About the bytes of `closing`."""
+        """About how many bytes `closing` has."""
         return 0
 
     def closing(self) -> bytes:
-        """After every choice has ended, with OpenAI's `usage` where the client asked for it."""
+        """The events that end a stream after every choice has ended,
+        with OpenAI's `usage` if the client asked for it."""
         if not self.job.include_usage:
             return DONE
         last = {**self._envelope(self._chunk_name), "choices": [], "usage": self.job.usage()}
         return b"data: " + dumps(last) + b"\n\n" + DONE
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The whole answer where there is none."""
+        """The body of the answer to a request that failed before its answer began."""
         return error.body()
 
     def last_word(self, error: ApiError) -> bytes:
@@ -143,8 +144,8 @@ class Shape(ABC):
     def _event(
         self, index: int, content: bytes, logprobs: dict[str, Any] | None, delta: Delta | None, beside: bytes = b""
     ) -> bytes:
-        """`content` is JSON of a member, such as b'"text":"hello"'; `beside` of one of the event's, with a comma before
-        it. None for `delta`: nothing has been generated."""
+        """A server-sent event with one choice. `content`: a member of the choice in JSON, such as b'"text":"hello"'.
+        `beside`: a member of the event itself, with a comma before it. `delta` None: nothing has been generated."""
         finish_reason = None if delta is None else self.finish_reason(index, delta)
         if delta is not None and self.job.return_token_ids:
             content += b',"token_ids":' + dumps(delta.token_ids)

@@ -20,17 +20,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable
 
 MAX_DEPTH: Final = 12  # of formats within formats; llguidance bounds the parentheses that they become
-_MAX_CHARS: Final = 4096  # that `max_chars` of free text may be: each is a state of a pattern
+_MAX_CHARS: Final = 4096  # the most that `max_chars` may be: each character is a state of a pattern
 _MAX_REPEATS: Final = 1024
 _ANY: Final = r"/(.|\n)*/"
 
 Format = Mapping[str, Any]
 Mark = tuple[str | int, ...]
-"""A fixed text; the special tokens in it, by their ids, are no text."""
+"""A fixed text, in pieces: texts, and the ids of special tokens between them."""
 
 
 def written(text: str, tokenizer: LLTokenizer) -> str:
-    """The grammar of a structural tag's JSON. Raises UnsupportedGrammarError, or ValueError for no JSON."""
+    """Write the grammar of a structural tag, given in JSON.
+    Raises UnsupportedGrammarError, or ValueError if it is no JSON."""
     tag = json.loads(text)
     if not isinstance(tag, dict):
         raise _refused("A structural tag must be an object with a `format`")
@@ -42,7 +43,7 @@ def written(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _of_structures(tag: Format) -> Format:
-    """The older spelling, which knows one format."""
+    """The format of a tag in the older spelling, which knows only one."""
     _only(tag, {"structures", "triggers"})
     structures = _list(tag, "structures")
     for structure in structures:
@@ -64,8 +65,8 @@ def _of_structures(tag: Format) -> Format:
 
 
 class _Writer:
-    """Of one tag. A part is written together with the marks of which one must follow it, `ends`; None: what follows
-    does not matter to it, or nothing does."""
+    """Writes the grammar of one tag. Each part is written together with `ends`, the marks of which one must follow it;
+    None: nothing follows it, or what follows does not matter to it."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -108,7 +109,7 @@ class _Writer:
         return found
 
     def _limited(self, part: object) -> str:
-        """A part that ends by itself."""
+        """Write a part that must end by itself. Raises UnsupportedGrammarError for free text."""
         if _is_free(part):
             raise _refused("Free text must be the last part of an answer or of a tag: nothing else says where it ends")
         return self._part(part, None)
@@ -140,7 +141,7 @@ class _Writer:
         made = json.loads(LLMatcher.grammar_from_regex(_text(part, "pattern")))["grammars"][0]
         if ends is None or not all(map(_is_plain, ends)):
             return _followed(self._named(made), ends)
-        # With its end one lexeme: a pattern that allows its own end would run over it.
+        # Pattern and end must be one lexeme: a pattern that allows its own end would run over it.
         return self._up_to(self._free_text({}, ends, made["lark_grammar"].removeprefix("start: ")), ends)
 
     def _grammar(self, part: Format, ends: list[Mark] | None) -> str:
@@ -148,7 +149,7 @@ class _Writer:
         text = _text(part, "grammar")
         try:
             lark = any_to_lark(text)
-        except Exception as error:  # of any kind: a parser in Python that was written for good input
+        except Exception as error:  # it may be of any kind: the parser is written in Python, for good input
             raise _refused("A `grammar` is neither Lark nor GBNF") from error
         return _followed(self._named({"lark_grammar": lark}), ends)
 
@@ -181,7 +182,7 @@ class _Writer:
         return _followed(f"{_lark(self._mark(part.get('begin')))} {self._content(part)}", ends)
 
     def _content(self, tag: Format) -> str:
-        """With its end, and without its beginning."""
+        """Write a tag without its beginning: its content and its end."""
         end = tag.get("end")
         ends = end if isinstance(end, list) and end else [end]
         return self._part(tag.get("content"), [self._mark(one) for one in ends])
@@ -232,7 +233,8 @@ class _Writer:
     def _dispatched(
         self, part: Format, behind: Mapping[str, list[str]], ends: list[Mark] | None, *, begins: bool, loop: bool
     ) -> str:
-        """Free text, in which one of what is `behind` a trigger follows it. It `begins` with a trigger, or may."""
+        """Write free text with triggers in it: each is followed by one of the parts that are `behind` it. `begins`: the
+        text must begin with a trigger. `loop`: there may be more than one."""
         marks = {trigger: self._mark(trigger) for trigger in behind}
         _tell_apart(list(marks.values()), ends or [])
         text = self._free_text(part, [*marks.values(), *(ends or [])])
@@ -246,8 +248,8 @@ class _Writer:
         return f"{whole} {found}* {rest}" if begins else f"{found}* {rest}"
 
     def _free_text(self, part: Format, marks: list[Mark], pattern: str = _ANY) -> str:
-        """The name of a terminal: text that has none of the marks in it, nor what the part excludes. That it is lazy
-        up to a mark would leave the text behind the last one to the library's preference."""
+        """Write a terminal for text that has none of the marks in it, nor what the part excludes, and return its name.
+        A text that is only lazy up to a mark would leave it to the library what stands behind the last mark."""
         excluded = [self._mark(one) for one in _texts(part, "excludes")] if part.get("excludes") else []
         if not all(map(_is_plain, excluded)):
             raise _refused("`excludes` must be texts: free text has no special tokens")
@@ -257,8 +259,9 @@ class _Writer:
         return name
 
     def _up_to(self, text: str, ends: list[Mark] | None) -> str:
-        """Free text, and the first of the ends: where a special token begins one, or a byte is one, no text goes on
-        over it. (Lazily up to a single byte, llguidance 1.9 panics right behind a number.)"""
+        """Write free text up to and with the first of the ends. Ends that are text of several bytes need a lazy rule.
+        No text can go on over an end that begins with a special token or is a single byte. (Lazily up to a single byte,
+        llguidance 1.9 panics right behind a number.)"""
         if ends is None:
             return text
         long = [_lark(end) for end in ends if _is_plain(end) and len(str(end[0]).encode()) > 1]
@@ -281,7 +284,7 @@ class _Writer:
         return f"@{name}"
 
     def _mark(self, said: object) -> Mark:
-        """Of a text, or of a format `token`."""
+        """The mark that a text, or a format `token`, stands for. Raises UnsupportedGrammarError."""
         if isinstance(said, str):
             return tuple(self._pieces(said))
         if _kind(said) != "token":
@@ -316,7 +319,7 @@ _TIMES: Final = {"optional": "?", "star": "*", "plus": "+"}
 
 
 def _is_free(part: object) -> bool:
-    """Whether it ends, in free text, only where what follows it begins."""
+    """Whether a part ends in free text, so that only what follows it says where it ends."""
     kind = _kind(part)
     inner = _object(part)
     if kind == "sequence":
@@ -326,7 +329,8 @@ def _is_free(part: object) -> bool:
 
 
 def _tell_apart(triggers: list[Mark], ends: list[Mark]) -> None:
-    """Raises UnsupportedGrammarError where one stands within another, so that the shorter would hide the longer."""
+    """Check that no trigger stands within another, or within an end or around one: the shorter would hide the longer.
+    Raises UnsupportedGrammarError."""
     for number, trigger in enumerate(triggers):
         for other in [*triggers[number + 1 :], *ends]:
             both = [piece for mark in (trigger, other) for piece in mark if isinstance(piece, str)]

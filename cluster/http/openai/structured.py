@@ -39,7 +39,7 @@ from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
 MAX_CHOICES: Final = 1024
-_NUM_TRIED: Final = 6  # masks: some grammars compile, and are too complex only behind their first tokens
+_NUM_TRIED: Final = 6  # masks that are tried: some grammars compile, and are too complex only behind their first tokens
 MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
 _MAX_REASON_CHARS: Final = 300
 
@@ -48,20 +48,20 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an answer must be, in the client's words: `text` is a schema's JSON, a list's JSON, or as it was sent.
-    `calls`: JSON of a Lark grammar, and of the schemas of its rules `json_0`, `json_1`, ..., each with the characters
-    that its instances may about have, None: any number."""
+    """What an answer must be, in the client's words. `text`: the JSON of a schema or of a list, or a text as it was
+    sent. For `calls` it is the JSON of a Lark grammar and of the schemas of its rules `json_0`, `json_1`, ..., each
+    with about how many characters its instances may have; None: any number."""
 
     kind: Kind
     text: str
-    param: str  # the field that says so
+    param: str  # the request's field that asks for it
 
 
 # --- what clients send ---
 
 
 def parse_response_format(value: object) -> Wanted | None:
-    """OpenAI's `response_format`, and vLLM's structural tags; None where any text will do."""
+    """Read OpenAI's `response_format`, or a structural tag of vLLM's. None: any text will do."""
     if value is None or isinstance(value, Wanted):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
@@ -97,7 +97,7 @@ def _named_schema(wrapper: object) -> object:
 
 
 def parse_structured_outputs(value: object) -> Wanted | None:
-    """vLLM's `structured_outputs`: one of json, regex, choice, grammar, structural_tag and json_object."""
+    """Read vLLM's `structured_outputs`: one of json, regex, choice, grammar, structural_tag and json_object."""
     if value is None or isinstance(value, Wanted):
         return value
     if not isinstance(value, Mapping):
@@ -157,8 +157,8 @@ StructuredOutputs = Annotated[Any, BeforeValidator(parse_structured_outputs, jso
 
 
 class Grammars:
-    """The grammars that requests of one gateway ask for. Has them compiled one after another, and remembers the last
-    ones; belongs to one event loop."""
+    """Gives one gateway the grammars that its requests ask for. Has them compiled one after another, and remembers the
+    last ones; belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         known = tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids))
@@ -168,7 +168,7 @@ class Grammars:
         self._known: OrderedDict[Wanted, str | UnsupportedGrammarError] = OrderedDict()
 
     async def grammar_for(self, response_format: Wanted | None, structured_outputs: Wanted | None) -> str | None:
-        """What `SamplingParams.grammar` is to be; None: the answer may be any text. Raises InvalidRequestError."""
+        """The text for `SamplingParams.grammar`; None: the answer may be any text. Raises InvalidRequestError."""
         if response_format is not None and structured_outputs is not None:
             raise InvalidRequestError(
                 "response_format and structured_outputs both say what the answer must be. Send one of them.",
@@ -214,7 +214,8 @@ def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
 
 
 def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
-    """The grammar's text, if all of it can be enforced. Raises UnsupportedGrammarError."""
+    """Write the grammar for what is wanted, and try it.
+    Raises UnsupportedGrammarError unless all of it can be enforced."""
     try:
         if wanted.kind == "structural_tag":
             return _tried(structural_tags.written(wanted.text, tokenizer), tokenizer)
@@ -226,6 +227,7 @@ def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
 
 
 def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
+    """The grammar, if it compiles and gives its first masks. Raises UnsupportedGrammarError."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise UnsupportedGrammarError(
             f"As a grammar it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible."
@@ -242,7 +244,7 @@ def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
 
 
 def _first_allowed(matcher: LLMatcher, vocab_size: int) -> int | None:
-    """Of the tokens that may come next; None where none may, or the matcher has failed."""
+    """The first of the tokens that may come next; None: none may, or the matcher has failed."""
     bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     if not matcher.is_error():
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -278,10 +280,10 @@ def _from_choice(text: str) -> str:
 
 
 def _from_grammar(text: str) -> str:
-    """Lark, or GBNF, which llama.cpp and vLLM read."""
+    """The grammar of a text in Lark, or in GBNF, which llama.cpp and vLLM read. Raises UnsupportedGrammarError."""
     try:
         return _from_lark(any_to_lark(text))
-    except Exception as error:  # of any kind: a parser in Python that was written for good input
+    except Exception as error:  # it may be of any kind: the parser is written in Python, for good input
         raise UnsupportedGrammarError(f"It is neither Lark nor GBNF: {_told(str(error))}") from error
 
 
@@ -293,7 +295,7 @@ def _from_calls(text: str) -> str:
             raise UnsupportedGrammarError("A schema must be an object, and allow something.")
         kept = enforceable(schema if isinstance(schema, dict) else {})
         if chars is not None:
-            with contextlib.suppress(TypeError, AttributeError):  # a value of a wrong kind, which llguidance tells
+            with contextlib.suppress(TypeError, AttributeError):  # llguidance refuses values of a wrong kind
                 kept = with_an_end(kept, chars)
         rules.append(f"json_{number}: %json {_compact({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
     return _from_lark("\n".join(rules))

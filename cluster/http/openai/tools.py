@@ -16,15 +16,16 @@ from engine.text.formats import Message, OutputFormats, with_hermes_tools
 from engine.text.tokenizer import Tokenizer
 
 _MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
-_MAX_CALLS: Final = 8  # of an answer that must call
-_TOKENS_OF_CALL: Final = 256  # below that there are fewer
-_DEFAULT_TOKENS: Final = 16_384  # that an answer is taken to have where nothing is said
+_MAX_CALLS: Final = 8  # calls in an answer that must call
+_TOKENS_OF_CALL: Final = 256  # an answer that may have few tokens may have fewer calls, so that each has so many
+_DEFAULT_TOKENS: Final = 16_384  # tokens that an answer is taken to have if the client does not say
 
 
 def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Reading | None:
-    """How the answers are read; None: they are text. `prompt_end`: the end of the prompt, special tokens included.
+    """How the answers to a chat are read; None: they are plain text. `prompt_end`: the end of the prompt, special
+    tokens included.
 
-    Raises InvalidRequestError where `tool_choice` cannot be followed.
+    Raises InvalidRequestError if `tool_choice` cannot be followed.
     """
     choice: ToolChoice = body.tool_choice
     offered = frozenset(tool.function.name for tool in body.offered_tools())
@@ -35,7 +36,7 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
     reasoning = formats.reasoning
     answer = answer_of(body)
     if answer is not None and answer.kind != "json":
-        reasoning = None  # what is said is what was asked for, from the first character on
+        reasoning = None  # the answer is in the form that was asked for from its first character on
     if not offered and reasoning is None:
         return None
     return Reading(
@@ -48,8 +49,8 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
 
 
 def thinking_of(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields of SamplingParams that end the reasoning at its budget. None of them where there is no reasoning: that
-    keeps any budget. Raises InvalidRequestError where it cannot be kept exactly."""
+    """The fields of SamplingParams that end the reasoning at its budget; {} without a budget, or if the model does not
+    reason, which keeps any budget. Raises InvalidRequestError if the budget cannot be kept exactly."""
     budget = body.thinking_token_budget
     if budget is None or budget < 0 or reading is None or reading.reasoning is None:
         return {}
@@ -70,15 +71,16 @@ def _refusal(sentence: str, code: str = "invalid_value") -> InvalidRequestError:
 
 
 def answer_of(body: ChatBody) -> Wanted | None:
-    """What the answer must be where it calls nothing."""
+    """What the answer must be if it calls no function; None: any text."""
     wanted: Wanted | None = body.response_format or body.structured_outputs
     return wanted
 
 
 def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> Wanted | None:
-    """What an answer must be with all that it may begin with: reasoning, calls. None: what `answer_of` says alone.
+    """What an answer must be, with the reasoning and the calls that it may have. None: it must only be what `answer_of`
+    says.
 
-    Raises InvalidRequestError for what no grammar can be made of.
+    Raises InvalidRequestError if no grammar can be made of what is asked for.
     """
     answer = answer_of(body)
     tools = body.callable_tools()
@@ -86,7 +88,7 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
     if reading is None or not (forced or strict or answer is not None):
         return None
     if forced and answer is not None and answer.param != "structured_outputs":
-        answer = None  # no text is written, whose format would matter; clients send both
+        answer = None  # only calls are written, so the format does not matter; clients send both
     if tools and answer is not None and (forced or answer.kind != "json"):
         raise _refusal(
             f"A call and {answer.param} are both asked for, and one answer cannot be both. Send one of them.",
@@ -98,12 +100,12 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
     try:
         lark = writer.free(tools) if strict and not forced and answer is None else writer.exact(tools, answer)
     except (ValueError, RecursionError):
-        return None  # the schema is a text that is no JSON: refused where it is compiled by itself
+        return None  # the schema is a text that is no JSON; it will be refused when it is compiled by itself
     param = "tools" if answer is None else answer.param
     return Wanted("calls", json.dumps({"lark": lark, "schemas": writer.schemas}), param)
 
 
-# A few spaces or lines stand between reasoning and answer. Drawn ones without end take all the tokens of a small model.
+# At most a few spaces or lines stand between reasoning and answer: a small model would go on with them without end.
 _SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/"
 
 
@@ -116,11 +118,12 @@ class _CallGrammar:
         # A power of two, so that requests that differ little share a grammar.
         tokens = 1 << (max_tokens or _DEFAULT_TOKENS).bit_length() - 1
         self._max_calls = 1 if reading.single else min(_MAX_CALLS, max(1, tokens // _TOKENS_OF_CALL))
-        self._chars = tokens // self._max_calls  # of one call; a token has three or four, or one, and there are marks
+        self._chars = tokens // self._max_calls  # of one call: a token has one to four, and marks take some tokens, too
         self.schemas: list[tuple[Any, int | None]] = []
 
     def exact(self, tools: Sequence[Tool], answer: Wanted | None) -> str:
-        """Nothing but calls, or the answer; behind reasoning where the model reasons."""
+        """The grammar of an answer that is either calls or `answer`, and nothing else. If the model reasons, its
+        reasoning comes first."""
         ways: list[str] = []
         rules = [_SPACES]
         reasoning = self._reading.reasoning
@@ -142,7 +145,8 @@ class _CallGrammar:
         return "\n".join([f"start: {start}", *rules])
 
     def free(self, tools: Sequence[Tool]) -> str:
-        """Any text, in which calls follow their schemas where they are strict."""
+        """The grammar of any text in which calls to strict functions follow their schemas. Raises
+        InvalidRequestError."""
         known = self._reading.tools
         assert known is not None
         if known.bare or known.body != "json":
@@ -151,7 +155,9 @@ class _CallGrammar:
         return "\n".join(["start: (before call)* TEXT", *rules])
 
     def _calls(self, tools: Sequence[Tool], *, forced: bool) -> list[str]:
-        """The rule `calls`, and `call`, which lacks the opening mark. Where calls are `forced`, they have an end."""
+        """The rules for calls: `calls`, and `call`, which lacks the opening mark. If calls are `forced`, their
+        arguments have bounds, so that they end.
+        Raises InvalidRequestError for a format in which they cannot be forced."""
         known = self._reading.tools
         assert known is not None
         if known.body == "gemma":
@@ -165,7 +171,7 @@ class _CallGrammar:
             function = tool.function
             schema = function.parameters if forced or function.strict else None
             arguments = self._json({**(schema or {}), "type": "object"}, self._chars if forced else None)
-            if known.body == "harmony":  # which ends its answer with a call
+            if known.body == "harmony":  # in this format an answer ends with a call
                 objects.append(
                     f"{self._mark(f'{known.opening}{function.name} <|constrain|>json<|message|>')} {arguments}"
                 )
@@ -185,30 +191,32 @@ class _CallGrammar:
         return [*rules, r'call: "\n" object "\n" ' + self._mark(known.closing), f"calls: {opening} call {further}"]
 
     def _json(self, schema: Any, chars: int | None = None) -> str:
+        """The name of a rule for instances of a schema, of about `chars` characters; None: of any size."""
         self.schemas.append((schema, chars))
         return f"json_{len(self.schemas) - 1}"
 
     def _mark(self, mark: str) -> str:
-        """Of which some parts may be tokens, some text, as in `<|channel|>final<|message|>`."""
+        """The Lark expression for a mark, of which some parts may be special tokens and others text, as in
+        `<|channel|>final<|message|>`."""
         parts = filter(None, re.split(r"(<\|[a-z]+\|>)", mark)) if self._token_of(mark) is None else [mark]
         found = [(part, self._token_of(part)) for part in parts]
         return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in found)
 
     def _token_of(self, mark: str) -> int | None:
-        """Of one that has no text of its own in a grammar: llguidance takes an added token for that which is special,
-        and any that is called `<...>`, as Qwen's marks are."""
+        """The id of a mark's token, if a grammar must name it by its id: llguidance gives no text to added tokens that
+        are special or are called `<...>`, as Qwen's marks are. None: the mark is text."""
         token_id = self._tokenizer.added_id_of(mark)
         is_apart = re.fullmatch("<.*>", mark) is not None or bool(self._tokenizer.special_ids_of([mark]))
         return token_id if is_apart else None
 
     def _up_to(self, rule: str, mark: str) -> str:
-        """Any text up to the first of this mark."""
+        """A rule, of that name, for any text up to and with the first of these marks."""
         lazy = "[lazy]" if self._token_of(mark) is None else ""
         return f"{rule}{lazy}: TEXT {self._mark(mark)}"
 
 
 def told_tools(body: ChatBody) -> list[dict[str, Any]]:
-    """As chat templates know them."""
+    """The tools that the model is told of, as chat templates know them."""
     return [
         {
             "type": "function",
@@ -223,11 +231,11 @@ def told_tools(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def told_calls(message: ChatMessage, formats: OutputFormats) -> dict[str, Any]:
-    """What a message of the history says of calls, as chat templates know it; arguments are objects there."""
+    """The members of a message that tell of calls, as chat templates know them: there, arguments are objects."""
     members: dict[str, Any] = {}
     if message.tool_calls:
         members["tool_calls"] = [_told_call(call, formats) for call in message.tool_calls]
-        if formats.tools.body == "harmony" and not message.content:  # whose template takes either, under this name
+        if formats.tools.body == "harmony" and not message.content:  # its template takes content or this, not both
             members["thinking"] = message.reasoning or message.reasoning_content
     if message.tool_call_id is not None:
         members["tool_call_id"] = _id(message.tool_call_id, formats)
@@ -241,7 +249,7 @@ def _told_call(call: ToolCall, formats: OutputFormats) -> dict[str, Any]:
         value = json.loads(arguments or "{}")
         arguments = value if isinstance(value, dict) else arguments
     except (ValueError, RecursionError):
-        pass  # what a model wrote and a client gives back is told as it is
+        pass  # arguments that are no JSON object are told as the model wrote them
     return {
         "id": _id(call.id, formats),
         "type": "function",
@@ -256,7 +264,7 @@ def _id(call_id: str, formats: OutputFormats) -> str:
 def with_tools(
     messages: list[Message], tools: Sequence[Mapping[str, Any]], formats: OutputFormats
 ) -> tuple[list[Message], dict[str, Any]]:
-    """The messages, and the variables of a chat template, that tell a model of its tools."""
+    """The messages, and the variables for the chat template, that together tell a model of its tools."""
     if formats.in_template:
         return messages, {"tools": list(tools)} if tools else {}
     return with_hermes_tools(messages, tools), {}

@@ -28,15 +28,15 @@ from cluster.http.server.connection import note_arrival, note_connection
 from cluster.http.server.turns import Turns
 
 MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many
-_NAMED_VALUES: Final = 5  # that a member of an object counts as: its name costs the parser four times its value
-_SMALL_BYTES: Final = 16 * 2**10  # of a body that is parsed and checked on the loop, in 2 ms at most
+_NAMED_VALUES: Final = 5  # a member of an object counts as so many: its name costs the parser four times its value
+_SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is parsed and checked on the loop, in 2 ms at most
 
-# What begins a value, or parts two; and whole texts, whose commas count for nothing. It matches a text without an end,
-# too: else it would look for the end again from each of its quotes.
+# Matches what begins a value or parts two, and whole texts, so that their commas do not count. It matches a text
+# without an end, too: else it would look for the end again from each of its quotes.
 _VALUES_OR_TEXT: Final = re.compile(rb'[,\[{:]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
-_STREAMED_S: Final = 600.0  # for a whole body that is not held
-_MOST_STREAMED: Final = 8  # of them at a time
+_STREAMED_S: Final = 600.0  # for the whole of a body that goes through to its route
+_MOST_STREAMED: Final = 8  # such bodies at a time
 
 _LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
 _LONGEST_KEY: Final = 200  # characters of a client's words that an error repeats
@@ -53,17 +53,18 @@ _ADVICE: Final = {
 
 @dataclass(slots=True, eq=False)
 class _Upload:
-    """A body that has not arrived in full."""
+    """A body that has not arrived in full, and the time that it has."""
 
     time: asyncio.Timeout
     body: bytearray = field(default_factory=bytearray)
 
 
 class BodyLimit:
-    """Middleware. Holds one body of at most `max_bytes` per request, and `max_arriving_bytes` of all unfinished ones.
+    """Middleware that reads each request's body, of at most `max_bytes`, before a route sees it. It holds at most
+    `max_arriving_bytes` of all unfinished bodies.
 
-    Beyond that the one that has been on its way longest gives way: a crowd of slow uploads costs others nothing.
-    `streamed`: paths whose bodies may be larger, with their limits, and are not held.
+    Beyond that the body that has been on its way longest gives way: a crowd of slow uploads costs others nothing.
+    `streamed`: paths whose bodies are not held, and may be larger, with their limits.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BodyLimit:
         self._max_arriving_bytes = max_arriving_bytes
         self._timeout_s = timeout_s
         self._arriving: dict[_Upload, None] = {}  # the oldest first
-        self._num_bytes = 0  # of them
+        self._num_bytes = 0  # of all these bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -99,7 +100,8 @@ class BodyLimit:
                 await self._app(scope, _replaying(body, receive), send)
 
     async def _stream(self, max_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the body lacks is an error where the route reads it."""
+        """Let a body through to its route piece by piece.
+        If it is too large or too slow, the route gets the error as it reads."""
         if self._num_streamed == _MOST_STREAMED:
             error = OverloadedError(
                 f"{_MOST_STREAMED} files are being sent here already. Try again shortly.", retry_after_s=1.0
@@ -134,7 +136,7 @@ class BodyLimit:
                 raise self._too_large()
 
     async def _receive(self, receive: Receive, turns: Turns) -> bytes | None:
-        """The whole body, or None if the client has gone."""
+        """Read the whole body; None: the client has gone. Raises ApiError if it is too large, too slow or gives way."""
         upload = _Upload(asyncio.timeout(self._timeout_s))
         self._arriving[upload] = None
         try:
@@ -157,14 +159,15 @@ class BodyLimit:
             self._forget(upload)
 
     async def _read(self, receive: Receive, turns: Turns, upload: _Upload) -> bytes | None:
-        """Of a hundred clients that send at once, each turn of the loop takes one piece."""
+        """Read the whole body; None: the client has gone. Of a hundred clients that send at once, each turn of the loop
+        takes one piece. Raises TimeoutError if the body gives way, InvalidRequestError if it is too large."""
         body = upload.body
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             piece = message.get("body", b"")
-            if upload not in self._arriving:  # it had to give way just now, and what came of it is gone
+            if upload not in self._arriving:  # it had to give way just now, and its bytes are gone
                 raise TimeoutError
             if len(body) + len(piece) > self._max_bytes:
                 raise self._too_large()
@@ -176,6 +179,7 @@ class BodyLimit:
             await turns.on_loop(lambda: None)
 
     def _make_room(self) -> None:
+        """Let the oldest bodies give way until the others fit."""
         while self._num_bytes > self._max_arriving_bytes:
             oldest = next(iter(self._arriving))
             self._forget(oldest)
@@ -221,7 +225,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """What `json()` gives is an object of the route's model, which FastAPI then has nothing to check about."""
+    """A request whose `json()` gives an object of the route's model, so that FastAPI has nothing left to check."""
 
     def __init__(self, scope: Scope, receive: Receive, model: Any) -> None:
         super().__init__(scope, receive)
@@ -236,7 +240,7 @@ class _JsonRequest(Request):
 
 
 def checked_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """Raises ApiError."""
+    """Parse a body and check it against a route's model. Raises ApiError."""
     require_few_values(body)
     value = parse_json(body)
     try:
@@ -251,8 +255,8 @@ def _body_too_large(sentence: str) -> InvalidRequestError:
 
 
 def require_few_values(body: bytes) -> None:
-    """Raises InvalidRequestError. Counts only where a body of so many bytes could hold so many values, and in Python,
-    so that others have their turn meanwhile."""
+    """Check that a body holds at most `MAX_VALUES`. Raises InvalidRequestError. Counts exactly only if there are marks
+    enough for more, and in Python, so that others have their turn meanwhile."""
     weights = {b",": 1, b"[": 1, b"{": 1, b":": _NAMED_VALUES - 1}
     if sum(weight * body.count(mark) for mark, weight in weights.items()) <= MAX_VALUES:
         return
@@ -267,8 +271,8 @@ def require_few_values(body: bytes) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or
-    nobody could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
+    """Parse a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or nobody
+    could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
     try:
         return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:

@@ -32,28 +32,29 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cluster.http.server.request_id import OneRequestId
 
 _CONNECTION: Final = "legato.connection"
-ACCEPTED_PER_TURN: Final = 16  # a turn that accepts any tries them all: a few microseconds each
+ACCEPTED_PER_TURN: Final = 16  # handles; a turn that accepts any connection tries all of them, a few microseconds each
 _ARRIVED_AT: Final = "legato.arrived_at"
 SO_TIMESTAMPNS: Final = 35  # of Linux; Python has no name for it
 _STAMP: Final = struct.Struct("@ll")  # `struct timespec`
 _STAMP_SPACE: Final = socket.CMSG_SPACE(_STAMP.size)
-_NARROW_NS: Final = 20_000  # between two readings of a clock: nothing came between them
-_READ_BYTES: Final = 256 * 2**10  # at once, as loops do
+_NARROW_NS: Final = 20_000  # two readings of a clock that differ less were not interrupted
+_READ_BYTES: Final = 256 * 2**10  # read at once, as loops do
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """uvicorn's, for one connection: says when a request's first byte came, and when the kernel had taken an answer's
-    last one. Times are of `time.monotonic`. For `uvicorn.Config(http=TimedProtocol)`. Its answers have one request id.
+    """uvicorn's protocol for one connection, which also notes when a request's first byte came and when the kernel had
+    taken an answer's last one. Times are of `time.monotonic`. Each of its answers has one request id. For
+    `uvicorn.Config(http=TimedProtocol)`.
     """
 
-    answered: tuple[Connection, ...] = ()  # whose last byte waits to be written
+    answered: tuple[Connection, ...] = ()  # those whose last byte waits to be written
 
-    _came_at: float | None = None  # what is read next, where that begins a request
+    _came_at: float | None = None  # when the bytes came that are read next, if they may begin a request
     _is_amid_request = False
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.app = OneRequestId(self.app)  # here, since Serve wraps the application once more than is asked
+        self.app = OneRequestId(self.app)  # not around the application itself: Serve wraps that once more
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -71,7 +72,7 @@ class TimedProtocol(HttpToolsProtocol):
         transport.set_protocol(_Reader(self))
 
     def reads(self) -> None:
-        """Something may be there, and is about to be read."""
+        """Note when the bytes came that are about to be read, unless they go on with a request."""
         if not self._is_amid_request:
             self._came_at = _came_at(self.transport.get_extra_info("socket"))
 
@@ -85,14 +86,15 @@ class TimedProtocol(HttpToolsProtocol):
 
 
 class _Buffer(threading.local):
-    """Of one loop, which reads and hands on what it read before it reads again."""
+    """The buffer that all connections of one loop read into: it hands on what it read before it reads again."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
 class _Reader(asyncio.BufferedProtocol):
-    """Tells the `timed` one before its bytes are read, which loops do for this kind of protocol alone."""
+    """Stands before a `TimedProtocol`, and tells it before bytes are read. Only for a buffered protocol like this one
+    do loops call anything before they read."""
 
     _buffer: Final = _Buffer()
 
@@ -112,10 +114,10 @@ class _Reader(asyncio.BufferedProtocol):
 
 
 def _came_at(connected: Any) -> float | None:
-    """When the kernel had the first packet that lies in the socket and was not read; None: it does not say, or there is
-    none."""
+    """When the kernel had the first packet in a socket that was not read yet, by `time.monotonic`. None: it does not
+    say, or there is no packet."""
     try:
-        # uvloop's has no `recvmsg`. This one is of the same descriptor, and must not close it.
+        # uvloop's socket has no `recvmsg`. This one has the same descriptor, and must not close it.
         sock = socket.socket(connected.family, socket.SOCK_STREAM, 0, connected.fileno())
         try:
             _, ancillary, _, _ = sock.recvmsg(1, _STAMP_SPACE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -131,10 +133,10 @@ def _came_at(connected: Any) -> float | None:
 
 
 def by_monotonic(stamp_ns: int) -> float:
-    """A moment of the kernel's stamps, which are nanoseconds since 1970, in seconds of `time.monotonic`; or now, where
-    it seems to be in the future."""
+    """Convert a stamp of the kernel, in nanoseconds since 1970, to seconds of `time.monotonic`. A stamp that seems to
+    be in the future becomes now."""
     readings: list[tuple[int, int, int]] = []
-    while len(readings) < 4:  # where this thread had to wait between them they tell little
+    while len(readings) < 4:  # readings between which this thread had to wait tell little
         before_ns, now_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
         readings.append((after_ns - before_ns, now_ns, after_ns))
         if after_ns - before_ns <= _NARROW_NS:
@@ -144,7 +146,8 @@ def by_monotonic(stamp_ns: int) -> float:
 
 
 class Connection:
-    """Of one request."""
+    """The client's TCP connection under one HTTP request:
+    when its first byte came, when its answer left, and how to abort it."""
 
     def __init__(self, receive: Receive) -> None:
         # Serve's `ASGIDIReceiveProxy` keeps the server's `receive`; uvicorn's is a method of the request's cycle.
@@ -153,9 +156,9 @@ class Connection:
         transport = getattr(self._cycle, "transport", None)
         self._transport: asyncio.Transport | None = transport if hasattr(transport, "abort") else None
         self._stays = getattr(self._cycle, "keep_alive", False)
-        self._protocol: TimedProtocol | None = None  # while it writes the answer's last bytes
-        self.handed_at = 0.0  # when it was given these
-        self.taken_at: float | None = None  # when the kernel had the last of them, as far as is known
+        self._protocol: TimedProtocol | None = None  # set while it writes the answer's last bytes
+        self.handed_at = 0.0  # when the server was given the answer's last bytes
+        self.taken_at: float | None = None  # when the kernel had the very last, as far as is known
 
     @property
     def arrived_at(self) -> float | None:
@@ -163,14 +166,14 @@ class Connection:
         return cast(float | None, getattr(self._cycle, "scope", {}).get(_ARRIVED_AT))
 
     def answered(self) -> None:
-        """To be called when the answer's last byte has just been handed to the server, before anything is awaited."""
+        """Note that the answer's last byte has just been handed to the server. Call it before anything is awaited."""
         self.handed_at = time.monotonic()
         transport = self._transport
         protocol = getattr(getattr(transport, "get_protocol", lambda: None)(), "timed", None)
         # Serve can be told to run the application on another loop than the server's, which is not to be touched then.
         if isinstance(protocol, TimedProtocol) and protocol.loop is asyncio.get_running_loop():
             assert transport is not None
-            with suppress(RuntimeError):  # it is closed
+            with suppress(RuntimeError):  # the transport is closed
                 transport.set_write_buffer_limits(high=0)  # so it says when nothing is left to write
                 if protocol.flow.write_paused:
                     self._protocol = protocol
@@ -180,14 +183,14 @@ class Connection:
         self.taken_at = self.handed_at
 
     async def taken(self) -> None:
-        """Until the kernel has the last byte of what was `answered`, or the connection is lost: then is `taken_at`. At
-        once where the server does not say when it has."""
+        """Wait until the kernel has the answer's last byte, or the connection is lost, and note that time in
+        `taken_at`. Returns at once if the server does not say when the kernel has it. Call it after `answered`."""
         if self.taken_at is None and self._protocol is not None:
             await self._protocol.flow.drain()
             self.taken_at = self.taken_at or time.monotonic()
 
     def num_not_taken(self) -> int | None:
-        """Bytes that were written to the client and have not arrived at its machine; None: not known."""
+        """How many bytes were written to the client and have not arrived at its machine. None: that is not known."""
         if self._transport is None or (self._transport.is_closing() and not self._is_finishing):
             return None
         sock = self._transport.get_extra_info("socket")
@@ -199,16 +202,18 @@ class Connection:
 
     @property
     def _is_finishing(self) -> bool:
-        """The last bytes are being written; where the client asked for that, the server closes it then."""
+        """Whether the answer's last bytes are being written. If the client asked for that, the server closes the
+        connection after them."""
         return self._protocol is not None and self._protocol in self._protocol.connections
 
     def is_ending(self) -> bool:
-        """Whether the server stops, which it tells a connection by not keeping it behind this answer. It waits for the
-        answer, so one that goes on for ever has to look. Not known where the client itself would not keep it."""
+        """Whether the server stops: it then no longer means to keep the connection after this answer. The server waits
+        for the answer, so an answer that goes on for ever has to look here. False if the client itself would not keep
+        the connection: then it is not known."""
         return bool(self._stays and not self._cycle.keep_alive)
 
     def abort(self) -> None:
-        """Close it and forget what was not sent, in the kernel as well."""
+        """Close the connection and forget what was not sent, in the kernel as well."""
         if self._transport is not None:
             with suppress(AttributeError, OSError, ValueError):  # as in `num_not_taken`
                 sock = self._transport.get_extra_info("socket")
@@ -217,7 +222,7 @@ class Connection:
 
 
 def note_connection(scope: Scope, receive: Receive) -> None:
-    """For `connection_of`; `receive` is the one that the server gave."""
+    """Note a request's connection, for `connection_of`. `receive` is the one that the server gave."""
     scope[_CONNECTION] = Connection(receive)
 
 
@@ -251,11 +256,12 @@ def prepare_server() -> None:
 
 
 def note_arrival(scope: Scope) -> None:
-    """The request has come in; its body has not been read."""
+    """Note that a request has come in. Call it before its body is read."""
     scope[_ARRIVED_AT] = connection_of(scope).arrived_at or time.monotonic()
 
 
 def arrival(request: Request) -> float:
-    """When its first byte came, by `time.monotonic()`; or when the application heard of it."""
+    """When a request's first byte came, by `time.monotonic()`;
+    or, where that is not known, when the application heard of it."""
     arrived_at: float = request.scope[_ARRIVED_AT]
     return arrived_at

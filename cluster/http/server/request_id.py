@@ -19,12 +19,12 @@ _MESSAGES: Final = "/v1/messages"
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether Anthropic's clients ask there, who expect its shapes."""
+    """Whether a path is one of Anthropic's API, whose clients expect its shapes."""
     return path == _MESSAGES or path.startswith(_MESSAGES + "/")
 
 
 def given_request_id(scope: Scope) -> str:
-    """What the client, or a proxy, calls the request; "" where it has no name, or none that may be repeated."""
+    """What the client, or a proxy, calls the request. "": it gives no name, or one that may not be repeated."""
     for name, value in scope["headers"]:
         if name == _NAME:
             text: str = value.decode("latin-1")
@@ -34,7 +34,7 @@ def given_request_id(scope: Scope) -> str:
 
 
 class OneRequestId:
-    """Middleware around a server's whole application."""
+    """Middleware around a server's whole application that gives every answer one request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,7 +44,7 @@ class OneRequestId:
             await self._app(scope, receive, send)
             return
         given = given_request_id(scope).encode()
-        if not given:  # what cannot be repeated is not there for whoever is inside
+        if not given:  # hide a name that may not be repeated from everything inside
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != _NAME]
 
         async def send_with_one(message: Message) -> None:

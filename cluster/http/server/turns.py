@@ -17,46 +17,48 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-_LONG: Final = 64 * 2**10  # characters, or bytes, of a request whose reading takes long: tens of milliseconds and more
+_LONG: Final = 64 * 2**10  # characters, or bytes, from which on reading takes tens of milliseconds
 
 
-# uvloop takes the lock anew for each socket that has something to say. With Python's 5 ms a hundred of them would draw
-# a turn of the loop out to half a second while a thread computes.
+# uvloop takes the interpreter's lock anew for each socket that has something to say. With Python's 5 ms a hundred of
+# them would draw a turn of the loop out to half a second while a thread computes.
 _SWITCH_S: Final = 0.0005
 
 
 class Turns:
-    """Of one gateway; belongs to the loop that uses it first."""
+    """Gives the work of one gateway its turns, on the loop and in threads. Belongs to the loop that uses it first."""
 
     def __init__(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self._turn = asyncio.Lock()  # given in the order of asking
-        # One thread each, so that a prompt of usual length does not wait behind a hundred of the longest, and an answer
-        # behind no prompt.
+        # Each has a thread of its own, so that a prompt of usual length does not wait behind a hundred of the longest,
+        # and no answer waits behind a prompt.
         self._short, self._long, self._answers = (
             _Thread(name) for name in ("short-requests", "long-requests", "answers")
         )
 
     async def on_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """Call `work` on the loop; it should take a few milliseconds at most. The loop goes round before the next."""
+        """Call `work`, which should take a few milliseconds at most, on the loop.
+        Each turn of the loop does only one such call."""
         async with self._turn:
             done = work(*args)
             await asyncio.sleep(0)
         return done
 
     async def reading(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. Who is
-        cancelled while waiting is not served."""
+        """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. If the
+        caller is cancelled while it waits, `work` is not called."""
         return await (self._short if size <= _LONG else self._long).call(work, *args)
 
     async def writing(self, work: Callable[..., T], *args: Any) -> T:
-        """The same for something large of an answer."""
+        """Call `work` on something large of an answer, in a thread once that is free, as `reading` does."""
         return await self._answers.call(work, *args)
 
 
 class _Thread:
-    """Begins a piece of work only when the loop has seen the last one end. In one turn the loop asks for the lock again
-    for each socket: with the next piece at hand, each time it would wait for a parser."""
+    """A thread that begins a piece of work only when the loop has seen the last one end. In one turn the loop asks for
+    the interpreter's lock again for each socket.
+    If the next piece followed at once, it would wait each time for that."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)

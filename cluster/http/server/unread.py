@@ -14,12 +14,13 @@ from cluster.errors import UnreadError
 from cluster.gateway.wakeup import Wakeup
 from cluster.http.openai.choice import Delta
 
-PIECE_BYTES: Final = 64 * 2**10  # by which an answer is sent, roughly
+PIECE_BYTES: Final = 64 * 2**10  # the size of the pieces that an answer is sent in, roughly
 _CHOICE_BYTES: Final = 4 * 2**10  # what is kept of a choice besides its output until its answer has been sent, roughly
 
 
 class Unread:
-    """What waits in one gateway, in bytes of its memory, estimated. One answer may have half of the limit."""
+    """Counts what waits to be read in one gateway, in bytes of its memory, estimated.
+    One answer may have half of the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -27,13 +28,15 @@ class Unread:
         self.num_bytes = 0
 
     def open(self, num_choices: int, on_too_much: Callable[[], None]) -> Outbox:
-        """For one answer; to be closed. `on_too_much` is called if it is ended."""
+        """Open an outbox for one answer, which must be closed.
+        `on_too_much` is called if too much waits and the answer is ended."""
         outbox = Outbox(self, on_too_much)
         self._outboxes.add(outbox)
         outbox.grow(num_choices * _CHOICE_BYTES)
         return outbox
 
     def changed(self, outbox: Outbox, num_bytes: int) -> None:
+        """Note that `num_bytes` more (or fewer) wait in an outbox. Ends answers for as long as too much waits."""
         self.num_bytes += num_bytes
         if num_bytes > 0 and outbox.num_bytes > self._limit_bytes // 2:
             outbox.give_up()
@@ -46,23 +49,23 @@ class Unread:
 
 
 class Outbox:
-    """Deltas of one answer, on their way from who generates them to who sends them. Made by `Unread.open`.
+    """A queue of one answer's deltas, from who generates them to who sends them. Made by `Unread.open`.
 
-    What waits of a choice is merged, so that a client that reads slowly gets few events and large ones.
+    Deltas of a choice that wait are merged, so that a client that reads slowly gets few events and large ones.
     """
 
     def __init__(self, unread: Unread, on_too_much: Callable[[], None]) -> None:
         self._unread = unread
         self._on_too_much = on_too_much
         self._waiting: deque[tuple[int, Delta]] = deque()
-        self._newest: dict[int, Delta] = {}  # of those that wait, by choice
+        self._newest: dict[int, Delta] = {}  # the newest delta that waits, by choice
         self._wakeup = Wakeup()
         self._error: Exception | None = None
         self._ended = self._closed = False
         self.num_bytes = 0
 
     def add(self, index: int, delta: Delta) -> None:
-        """More of choice `index`. Never waits."""
+        """Add what follows of choice `index`. Never waits."""
         if self._closed:
             return
         newest = self._newest.get(index)
@@ -76,14 +79,14 @@ class Outbox:
         self._wakeup.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes; `take` raises the error after what came before it."""
+        """Note that nothing more comes. `take` gives what came before, and then raises `error` if there is one."""
         self._ended, self._error = True, self._error or error
         self._wakeup.set()
 
     async def take(self) -> list[tuple[int, Delta]]:
-        """What waits, in order and about `PIECE_BYTES` of it, waiting for something to come; empty after the end.
+        """Take about `PIECE_BYTES` of what waits, in order; wait if nothing does. Empty after the end.
 
-        Still counts as waiting until `shrink`. Raises what `end` was given, or UnreadError.
+        What is taken still counts as waiting until `shrink`. Raises what `end` was given, or UnreadError.
         """
         while not self._waiting and not self._ended:
             await self._wakeup.wait()
@@ -100,23 +103,24 @@ class Outbox:
         return taken
 
     def grow(self, num_bytes: int) -> None:
-        """More waits for the client."""
+        """Note that `num_bytes` more wait for the client."""
         if not self._closed:
             self.num_bytes += num_bytes
             self._unread.changed(self, num_bytes)
 
     def shrink(self, num_bytes: int) -> None:
-        """So much of it has been sent. Raises UnreadError if the answer had to be ended."""
+        """Note that `num_bytes` of what waits have been sent. Raises UnreadError if the answer had to be ended."""
         if isinstance(self._error, UnreadError):
             raise self._error
         self.grow(-num_bytes)
 
     def resize(self, num_bytes: int) -> None:
-        """What waits has become something else, of so many bytes. Raises UnreadError."""
+        """Note that what waits has become something else, of `num_bytes`.
+        Raises UnreadError if the answer had to be ended."""
         self.shrink(self.num_bytes - num_bytes)
 
     def give_up(self) -> None:
-        """Too much waits."""
+        """End the answer, because too much waits."""
         self._error = UnreadError(
             f"Too much of this answer waits to be read, {self.num_bytes >> 20} MiB. Read it faster, or ask for fewer"
             " choices, tokens or log probabilities."
@@ -127,7 +131,7 @@ class Outbox:
         self._on_too_much()
 
     def close(self) -> None:
-        """Nothing waits any more; idempotent."""
+        """Forget what waits, and count it no more; idempotent."""
         if not self._closed:
             self._closed = True
             self._unread.closed(self)
