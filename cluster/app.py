@@ -25,6 +25,7 @@ from ray.util.metrics import Gauge as RayGauge
 
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.batch.database import Database
+from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
@@ -271,7 +272,7 @@ def _batch_service(config: LegatoConfig) -> BatchService | None:
     if settings.storage is None:
         return None
     folder = Path(settings.storage).expanduser() / quote(config.model.name, safe="")
-    return BatchService(Database(folder), settings.storage_budget)
+    return BatchService(Database(folder), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE)
 
 
 async def _run_batches(app: FastAPI) -> None:

@@ -120,7 +120,9 @@ class Reservations:
         """Let the attempt have what an older one reserved; False if there is nothing, or too little."""
         if not self.receiver.holds(request.request_id):
             return False
-        older = next(key for key in self._key_of_lease.values() if key.request_id == request.request_id)
+        # Of earlier ones, whose leases drain while a copy into them is under way, nothing may be taken over.
+        keys = (key for key in self._key_of_lease.values() if key.request_id == request.request_id)
+        older = max(keys, key=lambda key: key.attempt)
         if older.attempt == request.attempt:
             return True  # a repetition: it has been answered
         seq = _reserved_for(request)

@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -83,7 +84,8 @@ class Files:
             created_at=int(time.time()),
             expires_at=expires_at,
         )
-        await self._database.transact(_add, file, self._budget)
+        await self._database.in_thread(_require_room, self._database.files, self._budget)
+        await self._database.transact(insert_file, file)
         return file
 
     async def get(self, file_id: str, owner: str) -> StoredFile:
@@ -136,16 +138,22 @@ def _of_row(row: sqlite3.Row) -> StoredFile:
     return StoredFile(num_bytes=row["bytes"], **{name: row[name] for name in row.keys() if name != "bytes"})  # noqa: SIM118
 
 
-def _add(connection: sqlite3.Connection, file: StoredFile, budget: int) -> None:
-    (used,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-    if used + file.num_bytes > budget:
+def _require_room(folder: Path, budget: int) -> None:
+    """Raises UnavailableError where the folder's contents take more. A batch keeps its lines when their file is
+    deleted:
+    what is on the disk counts, under however many names."""
+    sizes: dict[int, int] = {}
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # another gateway took it away
+            found = entry.stat(follow_symlinks=False)
+            sizes[found.st_ino] = found.st_size
+    if (used := sum(sizes.values())) > budget:
         raise UnavailableError(
-            f"Files take {used} of the {budget} bytes that the server has for them. Delete some, or ask who operates it"
-            " for more room (gateway.storage_budget).",
+            f"Files and the lines of batches would take {used} of the {budget} bytes that the server has for them."
+            " Delete some, or ask who operates it for more room (gateway.storage_budget).",
             retry_after_s=60.0,
             code="storage_full",
         )
-    insert_file(connection, file)
 
 
 def insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:

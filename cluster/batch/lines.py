@@ -14,12 +14,14 @@ from typing import Any, Final
 import jiter
 
 from cluster.errors import InvalidRequestError
+from cluster.json_text import require_few_values
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINES: Final = 50_000
 MAX_CUSTOM_ID: Final = 512
 MAX_ERRORS: Final = 100  # errors of one file that are told
-_LONGEST_LINE: Final = 64 * 2**20  # bytes; a gateway that gets a line as a request has a lower bound of its own
+LONGEST_LINE: Final = 64 * 2**20  # bytes; a gateway that gets a line as a request has a lower bound of its own
+LINE_ENVELOPE: Final = 16 * 2**10  # bytes of a line around its body: a name of 512 characters, a URL
 _FIELDS: Final = {"custom_id", "method", "url", "body"}
 
 
@@ -70,17 +72,19 @@ class LineError(InvalidRequestError):
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
-def read_lines(path: Path, endpoint: str | None = None) -> Iterator[BatchLine | LineError]:
+def read_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE) -> Iterator[BatchLine | LineError]:
     """Yields each line of a file that is not blank, or what is wrong with it. `endpoint`: the only one that lines may
     name; None: any of `ENDPOINTS`."""
     known: set[str] = set()
     with path.open("rb") as file:
         number = 0
-        while text := file.readline(_LONGEST_LINE + 1):
+        while text := file.readline(longest + 1):
             number += 1
             if not text.strip():
                 continue
             try:
+                if len(text) > longest:
+                    raise LineError(f"The line is longer than {longest} bytes.", "line_too_long", line=number)
                 line = _parsed(text, number, endpoint)
                 if line.custom_id in known:
                     raise LineError(
@@ -97,12 +101,12 @@ def read_lines(path: Path, endpoint: str | None = None) -> Iterator[BatchLine | 
                     return
 
 
-def check_lines(path: Path, endpoint: str | None = None) -> tuple[int, list[LineError]]:
+def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE) -> tuple[int, list[LineError]]:
     """Count the lines of a file, and find what is wrong with them;
     stops after `MAX_ERRORS` errors or `MAX_LINES` lines."""
     num_lines = 0
     errors: list[LineError] = []
-    for line in read_lines(path, endpoint):
+    for line in read_lines(path, endpoint, longest):
         num_lines += 1
         if isinstance(line, LineError):
             errors.append(line)
@@ -117,10 +121,11 @@ def check_lines(path: Path, endpoint: str | None = None) -> tuple[int, list[Line
 
 def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
     """Read one line. Raises LineError if it is too long, is no JSON, or is not what a line of a batch must be."""
-    if len(text) > _LONGEST_LINE:
-        raise LineError(f"The line is longer than {_LONGEST_LINE} bytes.", "line_too_long", line=number)
     try:
+        require_few_values(text)
         given = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
+    except InvalidRequestError as error:
+        raise LineError(error.message, "line_too_large", line=number) from None
     except ValueError as error:
         raise LineError(f"The line is no JSON: {str(error)[:200]}.", "invalid_json_line", line=number) from None
     if not isinstance(given, dict) or not given.keys() <= _FIELDS:

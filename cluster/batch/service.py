@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ from typing import Any, Final
 from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
 from cluster.batch.database import Database
 from cluster.batch.files import Files, StoredFile
-from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
+from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,15 @@ _WHY: Final[dict[Status, str]] = {
 
 
 class BatchService:
-    """Runs batches for one gateway, in the folder of `database`. `budget`: bytes that all files there may take."""
+    """Runs batches for one gateway, in the folder of `database`. `budget`: bytes that all files there may take;
+    `longest_line`: bytes."""
 
-    def __init__(self, database: Database, budget: int) -> None:
+    def __init__(self, database: Database, budget: int, longest_line: int = LONGEST_LINE) -> None:
         self.secret = database.secret
         self.files = Files(database, budget)
         self.batches = Batches(database)
         self.database = database
+        self._longest_line = longest_line
         self._runs: dict[str, _Run] = {}
         self._woken = asyncio.Event()
 
@@ -78,7 +81,9 @@ class BatchService:
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
         """Add a batch of the lines in `file`. The file may be deleted from then on."""
-        await self.database.in_thread(os.link, self.files.content(file), self._input(batch))
+        content = self.files.content(file)
+        await self.database.in_thread(os.utime, content)  # so that no sweep takes what the batch is about to name
+        await self.database.in_thread(os.link, content, self._input(batch))
         await self.batches.create(batch)
         self.wake()
 
@@ -135,6 +140,7 @@ class BatchService:
         if batch.status == "validating":
             batch = await self._validated(batch)
             if batch.status == "failed":
+                await self._forget_input(batch)
                 return
         end: Status = "completed"
         if batch.status == "in_progress":
@@ -146,9 +152,18 @@ class BatchService:
         else:
             await self._give_up(batch, end)
         await self.batches.finish(batch, end, self.files.new_content(), self.files.new_content())
+        await self._forget_input(batch)
+
+    async def _forget_input(self, batch: Batch) -> None:
+        await self.database.in_thread(partial(self._input(batch).unlink, missing_ok=True))
 
     async def _validated(self, batch: Batch) -> Batch:
-        num_lines, errors = await asyncio.to_thread(check_lines, self._input(batch), batch.endpoint)
+        try:
+            num_lines, errors = await asyncio.to_thread(
+                check_lines, self._input(batch), batch.endpoint, self._longest_line
+            )
+        except FileNotFoundError:
+            num_lines, errors = 0, [LineError("The batch's file is gone. Send it again.", "file_not_found")]
         if errors:
             return await self.batches.turn(batch, "failed", errors=[error.describe() for error in errors])
         return await self.batches.turn(batch, "in_progress", num_lines=num_lines)
@@ -175,7 +190,7 @@ class BatchService:
 
     async def _unanswered(self, batch: Batch) -> Iterator[BatchLine]:
         answered = await self.batches.answered(batch)
-        lines = read_lines(self._input(batch), batch.endpoint)
+        lines = read_lines(self._input(batch), batch.endpoint, self._longest_line)
         return (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
 
     async def _give_up(self, batch: Batch, end: Status) -> None:

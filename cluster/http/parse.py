@@ -211,7 +211,7 @@ async def chat_token_ids(
     size = num_chars + _MESSAGE_CHARS * (len(messages) + len(template.documents))
     try:
         return await _off_loop_if_long(size, api, rendering, plain, variables, template, api)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # such as arguments of a call in a thousand lists
         raise InvalidRequestError(f"These messages make no prompt: {error}.", param="messages") from error
 
 

@@ -430,6 +430,8 @@ def _as_rms_norm(module: nn.Module, kernels: Kernels) -> _RmsNorm | None:
     weights = dict(module.named_parameters())
     if not (isinstance(eps, float) and "Norm" in type(module).__name__ and weights.keys() == {"weight"}):
         return None
+    if weights["weight"].dim() != 1:  # one of each head
+        return None
     norm = _RmsNorm(weights["weight"], eps, kernels)
     x = torch.randn(3, norm.weight.numel(), generator=torch.Generator().manual_seed(0))
     x = (x * torch.tensor([[1.0], [1e-2], [1e-3]])).to(norm.weight)  # down to where eps decides

@@ -70,6 +70,8 @@ class HarmonyParser(EventReader):
 
     def _in_header(self) -> bool:
         header, mark, rest = self._buffer.partition(_MESSAGE)
+        if not mark:
+            header = header[: mark_start(header, _MESSAGE)]
         if (
             not any(start.startswith(header[: len(start)]) for start in _HEADER_STARTS)
             or len(header) > _MAX_HEADER_CHARS

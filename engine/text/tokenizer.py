@@ -265,16 +265,42 @@ def _read(folder: Path) -> Json:
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    backend, num_left_out = _within(backend, _num_embeddings(folder))
     templates = tokenizer.chat_template
     return {
         "backend": backend.to_str(),
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer) - num_left_out,
         "longest_token_chars": max(map(len, backend.get_vocab(with_added_tokens=True))),
         "eos_token_id": tokenizer.eos_token_id,
         "chat_templates": {"default": templates} if isinstance(templates, str) else templates or {},
         "special_tokens": tokenizer.special_tokens_map,
         "response_template": getattr(tokenizer, "response_template", None),
     }
+
+
+def _within(backend: tokenizers.Tokenizer, num_embeddings: int | None) -> tuple[tokenizers.Tokenizer, int]:
+    """The tokenizer without the added tokens that the model has no embedding of, such as a picture's in a model for
+    text
+    alone, and how many these are. A step could not compute them, so their names are text like any other."""
+    if num_embeddings is None or all(token_id < num_embeddings for token_id in backend.get_added_tokens_decoder()):
+        return backend, 0
+    known = json.loads(backend.to_str())
+    added = [token for token in known["added_tokens"] if token["id"] < num_embeddings]
+    num_left_out = len(known["added_tokens"]) - len(added)
+    known["added_tokens"] = added
+    if isinstance(known["model"]["vocab"], dict):  # which may name them, too
+        known["model"]["vocab"] = {
+            token: token_id for token, token_id in known["model"]["vocab"].items() if token_id < num_embeddings
+        }
+    return tokenizers.Tokenizer.from_str(json.dumps(known)), num_left_out
+
+
+def _num_embeddings(folder: Path) -> int | None:
+    """How many tokens the model of a folder knows; None: it does not say."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return found if isinstance(found, int) else None
 
 
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,15 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
+from cluster.batch import service
+from cluster.batch.batches import Batch as StoredBatch
+from cluster.batch.database import Database
+from cluster.batch.lines import check_lines
+from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, OverloadedError
+from cluster.http.endpoints import generation
+from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
@@ -264,3 +274,118 @@ def test_another_gateway_goes_on(generator: ScriptedGenerator, tokenizer: Tokeni
     with running_server(generator, tokenizer, storage=storage) as target:
         ended = end(target, batch)
         assert ended.status == "completed" and len(answers(target, ended.output_file_id)) == 3
+
+
+def test_a_line_of_very_many_values_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """A parser holds up all clients for as long as it takes."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(json.dumps(line(f"l{num}", x=[[] for _ in range(num)])) for num in (1, MAX_VALUES)))
+    num_lines, (error,) = check_lines(path)
+    assert (num_lines, error.code, error.line) == (2, "line_too_large", 2)
+
+
+def test_a_line_longer_than_any_request(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    settings = GatewaySettings(max_body_bytes=10_000)
+    with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
+        ended = end(target, begin(target, line("l0", user="x" * 30_000)))
+        (error,) = (ended.errors and ended.errors.data) or []
+        assert (ended.status, error.code, error.line) == ("failed", "line_too_long", 1)
+
+
+def test_a_line_that_makes_the_server_fail_does_not_hold_up_others(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = generation.prepare_chat
+
+    async def prepare(body: Any, *args: Any, **named: Any) -> Any:
+        if body.messages[0].content == "Say bad.":
+            raise RuntimeError("a mistake of ours")
+        return await prepared(body, *args, **named)
+
+    monkeypatch.setattr(generation, "prepare_chat", prepare)
+    monkeypatch.setattr(service, "_WAIT_S", 0.01)
+    ended = end(target, begin(target, line("bad"), *(line(f"l{n}", max_tokens=2) for n in range(10))))
+    assert ended.status == "completed" and ended.request_counts is not None
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (10, 1)
+    assert answers(target, ended.error_file_id)["bad"]["response"]["status_code"] == 500
+
+
+def test_lines_that_a_batch_keeps_count_although_their_file_is_deleted(
+    target: Target, generator: ScriptedGenerator
+) -> None:
+    generator.script = Script(hang_after=1)
+    lines = [line("l0", user="x" * 60_000)]
+    file = upload(target, *lines)
+    batch = target.client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    target.client.files.delete(file.id)
+    with pytest.raises(openai.APIStatusError) as full:
+        upload(target, *lines, client=target.client.with_options(max_retries=0))
+    assert (full.value.status_code, full.value.code) == (503, "storage_full")
+    target.client.batches.cancel(batch.id)
+    assert end(target, batch).status == "cancelled"
+    wait_until(lambda: upload_fits(target, lines), what="the lines of a batch that has ended still count")
+
+
+def upload_fits(target: Target, lines: list[Any]) -> bool:
+    try:
+        target.client.files.delete(upload(target, *lines, client=target.client.with_options(max_retries=0)).id)
+    except openai.APIStatusError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("multipart/form-data; boundary=b; charset=undefined", b'--b\r\ncontent-disposition: form-data; name="purpose"'
+         b"\r\n\r\nbatch\r\n--b--\r\n"),
+        ("multipart/form-data", b"x"),
+    ],
+)  # fmt: skip
+def test_forms_that_are_none(target: Target, content_type: str, body: bytes) -> None:
+    answer = target.http.post("/v1/files", content=body, headers={"content-type": content_type})
+    assert answer.status_code == 400 and "Send multipart/form-data." in answer.json()["error"]["message"], answer.text
+
+
+def test_a_file_s_name_may_be_no_text(target: Target) -> None:
+    body = (
+        b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\ncontent-disposition: form-data; name="file"; filename="a\\ud800"\r\n\r\n{}\r\n--b--\r\n'
+    )
+    headers = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
+    answer = target.http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code < 500, answer.text
+
+
+async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:
+    """Those of a file that was sent long ago, between the link and the record."""
+    database = Database(tmp_path)
+    batches = BatchService(database, 100_000)
+    content = batches.files.new_content()
+    content.write_text("{}")
+    file = await batches.files.add(content, "me", filename="f", purpose="batch")
+    os.utime(content, (0, 0))
+    made = asyncio.Event()
+
+    async def create(batch: Any) -> None:
+        await batches.files.sweep(time.time())
+        made.set()
+
+    batches.batches.create = create  # type: ignore[method-assign]
+    batch = stored_batch(owner="me", input_file_id=file.id)
+    await batches.add(batch, file)
+    assert made.is_set() and (database.files / batch.id).read_text() == "{}"
+    database.close()
+
+
+def stored_batch(**fields: Any) -> StoredBatch:
+    return StoredBatch(
+        tenant="",
+        salt="",
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        expires_at=int(time.time()) + 100,
+        **fields,
+    )

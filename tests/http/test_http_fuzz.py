@@ -29,7 +29,8 @@ from cluster.http.app import create_app
 from cluster.http.endpoints.batches import running_batches
 from cluster.http.openai.responses import ResponsesBody
 from cluster.http.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from cluster.http.server.body import checked_body, parse_json
+from cluster.http.server.body import checked_body
+from cluster.json_text import parse_json
 from engine.text.tokenizer import Tokenizer
 from tests.http.http_fuzz import (
     CONSTRAINED,

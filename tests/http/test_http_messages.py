@@ -250,6 +250,7 @@ def test_errors_of_the_cluster(
         ({"max_tokens": 0}, "max_tokens"),
         ({"stranger": 1}, "stranger"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",

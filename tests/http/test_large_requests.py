@@ -25,9 +25,9 @@ from cluster.http.app import create_app
 from cluster.http.openai.schemas import CompletionBody
 from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
-from cluster.http.server.body import MAX_VALUES, require_few_values
 from cluster.http.server.connection import prepare_server
 from cluster.http.server.turns import Turns
+from cluster.json_text import MAX_VALUES, require_few_values
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes

@@ -37,7 +37,7 @@ LONG = {"model": MODEL, "prompt": PROMPT, "n": 4, "max_tokens": 1_900, "ignore_e
 
 
 @contextmanager
-def unread_request(target: Target, body: dict[str, Any]) -> Iterator[socket.socket]:
+def unread_request(target: Target, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[socket.socket]:
     """Sent, and not a byte of its answer read."""
     data = json.dumps(body).encode()
     url = target.http.base_url
@@ -45,7 +45,7 @@ def unread_request(target: Target, body: dict[str, Any]) -> Iterator[socket.sock
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
         sock.settimeout(HANGS_S)
         sock.connect((url.host, url.port or 0))
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         sock.sendall(head.encode() + data)
         yield sock
 
@@ -126,6 +126,23 @@ def test_an_answer_that_nobody_reads_is_ended_counted_and_its_connection_closed(
             assert b"[DONE]" not in read_all(sock)
         wait_until(lambda: metric(target, "legato_requests_running") == 0)
         assert metric(target, "legato_unread_bytes") == 0
+
+
+@pytest.mark.model
+def test_what_is_not_generated_is_not_kept_for_nobody_either(tokenizer: Tokenizer) -> None:
+    limits = HttpLimits(unread_timeout_s=0.5)
+    body = {"model": MODEL, "prompt": "a b " * 100_000, "return_token_strs": True}
+    with (
+        running_server(
+            ScriptedGenerator(tokenizer), tokenizer, send_buffer_bytes=SMALL_BUFFER, limits=limits
+        ) as target,
+        unread_request(target, body, "/tokenize") as sock,
+    ):
+        wait_until(lambda: metric(target, "legato_unread_bytes") > 10 * SMALL_BUFFER, what="nothing waits")
+        wait_until(lambda: metric(target, "legato_unread_bytes") == 0.0, what="it waits for ever")
+        read = read_all(sock)
+        assert read.startswith(b"HTTP/1.1 200") and len(read) < 100_000  # what was in the kernel's buffers at most
+        assert target.http.post("/tokenize", json={**body, "prompt": "a b"}).json()["count"] > 0
 
 
 @pytest.mark.model

@@ -14,6 +14,7 @@ import openai
 import uvicorn
 
 from cluster.batch.database import Database
+from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.gateway.orchestrator import Orchestrator
@@ -64,7 +65,9 @@ def scripted_api(
         limits=limits,
         on_ended=on_ended,
         reasoning_format=reasoning_format,
-        batches=None if storage is None else BatchService(Database(storage), settings.storage_budget),
+        batches=None
+        if storage is None
+        else BatchService(Database(storage), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE),
     )
 
 

@@ -49,6 +49,17 @@ def test_tokens_are_those_of_hugging_face(model_type: str, tmp_path: Path) -> No
         assert seq.output_token_ids[:NUM_NEW_TOKENS] == expected, f"a prompt of {len(seq.prompt_token_ids)} tokens"
 
 
+def test_a_norm_of_each_head(tmp_path: Path) -> None:
+    """Cohere's, whose weight has two dimensions: it looks like the device's norm by its name alone."""
+    oracle = build_decoder("cohere", tmp_path, use_qk_norm=True)
+    runner, _ = recording_runner(tmp_path, backend="transformers", layers_per_group=2, block_size=5, num_blocks=400)
+    stepper = Stepper(runner, seed=3)
+    (prompt,) = prompts((17,))
+    seq = stepper.add(prompt, "0")
+    stepper.generate_mixed([seq], NUM_NEW_TOKENS)
+    assert seq.output_token_ids[:NUM_NEW_TOKENS] == greedy_tokens(oracle, prompt, NUM_NEW_TOKENS)
+
+
 def test_native_and_transformers_give_the_same_tokens(llama_folder: Path) -> None:
     tokens: list[list[list[int]]] = []
     for backend in BACKENDS:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 
 from cluster.batch.batches import Batch
 from cluster.batch.files import StoredFile
@@ -57,8 +57,9 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
     service, owner = _service(api), _owner(request, api)
     try:
         form = await request.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
-    except MultiPartException as error:
-        raise InvalidRequestError(f"This is no form with a file: {error.message} Send multipart/form-data.") from None
+    except (HTTPException, UnicodeError) as error:  # Starlette makes the former of what its parser refuses
+        what = error.detail if isinstance(error, HTTPException) else f"{error}."
+        raise InvalidRequestError(f"This is no form with a file: {what} Send multipart/form-data.") from None
     async with _closing(form):
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
@@ -67,7 +68,7 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
         content = service.files.new_content()
         try:
             await service.files.copy(upload.file, content)
-            filename = (upload.filename or "file")[:_MAX_FILENAME]
+            filename = (upload.filename or "file")[:_MAX_FILENAME].encode(errors="replace").decode()
             file = await service.files.add(content, owner, filename=filename, purpose=PURPOSE, expires_at=expires_at)
         except BaseException:
             content.unlink(missing_ok=True)

@@ -208,7 +208,7 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     chat: dict[str, Any] = {"model": body.model, "messages": messages}
-    if messages[-1]["role"] == "assistant":  # the answer is to continue this message
+    if messages and messages[-1]["role"] == "assistant":  # the answer is to continue this message
         chat["continue_final_message"] = True
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]

@@ -62,13 +62,8 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
 
 
 async def _json(answer: dict[str, Any], api: Api) -> Response:
-<<<<<<< HEAD
     """An answer of any size."""
     return ReadResponse.of_json(api, await api.turns.writing(dumps_large, answer))
-=======
-    """A response with an answer of any size: it is written in a thread."""
-    return Response(await api.turns.writing(dumps_large, answer), media_type="application/json")
->>>>>>> prose-1
 
 
 @router.post("/detokenize", response_model=None)

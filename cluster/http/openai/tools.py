@@ -99,10 +99,10 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
     writer = _CallGrammar(reading, tokenizer, body.max_completion_tokens or body.max_tokens)
     try:
         lark = writer.free(tools) if strict and not forced and answer is None else writer.exact(tools, answer)
+        text = json.dumps({"lark": lark, "schemas": writer.schemas})
     except (ValueError, RecursionError):
         return None  # the schema is a text that is no JSON; it will be refused when it is compiled by itself
-    param = "tools" if answer is None else answer.param
-    return Wanted("calls", json.dumps({"lark": lark, "schemas": writer.schemas}), param)
+    return Wanted("calls", text, "tools" if answer is None else answer.param)
 
 
 # At most a few spaces or lines stand between reasoning and answer: a small model would go on with them without end.

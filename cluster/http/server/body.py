@@ -9,13 +9,12 @@ strictly, and checks it without holding up the loop; what would hold the parser 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import jiter
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -26,29 +25,14 @@ from cluster.http.api import Api
 from cluster.http.error_responses import error_response, from_validation
 from cluster.http.server.connection import note_arrival, note_connection
 from cluster.http.server.turns import Turns
+from cluster.json_text import parse_json, require_few_values
 
-MAX_VALUES: Final = 2**18  # in a body: the parser holds the interpreter's lock for up to 60 ms for as many
-_NAMED_VALUES: Final = 5  # a member of an object counts as so many: its name costs the parser four times its value
 _SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is parsed and checked on the loop, in 2 ms at most
-
-# Matches what begins a value or parts two, and whole texts, so that their commas do not count. It matches a text
-# without an end, too: else it would look for the end again from each of its quotes.
-_VALUES_OR_TEXT: Final = re.compile(rb'[,\[{:]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 _STREAMED_S: Final = 600.0  # for the whole of a body that goes through to its route
 _MOST_STREAMED: Final = 8  # such bodies at a time
 
 _LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
-_LONGEST_KEY: Final = 200  # characters of a client's words that an error repeats
-
-# What to do about each of the parser's complaints; the others are plain mistakes of syntax.
-_ADVICE: Final = {
-    "recursion limit": "It is nested too deeply: at most 200 levels are read.",
-    "number out of range": "A number in it has too many digits: at most 4300 are read.",
-    "hex escape": r"An escape such as \ud83d is half of a character: send the other half with it, or leave it out.",
-    "unicode code point": "It must be in UTF-8.",
-    "duplicate key": "Send each key of an object once.",
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +167,8 @@ class BodyLimit:
         while self._num_bytes > self._max_arriving_bytes:
             oldest = next(iter(self._arriving))
             self._forget(oldest)
-            oldest.time.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # its time has just run out
+                oldest.time.reschedule(asyncio.get_running_loop().time())
 
     def _forget(self, upload: _Upload) -> None:
         if upload in self._arriving:
@@ -252,37 +237,3 @@ def checked_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 def _body_too_large(sentence: str) -> InvalidRequestError:
     return InvalidRequestError(sentence, code="body_too_large", status=413)
-
-
-def require_few_values(body: bytes) -> None:
-    """Check that a body holds at most `MAX_VALUES`. Raises InvalidRequestError. Counts exactly only if there are marks
-    enough for more, and in Python, so that others have their turn meanwhile."""
-    weights = {b",": 1, b"[": 1, b"{": 1, b":": _NAMED_VALUES - 1}
-    if sum(weight * body.count(mark) for mark, weight in weights.items()) <= MAX_VALUES:
-        return
-    num_values = 0
-    for found in _VALUES_OR_TEXT.finditer(body):
-        num_values += weights.get(found[0][:1], 0)
-        if num_values > MAX_VALUES:
-            raise _body_too_large(
-                f"The body holds more than {MAX_VALUES} JSON values (numbers, texts, lists, objects; one with a name"
-                f" counts as {_NAMED_VALUES}). Send it in several requests, or texts in place of token ids."
-            )
-
-
-def parse_json(body: bytes) -> Any:
-    """Parse a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or nobody
-    could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
-    try:
-        return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
-    except ValueError as error:
-        raise InvalidRequestError(_complaint(body, str(error)), code="invalid_json") from None
-
-
-def _complaint(body: bytes, found: str) -> str:
-    if body.startswith(b"\xef\xbb\xbf") or b"\0" in body[:4]:
-        advice = "It must be in UTF-8, without a byte order mark."
-    else:
-        advice = next((advice for word, advice in _ADVICE.items() if word in found), "Send a JSON object in UTF-8.")
-    what, _, where = found.rpartition(" at line ")
-    return f"The body is no JSON: {what[:_LONGEST_KEY]} at line {where}. {advice}"

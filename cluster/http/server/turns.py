@@ -4,7 +4,7 @@ One client may send a hundred of the largest requests at once. So small work is 
 request in each of its turns; large work is done in threads, one piece at a time in each, however many requests there
 are. A thread keeps the loop waiting for as long as it holds the interpreter's lock at a stretch: `_SWITCH_S` in Python
 code, and all of a call into C that does not release it. Whoever makes such calls bounds what they are given: see
-`body.MAX_VALUES`, the bounds in `parse`, `openai.sse.dumps_large`.
+`json_text.MAX_VALUES`, the bounds in `parse`, `openai.sse.dumps_large`.
 """
 
 from __future__ import annotations

@@ -197,6 +197,8 @@ def call(index: int, name: str, arguments: str) -> Said:
         pytest.param(
             "<|channel|>analysis<|message|>hm <|en", HARMONY, [("reasoning", "hm <|en", 0)], id="harmony cut off"
         ),
+        pytest.param("<|message|>hm", HARMONY, [text("hm")], id="harmony with an empty header"),
+        pytest.param("<|channel|>final" + " " * 240 + "<|message|>hm", HARMONY, [text("hm")], id="a long header"),
         pytest.param("<|channel|>final<|mess", HARMONY, [], id="harmony cut off in a header"),
         pytest.param('{"a": "<|message|>"}', HARMONY, [text('{"a": "<|message|>"}')], id="harmony without a header"),
         pytest.param(
