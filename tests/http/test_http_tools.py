@@ -442,3 +442,25 @@ def test_a_call_that_must_be_made_leaves_no_room_for_a_format(target: Target, ge
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     (choice,) = target.chat(tools=TOOLS, tool_choice="required", response_format=schema, max_tokens=1024).choices
     assert choice.finish_reason == "tool_calls" and not choice.message.content and choice.message.tool_calls
+
+
+@pytest.mark.parametrize("what", ["schema", "arguments"])
+def test_texts_that_are_nested_too_deeply(target: Target, generator: ScriptedGenerator, what: str) -> None:
+    """Python reads JSON a few levels deeper than it writes it."""
+    generator.script.reply = "Hello."
+    for depth in range(900, 1_000, 3):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        called = {"id": "1", "type": "function", "function": {"name": "time", "arguments": nested}}
+        told = [
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "1", "content": "now"},
+        ]
+        body = {
+            "model": MODEL,
+            "max_tokens": 1,
+            "tools": TOOLS,
+            "messages": [*MESSAGES, *(told if what == "arguments" else [])],
+            **({"structured_outputs": {"json": nested}} if what == "schema" else {}),
+        }
+        answer = target.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code in (200, 400), (depth, answer.text[:300])

@@ -6,6 +6,7 @@ Tokens are bytes here: see `write_byte_tokenizer`.
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,21 @@ def test_a_row_with_no_chance_for_what_is_allowed_is_told(sampler: Sampler, toke
 def test_a_grammar_is_bounded() -> None:
     with pytest.raises(ValueError, match="a grammar has"):
         params_of(grammar="x" * (MAX_GRAMMAR_CHARS + 1))
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_text(tmp_path: Path) -> None:
+    """As Gemma 3's `<image_soft_token>` in a model for text alone: no prompt holds it, and grammars are followed."""
+    write_byte_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    known = json.loads(path.read_text())
+    num_embeddings = max([*known["model"]["vocab"].values(), *(token["id"] for token in known["added_tokens"])]) + 1
+    picture = {**known["added_tokens"][0], "id": num_embeddings, "content": "<picture>", "special": True}
+    known["added_tokens"].append(picture)
+    path.write_text(json.dumps(known))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": num_embeddings}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size <= num_embeddings
+    ids = tokenizer.encode("a <picture>", False)
+    assert max(ids) < num_embeddings and tokenizer.decode(ids) == "a <picture>"
+    masks = GrammarMasks(tmp_path, num_embeddings, [0])
+    assert masks.tokenizer.vocab_size == num_embeddings
