@@ -22,6 +22,7 @@ from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, OverloadedError
 from cluster.http.endpoints import generation
+from cluster.http.parse import prepare_chat
 from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
@@ -295,12 +296,10 @@ def test_a_line_longer_than_any_request(generator: ScriptedGenerator, tokenizer:
 def test_a_line_that_makes_the_server_fail_does_not_hold_up_others(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = generation.prepare_chat
-
     async def prepare(body: Any, *args: Any, **named: Any) -> Any:
         if body.messages[0].content == "Say bad.":
             raise RuntimeError("a mistake of ours")
-        return await prepared(body, *args, **named)
+        return await prepare_chat(body, *args, **named)
 
     monkeypatch.setattr(generation, "prepare_chat", prepare)
     monkeypatch.setattr(service, "_WAIT_S", 0.01)
