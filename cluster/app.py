@@ -188,7 +188,7 @@ class Gateway:
         self._metrics = self._all_metrics(config)
         self._traces = trace_exporter(config.model.name, self._metrics.registry, self._identity.worker_id)
         self._exporting: asyncio.Task[None] | None = None
-        if ray_collects():
+        if config.gateway.metrics_to_ray and ray_collects():
             exporting = RayExport(self._metrics.registry, RayGauge).run()
             self._exporting = asyncio.create_task(exporting, name="metrics-to-ray")
         if is_first_replica():

@@ -26,16 +26,18 @@ STOP_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def running_cluster(changes: Json, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+def running_cluster(
+    changes: Json, environment: Mapping[str, str] | None = None, *, dashboard: bool = False
+) -> Iterator[int]:
     """The quickstart cluster with some of its settings changed (`{"decode": {"threads": 2}}`), and variables of its
-    environment; gives its HTTP port."""
+    environment; gives its HTTP port. `dashboard`: with Ray's."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         path = Path(folder) / "cluster.yaml"
         path.write_text(yaml.safe_dump(cluster_document(changes)), encoding="utf-8")
         port = free_port()
-        command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port), "--no-dashboard"]
+        command = [sys.executable, "-m", "cluster", "serve", str(path), "--port", str(port)]
         process = subprocess.Popen(
-            command,
+            command if dashboard else [*command, "--no-dashboard"],
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             text=True,

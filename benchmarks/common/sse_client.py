@@ -9,13 +9,14 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import uvloop
 
 from benchmarks.common.waves import Wave
 from benchmarks.common.workload import Load, draw_prompts
-from cluster.load.client import AnswerError, Server, stream_chunks
+from cluster.load.client import NO_HEADERS, AnswerError, Server, stream_chunks
 from cluster.load.timing import RequestTiming
 
 REQUEST_TIMEOUT_S = 300.0
@@ -27,18 +28,19 @@ def local_server(port: int) -> Server:
     return Server("127.0.0.1", port)
 
 
-def http_wave(port: int, model: str, load: Load) -> Wave:
+def http_wave(port: int, model: str, load: Load, headers: Mapping[str, str] = NO_HEADERS) -> Wave:
     """`stream_wave` for callers without an event loop."""
-    wave: Wave = uvloop.run(stream_wave(port, model, load))
+    wave: Wave = uvloop.run(stream_wave(port, model, load, headers))
     return wave
 
 
-async def stream_wave(port: int, model: str, load: Load) -> Wave:
+async def stream_wave(port: int, model: str, load: Load, headers: Mapping[str, str] = NO_HEADERS) -> Wave:
     """All requests sent at once to 127.0.0.1, streamed to their ends. Raises AnswerError."""
     prompts = draw_prompts(load.num_requests, load.prompt_tokens)
     bodies = [_body(model, prompt, load.output_tokens) for prompt in prompts]
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
-        return Wave(tuple(await asyncio.gather(*(_stream(port, body, load.output_tokens) for body in bodies))))
+        streams = (_stream(port, body, load.output_tokens, headers) for body in bodies)
+        return Wave(tuple(await asyncio.gather(*streams)))
 
 
 async def stream_one(port: int, model: str, prompt: list[int], num_tokens: int) -> RequestTiming:
@@ -60,12 +62,12 @@ def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def _stream(port: int, body: bytes, num_tokens: int) -> RequestTiming:
+async def _stream(port: int, body: bytes, num_tokens: int, headers: Mapping[str, str] = NO_HEADERS) -> RequestTiming:
     """The last event but one of a stream carries its last text; then come usage and the end mark."""
     sent_s = time.perf_counter()
     arrivals: list[float] = []
     head = tail = b""
-    async for chunk in stream_chunks(local_server(port), body):
+    async for chunk in stream_chunks(local_server(port), body, headers):
         head = head or chunk
         if b'"text"' in chunk:
             arrivals.append(time.perf_counter())

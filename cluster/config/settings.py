@@ -321,6 +321,10 @@ class GatewaySettings(Settings):
         strict=False,
         description="Origins whose web pages may ask from a browser, such as `https://chat.example.com`; `*`: all.",
     )
+    metrics_to_ray: bool = Field(
+        True,
+        description="Tell Ray what `/metrics` has, for who scrapes Ray's nodes; not needed where gateways are scraped.",
+    )
     request_log: str | None = Field(
         None,
         min_length=1,
