@@ -73,11 +73,22 @@ class PagedAttention(Protocol):
     """Causal attention of one step's segments, with all that does not change from layer to layer built once."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k`, `v [T, H, D]`.
 
         Returns `[T, Q, D]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
+        `sinks [Q]`, float32, contiguous: a logit of each head that takes part in its softmax, and of which nothing
+        comes (arXiv:2309.17453, section 3.3).
         """
         ...
 
@@ -205,11 +216,12 @@ class GraphKernels(Kernels, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's weights, fused and packed. Norms that a family does not have are None."""
+    """One layer's weights, fused and packed. Norms, and sinks, that a family does not have are None."""
 
     attention_norm: Tensor  # [E]
     qkv: Linear  # E -> (Q + 2H) * D
     qk_norm: Tensor | None  # [Q + H, D]
+    sinks: Tensor | None  # [Q] float32
     output: Linear  # Q * D -> E
     attention_output_norm: Tensor | None  # [E]
     mlp_norm: Tensor  # [E]

@@ -111,11 +111,18 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`q [.., Q, T, D]` over `k`, `v [.., H, S, D]` with `bias [.., T, S]` added to the (capped) scores, in float32.
 
     Soft-capping squeezes scores into (-cap, cap): `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2).
+    `sinks`, which broadcast to `[.., Q, T, 1]`, are scores of one more key, whose value is zero.
     """
     repeats = q.shape[-3] // k.shape[-3]
     wide_k, wide_v = (t.float().repeat_interleave(repeats, dim=-3) for t in (k, v))
@@ -124,7 +131,10 @@ def dense_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias.float()
-    return (torch.softmax(scores, dim=-1) @ wide_v).to(q.dtype)
+    if sinks is None:
+        return (torch.softmax(scores, dim=-1) @ wide_v).to(q.dtype)
+    with_sinks = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return (torch.softmax(with_sinks, dim=-1)[..., :-1] @ wide_v).to(q.dtype)
 
 
 def causal_bias(num_queries: int, first_query: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -145,16 +155,27 @@ class ReferenceAttention:
     window: int | None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        head_sinks = None if sinks is None else sinks.view(-1, 1, 1)
         for segment in self.segments:
             rows = slice(segment.first_row, segment.first_row + segment.num_queries)
             keys, values = (t.transpose(0, 1) for t in self._context(segment, cache_rows, group))
             first_query = segment.context_len - segment.num_queries
             bias = causal_bias(segment.num_queries, first_query, segment.context_len, self.window, torch.float32)
             queries = q[rows].transpose(0, 1)
-            out[rows] = dense_attention(queries, keys, values, bias.to(q.device), scale, softcap).transpose(0, 1)
+            attended = dense_attention(queries, keys, values, bias.to(q.device), scale, softcap, head_sinks)
+            out[rows] = attended.transpose(0, 1)
         return out
 
     def _context(self, segment: Segment, cache_rows: Tensor, group: int) -> tuple[Tensor, Tensor]:

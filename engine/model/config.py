@@ -163,6 +163,7 @@ class ModelConfig:
     norm_weight_offset: float = 0.0  # added to every norm weight, in float32
     embedding_scale: float | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # each query head has a logit of its own beside those of keys
     logit_softcap: float | None = None
     packing: WeightPacking | None = None  # of the projections' weights in the checkpoint
 

@@ -232,6 +232,7 @@ class Model:
             group=index // step.kv_cache.layout.layers_per_group,
             scale=self.config.attention_scale,
             softcap=self.config.attention_softcap,
+            sinks=self._layers[index].sinks,
         )
         return attended.flatten(1)
 
@@ -277,6 +278,7 @@ class Model:
             attention_norm=self._norm(weights, prefix + "input_layernorm"),
             qkv=self._linear(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
             qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
+            sinks=_tensor(weights, prefix + "self_attn.sinks").float() if self.config.attention_sinks else None,
             output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
             attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
             mlp_norm=self._norm(weights, prefix + mlp_norm),

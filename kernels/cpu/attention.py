@@ -49,7 +49,9 @@ class _DecodeBucket:
     dead: Tensor | None  # slots of the flattened gathering [2 * rows * S] that lie in the span but are not seen
     bias: Tensor | None  # [rows, 1, 1, span]
 
-    def attend(self, q: Tensor, cache_rows: Tensor, group: int, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache_rows: Tensor, group: int, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """`[rows, Q, D]`"""
         kv = self.gather.fetch(cache_rows, group)
         if self.dead is not None:
@@ -59,8 +61,9 @@ class _DecodeBucket:
         keys, values = kv[:, :, self.span].transpose(2, 3).unbind(0)
         # The query heads of one key head stand in for a sequence of queries: 5x faster than enable_gqa in bf16.
         queries = q[self.first : self.stop].view(num_rows, num_kv_heads, -1, q.shape[-1])
-        if softcap is not None:
-            folded = dense_attention(queries, keys, values, self.bias, scale, softcap)
+        if softcap is not None or sinks is not None:
+            folded_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            folded = dense_attention(queries, keys, values, self.bias, scale, softcap, folded_sinks)
         else:
             folded = functional.scaled_dot_product_attention(queries, keys, values, self.bias, scale=scale)
         return folded.reshape(num_rows, -1, q.shape[-1])
@@ -76,13 +79,17 @@ class _Tile:
     stop_key: int
     bias: Tensor | None  # [queries, keys]; None: key i is query i, and causality is all there is
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """`q [1, Q, T, D]`, `keys`, `values [1, H, S, D]` of the whole segment; returns `[queries, Q, D]`."""
         q = q[:, :, self.first : self.stop]
         keys, values = keys[:, :, self.first_key : self.stop_key], values[:, :, self.first_key : self.stop_key]
-        if softcap is not None:
+        if softcap is not None or sinks is not None:
             bias = self.bias if self.bias is not None else causal_bias(q.shape[2], 0, q.shape[2], None, q.dtype)
-            out = dense_attention(q, keys, values, bias, scale, softcap)
+            out = dense_attention(
+                q, keys, values, bias, scale, softcap, None if sinks is None else sinks.view(-1, 1, 1)
+            )
         elif self.bias is None:
             out = functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         else:
@@ -100,7 +107,15 @@ class _PrefillSegment:
     tiles: tuple[_Tile, ...]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Iterator[Tensor]:
         """`[queries, Q, D]` of each tile. `k`, `v`: the step's own. Without `gather` there is nothing earlier; else all
         keys and values, the step's too, are fetched from `cache_rows`."""
@@ -111,7 +126,7 @@ class _PrefillSegment:
             keys, values = self.gather.fetch(cache_rows, group).transpose(2, 3).unbind(0)
         queries = q[rows].transpose(0, 1).unsqueeze(0)
         for tile in self.tiles:
-            yield tile.attend(queries, keys, values, scale, softcap)
+            yield tile.attend(queries, keys, values, scale, softcap, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +137,20 @@ class CpuAttention:
     prefills: tuple[_PrefillSegment, ...]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        parts = [bucket.attend(q, cache_rows, group, scale, softcap) for bucket in self.buckets]
+        parts = [bucket.attend(q, cache_rows, group, scale, softcap, sinks) for bucket in self.buckets]
         for prefill in self.prefills:
-            parts.extend(prefill.attend(q, k, v, cache_rows, group, scale, softcap))
+            parts.extend(prefill.attend(q, k, v, cache_rows, group, scale, softcap, sinks))
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 

@@ -15,7 +15,7 @@ from kernels.interface import CacheGeometry, Segment
 from kernels.native.library import TYPE_NAMES, Float, Function, Pointer, Size, declare
 
 _NO_WINDOW = 1 << 48
-_PARAMETERS = [*(Pointer, Pointer, Size, Size, Pointer, Size), *(Float, Float, Pointer)]
+_PARAMETERS = [*(Pointer, Pointer, Size, Size, Pointer, Size), *(Float, Float, Pointer, Pointer)]
 
 
 class _Plan(ctypes.Structure):
@@ -45,7 +45,16 @@ class NativeAttention:
     tables: npt.NDArray[np.int32]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert q.dtype == cache_rows.dtype == self.dtype
         num_heads, head_dim = q.shape[1:]
@@ -61,9 +70,16 @@ class NativeAttention:
             group,
             scale,
             softcap or 0.0,
+            sinks_address(sinks),
             out.data_ptr(),
         )
         return out
+
+
+def sinks_address(sinks: Tensor | None) -> int | None:
+    """Of those that the C++ kernels read, `[Q]`; they have to outlive the call."""
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    return None if sinks is None else sinks.data_ptr()
 
 
 def can_attend(geometry: CacheGeometry, dtype: torch.dtype) -> bool:

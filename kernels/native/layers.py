@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.interface import GatedMlp, Layer, LayersForm, Linear, PagedAttention
-from kernels.native.attention import NativeAttention
+from kernels.native.attention import NativeAttention, sinks_address
 from kernels.native.experts import NativeExperts
 from kernels.native.library import Flag, Float, Pointer, Size, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, projection_record
@@ -28,6 +28,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in _NORMS),
         *((name, ProjectionRecord) for name in ("qkv", "output", "gate_up", "down")),
+        ("sinks", Pointer),
         ("experts", Pointer),
         ("rotation", Size),
         ("attention", Size),
@@ -166,6 +167,7 @@ def _layer(layer: Layer, rotation: int, attention: int) -> _Layer:
         **{name: _address(getattr(layer, name)) for name in _NORMS},
         qkv=projection_record(layer.qkv),
         output=projection_record(layer.output),
+        sinks=sinks_address(layer.sinks),
         rotation=rotation,
         attention=attention,
     )

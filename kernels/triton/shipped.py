@@ -40,5 +40,5 @@ class Shipped:
         return {name: self.types.get(name, "constexpr") for name in self.kernel.arg_names}
 
     def launch(self, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Run on `grid` with the `arguments` that are no constants."""
-        self.kernel[grid](**arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        """Run on `grid` with the `arguments` that are no constants; one that is may be given as what it is."""
+        self.kernel[grid](**{**arguments, **self.constants}, num_warps=self.num_warps, num_stages=self.num_stages)

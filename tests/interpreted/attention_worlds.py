@@ -28,6 +28,7 @@ class Case:
     segments: tuple[tuple[int, int], ...]
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     block_size: int = 16
     num_heads: int = 2
     num_kv_heads: int = 1
@@ -49,14 +50,21 @@ class World:
     def scale(self) -> float:
         return 1 / math.sqrt(self.case.head_dim)
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """From next to nothing to nearly all of a row's weight."""
+        return torch.linspace(-4.0, 9.0, self.case.num_heads).to(self.q.device) if self.case.has_sinks else None
+
     def expected(self) -> Tensor:
         """The twin, on the CPU and in float32."""
         plan = reference.plan_attention(self.segments, self.geometry, window=self.case.window, dtype=torch.float32)
         # It multiplies what nobody sees by zero.
         empty, rows = torch.empty(0), self.cache_rows.cpu().float().nan_to_num()
+        sinks = None if self.sinks is None else self.sinks.cpu()
         return plan.attend(
-            self.q.cpu().float(), empty, empty, rows, group=self.group, scale=self.scale, softcap=self.case.softcap
-        )
+            self.q.cpu().float(), empty, empty, rows, group=self.group, scale=self.scale, softcap=self.case.softcap,
+            sinks=sinks,
+        )  # fmt: skip
 
     def actual(self, *, batch_invariant: bool = False, share_from_bytes: int | None = None) -> Tensor:
         plan = GpuAttention(
@@ -69,8 +77,9 @@ class World:
         )
         empty = self.q[:0]
         return plan.attend(
-            self.q, empty, empty, self.cache_rows, group=self.group, scale=self.scale, softcap=self.case.softcap
-        )
+            self.q, empty, empty, self.cache_rows, group=self.group, scale=self.scale, softcap=self.case.softcap,
+            sinks=self.sinks,
+        )  # fmt: skip
 
     def only(self, rows: slice, segments: Sequence[Segment]) -> World:
         """Other segments over the same cache, for the queries `rows`."""

@@ -38,6 +38,7 @@ def late(world: World, count: int) -> World:
     case={
         "three splits": Case(segments=((LATE_TOKENS, 1040),), num_heads=4, head_dim=32),
         "odd heads, soft-capped": Case(segments=((LATE_TOKENS, 540),), num_heads=3, head_dim=96, softcap=3.0),
+        "sinks": Case(segments=((LATE_TOKENS, 540),), num_heads=8, has_sinks=True),
         "windowed": Case(segments=((LATE_TOKENS, 600),), num_heads=4, head_dim=16, window=530),
     },
     dtype=DTYPES,

@@ -34,6 +34,8 @@ CASES = {
     "a window over splits": Case(segments=((1, 1300), (4, 1200), (33, 620)), window=600),
     "soft-capped": Case(segments=((1, 4), (1, 600), (2, 37), (40, 60)), softcap=2.5),
     "soft-capped, windowed": Case(segments=((1, 4), (1, 600), (2, 37), (40, 60)), softcap=1.5, window=30),
+    "sinks": Case(segments=MIXED, head_dim=64, num_heads=16, num_kv_heads=2, has_sinks=True),
+    "sinks, windowed": Case(segments=((1, 4), (1, 1300), (3, 200), (40, 90)), window=600, num_heads=4, has_sinks=True),
     "any order": Case(segments=((40, 50), (1, 700), (8, 9), (70, 70), (1, 3))),
 }
 
@@ -79,7 +81,7 @@ def test_only_rows_of_the_tiles_are_written() -> None:
     table = torch.from_numpy(world.segments[0].block_table[world.group]).to(device())
     prefill_attention(
         q, world.cache_rows, out, table=table, num_tiles=1, geometry=world.geometry, window=None,
-        scale=world.scale, softcap=None, batch_invariant=False, **lists,
+        scale=world.scale, softcap=None, sinks=None, batch_invariant=False, **lists,
     )  # fmt: skip
     assert_like_twin(out[2:7], world.expected())
     assert (out[:2] == 7).all() and (out[7:] == 7).all()

@@ -49,10 +49,16 @@ class Case:
     segments: tuple[tuple[int, int], ...]
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     block_size: int = 16
     num_heads: int = 9
     num_kv_heads: int = 3
     head_dim: int = 64
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """From next to nothing to nearly all of a row's weight."""
+        return torch.linspace(-4.0, 9.0, self.num_heads) if self.has_sinks else None
 
 
 CASES = {
@@ -75,6 +81,9 @@ CASES = {
     "prefill, soft-capped": Case(segments=((20, 20), (20, 33)), softcap=1.5, window=None),
     "mixed, soft-capped, windowed": Case(segments=((1, 3), (1, 60), (30, 30), (8, 50)), softcap=1.5, window=12),
     "mixed": Case(segments=((1, 3), (1, 60), (17, 17), (8, 50))),
+    "mixed, sinks": Case(segments=((1, 3), (1, 60), (1, 900), (17, 17), (8, 50)), has_sinks=True),
+    "mixed, sinks, windowed": Case(segments=((1, 3), (1, 60), (30, 30), (8, 50)), has_sinks=True, window=12),
+    "sinks, soft-capped": Case(segments=((1, 3), (1, 60), (17, 20)), has_sinks=True, softcap=1.5),
     "one key head": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=4, num_kv_heads=1, head_dim=256),
     "no grouping": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=3, num_kv_heads=3, head_dim=8, block_size=1),
 }
@@ -131,6 +140,7 @@ def run_attention(kernels: Kernels, case: Case, world: World) -> Tensor:
         group=world.layer // layout.layers_per_group,
         scale=case.head_dim**-0.5,
         softcap=case.softcap,
+        sinks=case.sinks,
     )
 
 
@@ -167,6 +177,12 @@ def test_reference_attention_by_hand() -> None:
     world.kv_cache.write_layer(1, table, 0, torch.tensor([[0.0, math.log(3.0)], [8.0, 16.0]]).view(2, 2, 1, 1))
     world.q.fill_(1.0)
     assert run_attention(reference, case, world).item() == pytest.approx(8 / 4 + 16 * 3 / 4)
+
+
+def test_reference_sinks_by_hand() -> None:
+    """One key with a score of 0 and a sink of ln 3: a quarter of its value."""
+    one, sinks = torch.ones(1, 1, 1), torch.full((1, 1, 1), math.log(3.0))
+    assert reference.dense_attention(one * 0, one, one * 8, None, 1.0, None, sinks).item() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

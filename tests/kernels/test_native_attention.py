@@ -83,6 +83,8 @@ CASES = {
     "over many splits": Case(segments=((1, 2000), (70, 1100)), block_size=7, num_heads=4, num_kv_heads=1),
     "windowed": Case(segments=((1, 90), (1, 800), (300, 700)), window=270, block_size=5),
     "narrow window": Case(segments=((1, 90), (1, 800), (300, 700)), window=3),
+    "sinks": Case(segments=((1, 90), (1, 800), (100, 700)), has_sinks=True),
+    "sinks, windowed": Case(segments=((1, 90), (1, 800), (300, 700)), window=270, has_sinks=True),
     "soft-capped": Case(segments=((1, 90), (1, 600), (100, 400)), softcap=1.5),
     "heads of 128, groups of 8": Case(segments=((1, 600), (30, 400)), num_heads=16, num_kv_heads=2, head_dim=128),
     "heads of 80, no groups": Case(segments=((1, 600), (30, 400)), num_heads=3, num_kv_heads=3, head_dim=80),
@@ -144,6 +146,21 @@ def test_any_batch_in_any_chunks(
         head_dim=head_dim,
     )
     assert_same_however_computed(case, torch.bfloat16, sizes)
+
+
+def test_sinks_far_out_are_finite() -> None:
+    """Of no weight, and of all of it."""
+    if LIBRARY is None:
+        return
+    world = build_world(case := Case(segments=((1, 130), (20, 90))), torch.float32)
+    plan = NativeCpuKernels(LIBRARY).plan_attention(
+        world.segments, world.kv_cache.layout.geometry, window=None, dtype=torch.float32
+    )
+    sinks = torch.tensor([-1e4, 1e4] * case.num_heads)[: case.num_heads]
+    rows = world.kv_cache.layer_rows(world.layer)
+    out = plan.attend(world.q, world.k, world.v, rows, group=0, scale=0.125, softcap=None, sinks=sinks)
+    assert torch.equal(out[:, ::2], run_attention(NativeCpuKernels(LIBRARY), case, world)[:, ::2])
+    assert not out[:, 1::2].any()
 
 
 def test_large_scores_overflow_nothing() -> None:

@@ -107,8 +107,9 @@ void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Bu
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    T* result = result_of(layer, item, buffers.rows[row].place);
-    finish(sums_at(buffers.sums, row, stride), layer.plan.head_dim, result);
+    const int64_t place = buffers.rows[row].place;
+    const Sums& sums = sums_at(buffers.sums, row, stride);
+    finish(sums, layer.sink_weight(place, sums), layer.plan.head_dim, result_of(layer, item, place));
   }
 }
 
@@ -129,7 +130,7 @@ void join_splits(const Layer<T>& layer, Item item, int64_t place, float* partial
     item.partial += item.num_queries;
     merge(sums, partial_sums(layer, item, place, partials), layer.width());
   }
-  finish(sums, layer.plan.head_dim, result_of(layer, item, place));
+  finish(sums, layer.sink_weight(place, sums), layer.plan.head_dim, result_of(layer, item, place));
 }
 
 template <typename T>
@@ -162,12 +163,11 @@ void attend(const Layer<T>& layer) {
 
 template <typename T>
 void attend(const Plan* plan, const T* queries, int64_t row_stride, int64_t num_heads, const T* cache, int64_t group,
-            float scale, float softcap, T* out) {
-  constexpr float kLog2E = 1.44269504088896340736f;
+            float scale, float softcap, const float* sinks, T* out) {
   const bool capped = softcap > 0;
   const Exponents exponents{capped ? scale / softcap : 1.0f, (capped ? softcap : scale) * kLog2E, capped};
   const int32_t* table = plan->tables + group * plan->num_columns;
-  attend(Layer<T>{*plan, table, cache, queries, row_stride, num_heads, exponents, out});
+  attend(Layer<T>{*plan, table, cache, queries, row_stride, num_heads, exponents, sinks, out});
 }
 
 }  // namespace
@@ -175,13 +175,13 @@ void attend(const Plan* plan, const T* queries, int64_t row_stride, int64_t num_
 extern "C" {
 
 void attention_bf16(const Plan* plan, const bf16* queries, int64_t row_stride, int64_t num_heads, const bf16* cache,
-                    int64_t group, float scale, float softcap, bf16* out) {
-  attend(plan, queries, row_stride, num_heads, cache, group, scale, softcap, out);
+                    int64_t group, float scale, float softcap, const float* sinks, bf16* out) {
+  attend(plan, queries, row_stride, num_heads, cache, group, scale, softcap, sinks, out);
 }
 
 void attention_f32(const Plan* plan, const float* queries, int64_t row_stride, int64_t num_heads, const float* cache,
-                   int64_t group, float scale, float softcap, float* out) {
-  attend(plan, queries, row_stride, num_heads, cache, group, scale, softcap, out);
+                   int64_t group, float scale, float softcap, const float* sinks, float* out) {
+  attend(plan, queries, row_stride, num_heads, cache, group, scale, softcap, sinks, out);
 }
 
 }  // extern "C"

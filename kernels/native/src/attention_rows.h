@@ -13,6 +13,7 @@
 namespace legato {
 
 constexpr int kBlockRows = 6;             // rows at a time: with kKeyVectors registers of sums each, 24 of 32
+constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so that differences of it are numbers
 
 // Registers of outputs that are summed at a time, for so many rows.
@@ -236,9 +237,10 @@ inline void merge(Sums& sums, const Sums& later, int64_t width) {
   sums.reference = reference;
 }
 
+// `more`: a weight of nothing.
 template <typename T>
-void finish(const Sums& sums, int64_t head_dim, T* out) {
-  const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_loadu_ps(sums.weights)));
+void finish(const Sums& sums, float more, int64_t head_dim, T* out) {
+  const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_loadu_ps(sums.weights)) + more);
   for (int64_t at = 0; at < head_dim; at += 16) {
     const __mmask16 lanes = first_lanes(head_dim - at);
     store(out + at, lanes, _mm512_div_ps(_mm512_loadu_ps(sums.values + at), total));

@@ -34,6 +34,7 @@ struct Layer {
   const T* queries;  // [rows, num_heads, head_dim], rows `row_stride` numbers apart
   int64_t row_stride, num_heads;
   Exponents exponents;
+  const float* sinks;  // logits, [num_heads]; null: there are none
   T* out;
 
   int64_t heads_per_key_head() const { return num_heads / plan.num_kv_heads; }
@@ -41,6 +42,10 @@ struct Layer {
   int64_t width() const { return (plan.head_dim + 15) / 16 * 16; }
   int64_t token_stride() const { return plan.num_kv_heads * plan.head_dim; }
   int64_t sums_stride() const { return sums_size(width()); }
+  // What the sink of a row's head adds to the row's weights; `place` is the row's among [queries, num_heads].
+  float sink_weight(int64_t place, const Sums& sums) const {
+    return sinks ? std::exp2(sinks[place % num_heads] * kLog2E - sums.reference) : 0.0f;
+  }
   int64_t first_seen(int64_t position) const { return std::max<int64_t>(0, position + 1 - plan.window); }
 };
 

@@ -65,10 +65,12 @@ void experts_bf16(const legato::Experts* experts, const legato::bf16* x, int64_t
                   legato::bf16* out);
 void experts_f32(const legato::Experts* experts, const float* x, int64_t rows, const float* residual, float* out);
 
-// `softcap` is 0 where there is none; `out [rows, num_heads, head_dim]`, contiguous. In bfloat16 head_dim is even.
+// `softcap` is 0 where there is none, `sinks [num_heads]` may be null; `out [rows, num_heads, head_dim]`, contiguous. In
+// bfloat16 head_dim is even.
 void attention_bf16(const legato::Plan* plan, const legato::bf16* queries, int64_t row_stride, int64_t num_heads,
-                    const legato::bf16* cache, int64_t group, float scale, float softcap, legato::bf16* out);
+                    const legato::bf16* cache, int64_t group, float scale, float softcap, const float* sinks,
+                    legato::bf16* out);
 void attention_f32(const legato::Plan* plan, const float* queries, int64_t row_stride, int64_t num_heads,
-                   const float* cache, int64_t group, float scale, float softcap, float* out);
+                   const float* cache, int64_t group, float scale, float softcap, const float* sinks, float* out);
 
 }  // extern "C"

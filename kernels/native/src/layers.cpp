@@ -20,6 +20,7 @@ namespace {
 struct Layer {
   const void *attention_norm, *qk_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm;
   Projection qkv, output, gate_up, down;
+  const float* sinks;              // [num_heads]; null: there are none
   const legato::Experts* experts;  // null: the MLP is `gate_up` and `down`
   int64_t rotation, attention;  // which of the step's
 };
@@ -70,14 +71,16 @@ void mix(const legato::Experts* experts, const float* x, int64_t rows, float* re
   experts_f32(experts, x, rows, residual, residual);
 }
 
-void attend(const legato::Plan* plan, const bf16* q, const bf16* cache, int64_t group, const Shape& shape, bf16* out) {
+void attend(const legato::Plan* plan, const bf16* q, const bf16* cache, int64_t group, const Shape& shape,
+            const float* sinks, bf16* out) {
   attention_bf16(plan, q, shape.num_heads * shape.head_dim, shape.num_heads, cache, group, shape.scale, shape.softcap,
-                 out);
+                 sinks, out);
 }
 
-void attend(const legato::Plan* plan, const float* q, const float* cache, int64_t group, const Shape& shape, float* out) {
+void attend(const legato::Plan* plan, const float* q, const float* cache, int64_t group, const Shape& shape,
+            const float* sinks, float* out) {
   attention_f32(plan, q, shape.num_heads * shape.head_dim, shape.num_heads, cache, group, shape.scale, shape.softcap,
-                out);
+                sinks, out);
 }
 
 // What a step needs between a layer's projections, in numbers per row: for all layers the same places, since one thread
@@ -134,7 +137,8 @@ class Pass {
 
   // Where rows meet; they do in experts, too.
   void attend_all() const {
-    attend(step_.attention_plans[layer_.attention], scratch_.rotated, keys_, group_, shape_, scratch_.attended);
+    attend(step_.attention_plans[layer_.attention], scratch_.rotated, keys_, group_, shape_, layer_.sinks,
+           scratch_.attended);
   }
 
   void finish_attention(const Part& part) const {

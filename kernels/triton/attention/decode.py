@@ -25,6 +25,7 @@ from kernels.triton.attention.tiles import (
     FIRST_ROW,
     FIRST_SLOT,
     FIRST_SPLIT,
+    NO_SINKS,
     NUM_QUERIES,
     NUM_SPLITS,
     SEGMENT_FIELDS,
@@ -66,7 +67,7 @@ def store_sums(
 @triton.jit
 def _decode_split(
     q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
-    window, scale, squeeze,
+    window, scale, squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -93,7 +94,8 @@ def _decode_split(
     )  # fmt: skip
     if num_splits == 1:
         place = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
-        store_rows(out, place, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
+        ended = normalised(acc, greatest, weight, sinks, query_head, live, scale)
+        store_rows(out, place, ended, live, HEAD_DIM, HEAD_TILE)
     else:
         slot = (first_slot + split - first_split).to(tl.int64)
         place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + row
@@ -103,7 +105,7 @@ def _decode_split(
 @triton.jit(do_not_specialize=["window", "group", "slot_rows"])
 def decode_attention_kernel(
     q, out, cache, table, segments, items, num_items, partial, partial_stats, slot_rows, q_row_stride, group,
-    window, scale, squeeze,
+    window, scale, squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -117,7 +119,7 @@ def decode_attention_kernel(
         item = items + work // NUM_KV_HEADS * 3
         _decode_split(
             q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), tl.load(item + 2),
-            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze,
+            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze, sinks,
             WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             SPLIT_TILES,
         )  # fmt: skip
@@ -125,7 +127,7 @@ def decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["group", "slot_rows"])
 def merge_splits_kernel(
-    out, partial, partial_stats, segments, slot_rows, group, scale,
+    out, partial, partial_stats, segments, slot_rows, group, scale, sinks,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SEGMENT_FIELDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +146,10 @@ def merge_splits_kernel(
         stats = partial_stats + place * 2 + tl.arange(0, 1)
         acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, tl.load(stats), tl.load(stats + 1), scale)
     token = (tl.load(segment + FIRST_ROW) + row // group).to(tl.int64)
-    place = token * (NUM_KV_HEADS * group) + kv_head * group + row % group + tl.arange(0, 1)
-    store_rows(out, place, normalised(acc, weight), tl.arange(0, 1) == 0, HEAD_DIM, HEAD_TILE)
+    only = tl.arange(0, 1)
+    query_head = kv_head * group + row % group + only
+    ended = normalised(acc, greatest, weight, sinks, query_head, only == 0, scale)
+    store_rows(out, token * (NUM_KV_HEADS * group) + query_head, ended, only == 0, HEAD_DIM, HEAD_TILE)
 
 
 def wide_tile(operands: Operands) -> Tile:
@@ -176,9 +180,10 @@ def configuration(operands: Operands, wide: bool) -> Shipped:
     return Shipped(
         name=operands.name("decode_attention", "wide" if wide else "narrow"),
         kernel=decode_attention_kernel,
-        types=types_of(decode_attention_kernel, operands.dtype),
+        types=types_of(decode_attention_kernel, operands.dtype, operands.has_sinks),
         constants={
             **operands.constants(tile),
+            **({} if operands.has_sinks else NO_SINKS),
             "WINDOWED": operands.windowed,
             "SPLIT_TILES": SPLIT_TOKENS // tile.tokens,
         },
@@ -189,12 +194,13 @@ def configuration(operands: Operands, wide: bool) -> Shipped:
 
 
 @lru_cache(maxsize=64)
-def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) -> Shipped:
+def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int, has_sinks: bool) -> Shipped:
     return Shipped(
-        name=f"merge_splits-{TYPE_NAMES[dtype]}-{head_dim}",
+        name=f"merge_splits-{TYPE_NAMES[dtype]}-{head_dim}{'-sinks' if has_sinks else ''}",
         kernel=merge_splits_kernel,
-        types=types_of(merge_splits_kernel, dtype),
+        types=types_of(merge_splits_kernel, dtype, has_sinks),
         constants={
+            **({} if has_sinks else NO_SINKS),
             "HEAD_DIM": head_dim,
             "HEAD_TILE": head_tile(head_dim),
             "NUM_KV_HEADS": num_kv_heads,
@@ -208,8 +214,8 @@ def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int) ->
 
 def shipped() -> list[Shipped]:
     splits = [configuration(operands, wide) for operands in shipped_operands() for wide in (False, True)]
-    merges = {(operands.dtype, operands.geometry.head_dim) for operands in shipped_operands()}
-    return splits + [merge_configuration(dtype, head_dim, 8) for dtype, head_dim in merges]
+    merges = {(operands.dtype, operands.geometry.head_dim, operands.has_sinks) for operands in shipped_operands()}
+    return splits + [merge_configuration(dtype, head_dim, 8, has_sinks) for dtype, head_dim, has_sinks in merges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +262,7 @@ def decode_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
     wide: bool,
 ) -> None:
     """Sums over the splits that `items [.., 3]` name, of which the first `num_items [1]` count (int32, on the device).
@@ -264,7 +271,7 @@ def decode_attention(
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(Operands.of(q, geometry, softcap, window), wide).launch(
+    configuration(Operands.of(q, geometry, softcap, window, sinks), wide).launch(
         (num_programs,),
         q=q,
         out=out,
@@ -281,6 +288,7 @@ def decode_attention(
         window=0 if window is None else window,
         scale=exponent_scale,
         squeeze=squeeze,
+        sinks=sinks,
     )
 
 
@@ -293,10 +301,11 @@ def merge_splits(
     geometry: CacheGeometry,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Fill the rows of `out [T, Q, D]` that belong to `segments` of several splits."""
     exponent_scale, _ = softmax_scales(scale, softcap)
-    merge_configuration(out.dtype, geometry.head_dim, geometry.num_kv_heads).launch(
+    merge_configuration(out.dtype, geometry.head_dim, geometry.num_kv_heads, sinks is not None).launch(
         (num_segments, partials.slot_rows, geometry.num_kv_heads),
         out=out,
         partial=partials.sums,
@@ -305,4 +314,5 @@ def merge_splits(
         slot_rows=partials.slot_rows,
         group=out.shape[1] // geometry.num_kv_heads,
         scale=exponent_scale,
+        sinks=sinks,
     )

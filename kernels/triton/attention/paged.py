@@ -57,7 +57,16 @@ class GpuAttention:
     _work: DeviceWork | None = field(default=None, init=False)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer; `k` and `v` are in the cache already. The first call plans the step, and sends it
         up."""
@@ -70,7 +79,7 @@ class GpuAttention:
                 share_from_bytes=self.share_from_bytes,
             )
             self._work = send_up(plan_work(self.segments, shape), shape, self.device)
-        return self._work.attend(q, k, v, cache_rows, group=group, scale=scale, softcap=softcap)
+        return self._work.attend(q, k, v, cache_rows, group=group, scale=scale, softcap=softcap, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +99,16 @@ class DeviceWork:
     merged: int  # segments
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_rows: Tensor,
+        *,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One layer of layer group `group`, `[T, Q, D]`. Rows of no segment hold anything."""
         shape = self.shape
@@ -101,14 +119,15 @@ class DeviceWork:
         if self.tiles:
             prefill_attention(
                 q, cache_rows, out, table=table, segments=segments, tiles=lists["tiles"], num_tiles=self.tiles,
-                geometry=geometry, window=window, scale=scale, softcap=softcap, batch_invariant=shape.batch_invariant,
+                geometry=geometry, window=window, scale=scale, softcap=softcap, sinks=sinks,
+                batch_invariant=shape.batch_invariant,
             )  # fmt: skip
         for index, (name, programs) in enumerate((("narrow", self.narrow), ("wide", self.wide))):
             if programs:
                 decode_attention(
                     q, cache_rows, out, partials, table=table, segments=segments, items=lists[name],
                     num_items=counts[index:], num_programs=programs, geometry=geometry, window=window,
-                    scale=scale, softcap=softcap, wide=name == "wide",
+                    scale=scale, softcap=softcap, sinks=sinks, wide=name == "wide",
                 )  # fmt: skip
         if self.shared:
             cascade_attention(
@@ -118,7 +137,7 @@ class DeviceWork:
         if self.merged:
             merge_splits(
                 out, partials, segments=segments, num_segments=self.merged, geometry=geometry, scale=scale,
-                softcap=softcap,
+                softcap=softcap, sinks=sinks,
             )  # fmt: skip
         return out
 

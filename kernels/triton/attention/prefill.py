@@ -24,6 +24,7 @@ from kernels.triton.attention.decode import wide_tile
 from kernels.triton.attention.tiles import (
     CONTEXT_LEN,
     FIRST_ROW,
+    NO_SINKS,
     NUM_QUERIES,
     SPLIT_TOKENS,
     TABLE_START,
@@ -44,7 +45,7 @@ from kernels.triton.shipped import Shipped
 
 @triton.jit(do_not_specialize=["window", "group"])
 def prefill_attention_kernel(
-    q, out, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze,
+    q, out, cache, table, segments, tiles, q_row_stride, group, window, scale, squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -72,11 +73,10 @@ def prefill_attention_kernel(
     rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
     places = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
     if SPLIT_TILES == 0:
-        acc, _, weight = attend_span(
+        acc, greatest, weight = attend_span(
             rows, position, lowest, highest, cache, table, 0, highest // TOKENS + 1, window, scale, squeeze,
             WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
         )  # fmt: skip
-        store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
     else:
         acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
         first_split = 0
@@ -89,7 +89,8 @@ def prefill_attention_kernel(
                 WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             )  # fmt: skip
             acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, split_greatest, split_weight, scale)
-        store_rows(out, places, normalised(acc, weight), live, HEAD_DIM, HEAD_TILE)
+    ended = normalised(acc, greatest, weight, sinks, query_head, live, scale)
+    store_rows(out, places, ended, live, HEAD_DIM, HEAD_TILE)
 
 
 def prefill_tile(operands: Operands, batch_invariant: bool) -> Tile:
@@ -112,9 +113,10 @@ def configuration(operands: Operands, batch_invariant: bool) -> Shipped:
     return Shipped(
         name=operands.name("prefill_attention", *marks),
         kernel=prefill_attention_kernel,
-        types=types_of(prefill_attention_kernel, operands.dtype),
+        types=types_of(prefill_attention_kernel, operands.dtype, operands.has_sinks),
         constants={
             **operands.constants(tile),
+            **({} if operands.has_sinks else NO_SINKS),
             "WINDOWED": operands.windowed,
             "SPLIT_TILES": SPLIT_TOKENS // tile.tokens if batch_invariant else 0,
         },
@@ -158,6 +160,7 @@ def prefill_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
     batch_invariant: bool,
 ) -> None:
     """Fill the rows of `out [T, Q, D]`, contiguous, that `tiles` covers, from `q [T, Q, D]` and the paged cache.
@@ -167,7 +170,7 @@ def prefill_attention(
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(Operands.of(q, geometry, softcap, window), batch_invariant).launch(
+    configuration(Operands.of(q, geometry, softcap, window, sinks), batch_invariant).launch(
         (num_tiles * geometry.num_kv_heads,),
         q=q,
         out=out,
@@ -180,4 +183,5 @@ def prefill_attention(
         window=0 if window is None else window,
         scale=exponent_scale,
         squeeze=squeeze,
+        sinks=sinks,
     )

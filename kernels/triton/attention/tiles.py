@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -74,15 +74,24 @@ class Operands:
     geometry: CacheGeometry
     softcapped: bool
     windowed: bool
+    has_sinks: bool = False
     architecture: int  # compute capability times ten, of those that kernels are shipped for
 
     @classmethod
-    def of(cls, q: Tensor, geometry: CacheGeometry, softcap: float | None, window: int | None) -> Operands:
+    def of(
+        cls,
+        q: Tensor,
+        geometry: CacheGeometry,
+        softcap: float | None,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Operands:
         return cls(
             dtype=q.dtype,
             geometry=geometry,
             softcapped=softcap is not None,
             windowed=window is not None,
+            has_sinks=sinks is not None,
             architecture=architecture(q.device),
         )
 
@@ -105,7 +114,11 @@ class Operands:
         }
 
     def name(self, kernel: str, *marks: str) -> str:
-        own = ("softcapped" if self.softcapped else "", "windowed" if self.windowed else "")
+        own = (
+            "softcapped" if self.softcapped else "",
+            "windowed" if self.windowed else "",
+            "sinks" if self.has_sinks else "",
+        )
         return "-".join((kernel, TYPE_NAMES[self.dtype], str(self.geometry.head_dim), *filter(None, (*marks, *own))))
 
 
@@ -127,14 +140,17 @@ def shipped_operands() -> Iterator[Operands]:
     """Blocks and heads as models mostly have them; a launch with others compiles for itself."""
     everyday = [(torch.bfloat16, head_dim) for head_dim in (64, 80, 96, 128, 256)]
     everyday += [(dtype, head_dim) for dtype in (torch.float16, torch.float32) for head_dim in (64, 128)]
-    kinds = [(dtype, head_dim, False, False) for dtype, head_dim in everyday]
-    kinds += [(torch.bfloat16, 128, False, True), (torch.bfloat16, 256, True, False), (torch.bfloat16, 256, True, True)]
-    for dtype, head_dim, softcapped, windowed in kinds:
+    kinds = [(dtype, head_dim, False, False, False) for dtype, head_dim in everyday]
+    kinds += [(torch.bfloat16, 128, False, True, False), (torch.bfloat16, 256, True, False, False)]
+    kinds += [(torch.bfloat16, 256, True, True, False)]
+    kinds += [(torch.bfloat16, 64, False, windowed, True) for windowed in (False, True)]
+    for dtype, head_dim, softcapped, windowed, has_sinks in kinds:
         yield Operands(
             dtype=dtype,
             geometry=CacheGeometry(block_size=16, block_stride=2, num_kv_heads=8, head_dim=head_dim),
             softcapped=softcapped,
             windowed=windowed,
+            has_sinks=has_sinks,
             architecture=90,
         )
 
@@ -148,7 +164,11 @@ def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * math.log2(math.e), 2 * scale / softcap * math.log2(math.e)
 
 
-def types_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
+NO_SINKS: Final[Mapping[str, Any]] = {"sinks": None}
+"""A constant of the kernels that end a row, where its heads have no sinks."""
+
+
+def types_of(kernel: Any, dtype: torch.dtype, has_sinks: bool = False) -> Mapping[str, str]:
     """Triton's types of an attention kernel's parameters: what is not named here is a constant."""
     element = f"*{TYPE_NAMES[dtype]}"
     types = dict.fromkeys(("q", "out", "cache"), element)
@@ -156,6 +176,8 @@ def types_of(kernel: Any, dtype: torch.dtype) -> Mapping[str, str]:
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
     types |= dict.fromkeys(("group", "window", "slot_rows"), "i32")
     types |= {"q_row_stride": "i64", "scale": "fp32", "squeeze": "fp32"}
+    if has_sinks:
+        types["sinks"] = "*fp32"
     return {name: types[name] for name in kernel.arg_names if name in types}
 
 
@@ -194,8 +216,11 @@ def merge_sums(acc, greatest, weight, later_acc, later_greatest, later_weight, s
 
 
 @triton.jit
-def normalised(acc, weight):
-    """`[R, D]`: a row that saw nothing is zero."""
+def normalised(acc, greatest, weight, sinks, query_head, live, scale):
+    """`[R, D]`: a row that saw nothing is zero. `sinks [Q]`, natural logits, or None; `query_head [R]`."""
+    if sinks is not None:
+        sink = tl.load(sinks + query_head, mask=live, other=0.0) * 1.4426950408889634
+        weight += tl.exp2(sink - greatest * scale)
     return acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
 
