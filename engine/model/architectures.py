@@ -12,12 +12,12 @@ from typing import Final
 
 _SERVED: Final = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
-    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text
-    gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared
-    helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama
-    mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2
-    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma youtu
+    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
+    gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3
+    mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """
 
 SERVED: Final = frozenset(_SERVED.split())
@@ -35,12 +35,11 @@ _REASONS: Final = {
     "it computes attention by itself, not by a function that can be given to it": "codegen cpmant doge falcon gpt_neo"
     " gpt_neox_japanese gptj openai-gpt reformer xglm",
     "it adds a bias of the distance to attention (ALiBi), which no kernel computes, by itself": "bloom mpt",
-    "its attention has sinks, which no kernel computes": "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa"
-    " mimo_v2_flash",
+    "it attends to states that it compresses beside KV": "deepseek_v4",
     "it chooses by an index of its own, beside KV, what it attends to": "axk2 deepseek_v32 dots3_note dots3_note_text"
     " glm_moe_dsa hy_v4 minimax_m3_vl_text",
     "it attends within chunks of the prompt, which no kernel computes": "llama4_text",
-    "its layers have key/value heads of different numbers or sizes": "gemma4_text gemma4_unified_text",
+    "its layers have key/value heads of different numbers or sizes": "gemma4_text gemma4_unified_text mimo_v2_flash",
     "it takes images or audio, and Legato takes text": "emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2"
     " llama4 mllama moshi moss_transcribe_diarize phi4_multimodal",
     "it drafts over the KV of another model": "gemma4_assistant gemma4_unified_assistant",

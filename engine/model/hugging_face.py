@@ -226,8 +226,9 @@ def _try_attention(
         raise _NotServedError("it masks attention in a way of its own")
     if attention_mask.fault:
         raise _NotServedError(attention_mask.fault)
-    if asked.pop("s_aux", None) is not None:
-        raise _NotServedError("its attention has sinks, which no kernel computes")
+    sinks = asked.pop("s_aux", None)
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise _NotServedError("its attention has sinks that are not one number of each head")
     asked = {name: wanted for name, wanted in asked.items() if wanted is not None}
     if unknown := [name for name, wanted in asked.items() if name not in _KNOWN and wanted is not False]:
         raise _NotServedError(f"its attention asks for {unknown[0]}, which no kernel computes")
@@ -284,9 +285,10 @@ def _paged_attention(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Of `query [1, Q, T, D]`, `key`, `value [1, H, T, D]`: `[1, T, Q, D]`, D of the values."""
+    """Of `query [1, Q, T, D]`, `key`, `value [1, H, T, D]`: `[1, T, Q, D]`, D of the values. `s_aux [Q]`: sinks."""
     step = _step.get()
     layer, step.layer = step.layer, step.layer + 1
     layout, hooks = step.kv_cache.layout, step.hooks
@@ -299,7 +301,8 @@ def _paged_attention(
     if hooks is not None:
         hooks.stored(layer)
     rows = step.kv_cache.layer_rows(layer)
-    attended = step.attentions[layer].attend(q, k, v, rows, group=group, scale=scale, softcap=softcap)
+    sinks = None if s_aux is None else s_aux.detach().float()
+    attended = step.attentions[layer].attend(q, k, v, rows, group=group, scale=scale, softcap=softcap, sinks=sinks)
     if hooks is not None:
         hooks.attended(layer)
     return attended[..., : value.shape[-1]].unsqueeze(0).to(query.dtype), None

@@ -23,8 +23,20 @@ from tests.support.thoroughness import in_test_long
 
 BACKENDS: tuple[Backend, ...] = ("native", "transformers")
 # Each for what the others do not have: latent attention, soft caps and windows, experts, learnt positions, two calls of
-# attention a layer, KV of one head, shared KV, another norm's place.
-SOME = ("deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gpt2", "gpt_bigcode", "llama", "olmo2", "opt", "phi3")
+# attention a layer, KV of one head, shared KV, another norm's place; sinks.
+SOME = (
+    "deepseek_v3",
+    "diffllama",
+    "gemma2",
+    "gemma3n_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_oss",
+    "llama",
+    "olmo2",
+    "opt",
+    "phi3",
+)
 SOME_MORE = ("cohere2", "mixtral", "stablelm")
 PROMPT_LENGTHS = (1, 2, 5, 16, 17, 40, 61, 100)
 NUM_NEW_TOKENS = 32
@@ -100,7 +112,6 @@ def test_every_model_of_transformers_is_served_or_refused() -> None:
     ("model_type", "changes", "told"),
     [
         ("mamba", {}, "keep a state beside KV"),
-        ("gpt_oss", {}, "sinks"),
         ("bert", {}, "attends in both directions"),
         ("bloom", {}, "ALiBi"),
         ("qwen2_moe", {"quantization_config": {"quant_method": "fp8"}}, "comes quantised"),
