@@ -19,7 +19,10 @@ from torch import Tensor
 
 from kernels.quantised_weight import QuantisedWeight
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+"""What `Kernels.gated_activation` makes of gates and ups: `act(gate) * up`, but for gpt-oss's `swigluoai`."""
+
+SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,11 @@ class Kernels(Protocol):
         ...
 
     def gated_activation(self, gate_up: Tensor, activation: Activation, /) -> Tensor:
-        """`act(gate) * up` of `[T, 2 * width]`, gate before up; returns `[T, width]`."""
+        """`act(gate) * up` of `[T, 2 * width]`, gate before up; returns `[T, width]`.
+
+        `swigluoai` cuts gates off above its limit, ups above and below it, and is
+        `gate * sigmoid(alpha * gate) * (up + 1)`.
+        """
         ...
 
     def plan_attention(

@@ -16,8 +16,10 @@ from torch import Tensor
 ActivationBits = Literal[8, 16]
 """To how many bits activations may be rounded before they meet such weights."""
 
-LOWEST = {4: (-8, 0), 8: (-128,)}
-"""What the lowest code of so many bits may stand for."""
+LOWEST_E2M1 = -12
+LOWEST = {4: (-8, 0, LOWEST_E2M1), 8: (-128,)}
+"""What the lowest code of so many bits may stand for. Codes count up from it; but from `LOWEST_E2M1` on they are the
+doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class QuantisedWeight:
     scales: Tensor  # [out, groups] float32
     minimums: Tensor | None  # [out, groups] float32; None: 0
     bits: int  # 4 or 8
-    lowest: int  # codes lie in [lowest, lowest + 2 ** bits)
+    lowest: int  # see `LOWEST`
 
     def __post_init__(self) -> None:
         assert self.lowest in LOWEST[self.bits]

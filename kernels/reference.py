@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.block_digest import GAMMA, MIX_1, MIX_2, ROW_WORDS, SHIFT
-from kernels.interface import Activation, CacheGeometry, ExpertChoice, GatedMlp, KVSlots, Linear, Segment
+from kernels.interface import (
+    SWIGLUOAI_ALPHA,
+    SWIGLUOAI_LIMIT,
+    Activation,
+    CacheGeometry,
+    ExpertChoice,
+    GatedMlp,
+    KVSlots,
+    Linear,
+    Segment,
+)
 from kernels.quantised_weight import QuantisedWeight
 
 
@@ -105,6 +115,9 @@ def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, int
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=SWIGLUOAI_LIMIT), up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT)
+        return gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate) * (up + 1)
     if activation == "silu":
         return gate * torch.sigmoid(gate) * up
     return torch.nn.functional.gelu(gate, approximate="tanh") * up

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import reference
 from kernels.cpu.attention import plan_attention
 from kernels.interface import Activation, KVSlots, Linear
 from kernels.quantised_weight import QuantisedWeight
@@ -94,6 +95,8 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    if activation == "swigluoai":
+        return reference.gated_activation(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(gate).mul_(up)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.interface import ExpertChoice, GatedMlp, Linear
-from kernels.native.library import TYPE_NAMES, Flag, Pointer, Size, declare
+from kernels.native.library import TYPE_NAMES, Flag, Pointer, Size, activation_number, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
 
 
@@ -21,8 +21,8 @@ class _Experts(ctypes.Structure):
         ("down", ctypes.POINTER(ProjectionRecord)),
         ("count", Size),
         ("per_row", Size),
+        ("activation", Size),
         ("normalised", Flag),
-        ("gelu_tanh", Flag),
     )
 
 
@@ -64,8 +64,8 @@ class NativeExperts:
             down=records(*(projection_record(expert.down) for expert in experts)),
             count=len(experts),
             per_row=choice.per_row,
+            activation=activation_number(experts[0].activation),
             normalised=choice.normalised,
-            gelu_tanh=experts[0].activation == "gelu_tanh",
         )
         name = f"experts_{TYPE_NAMES[self.dtype]}"
         self._compute = declare(library, name, [Pointer, Pointer, Size, Pointer, Pointer])

@@ -28,7 +28,7 @@ from kernels.interface import (
 from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
-from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, declare
+from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
@@ -37,8 +37,7 @@ _PARAMETERS: dict[str, list[Any]] = {
     "rms_norm": [Pointer, Size, Size, Size, Size, Pointer, Float, Pointer],
     "add_rms_norm": [Pointer, Pointer, Size, Size, Pointer, Float, Pointer, Pointer],
     "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 4, *[Pointer] * 5],
-    "gated_silu": [Pointer, Size, Size, Pointer],
-    "gated_gelu_tanh": [Pointer, Size, Size, Pointer],
+    "gated_activation": [Size, Pointer, Size, Size, Pointer],
 }
 
 
@@ -140,13 +139,13 @@ class NativeCpuKernels:
         return q, k
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        compute = self._functions.get((f"gated_{activation}", gate_up.dtype))
+        compute = self._functions.get(("gated_activation", gate_up.dtype))
         if compute is None:
             return cpu.gated_activation(gate_up, activation)
         assert gate_up.is_contiguous()
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_rows, width))
-        compute(gate_up.data_ptr(), num_rows, width, out.data_ptr())
+        compute(activation_number(activation), gate_up.data_ptr(), num_rows, width, out.data_ptr())
         return out
 
     def plan_attention(

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.interface import GatedMlp, Layer, LayersForm, Linear, PagedAttention
 from kernels.native.attention import NativeAttention, sinks_address
 from kernels.native.experts import NativeExperts
-from kernels.native.library import Flag, Float, Pointer, Size, declare
+from kernels.native.library import Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, projection_record
 
 _NAMES = {
@@ -45,7 +45,7 @@ class _Shape(ctypes.Structure):
         ("eps", Float),
         ("scale", Float),
         ("softcap", Float),
-        ("gelu_tanh", Flag),
+        ("activation", Size),
     )
 
 
@@ -107,7 +107,7 @@ class NativeLayers:
             eps=form.eps,
             scale=form.scale,
             softcap=form.softcap or 0.0,
-            gelu_tanh=form.activation == "gelu_tanh",
+            activation=activation_number(form.activation),
         )
         self._run = declare(library, f"layers_run_{types}", [Pointer, Pointer, Pointer, Size, Size])
         scratch = declare(library, "layers_scratch", [Pointer, Pointer, Size], Size)

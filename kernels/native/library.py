@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from filelock import FileLock, Timeout
 
 from kernels.cache_folder import default_cache_dir, is_private, private_folder
+from kernels.interface import Activation
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,11 @@ def _library() -> Path:
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
     return target
+
+
+def activation_number(activation: Activation) -> int:
+    """What the C++ kernels call it."""
+    return get_args(Activation).index(activation)
 
 
 def require_processor() -> None:

@@ -9,6 +9,7 @@ Shape legend: see `kernels.interface`; N elements in a row of a norm.
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import torch
 import triton
@@ -256,7 +257,7 @@ def _rotation(dtype: torch.dtype, half: int) -> Shipped:
 
 
 @triton.jit
-def gated_activation_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_activation_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (row, block of columns). `gate_up [T, 2 * width]`, `out [T, width]`, both contiguous."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -264,7 +265,11 @@ def gated_activation_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.c
     start = gate_up + row * width * 2
     gate = tl.load(start + columns, mask=live, other=0.0).to(tl.float32)
     up = tl.load(start + width + columns, mask=live, other=0.0).to(tl.float32)
-    if GELU:
+    if ACTIVATION == "swigluoai":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        activated = gate * tl.sigmoid(1.702 * gate)
+    elif ACTIVATION == "gelu_tanh":
         # 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x³) (arXiv:1606.08415).
         activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
@@ -273,7 +278,7 @@ def gated_activation_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.c
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """`act(gate) * up` of `gate_up [T, 2 * width]`, contiguous, gate before up; returns `[T, width]`."""
+    """See `kernels.interface.Kernels.gated_activation`; `gate_up` is contiguous."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
@@ -289,7 +294,7 @@ def _gating(dtype: torch.dtype, activation: Activation) -> Shipped:
         name=f"gated_activation-{activation}-{element}",
         kernel=gated_activation_kernel,
         types={"gate_up": f"*{element}", "out": f"*{element}", "width": "i32"},
-        constants={"GELU": activation == "gelu_tanh", "BLOCK": _BLOCK},
+        constants={"ACTIVATION": activation, "BLOCK": _BLOCK},
         num_warps=4,
         num_stages=1,
         aligned=frozenset({"width"}),
@@ -307,5 +312,5 @@ def shipped() -> list[Shipped]:
         if not (adds and tile < 256)
     ]
     rotations = [_rotation(dtype, half) for dtype in TYPE_NAMES for half in _HALVES]
-    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
-    return norms + rotations + [_gating(dtype, activation) for dtype in TYPE_NAMES for activation in activations]
+    gates = [_gating(dtype, activation) for dtype in TYPE_NAMES for activation in get_args(Activation)]
+    return norms + rotations + gates

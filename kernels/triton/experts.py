@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.interface import Activation, ExpertChoice, GatedMlp, Linear
+from kernels.interface import Activation, ExpertChoice, Linear
 from kernels.triton.elementwise import gated_activation
 from kernels.triton.matmul import tile_of, tile_product
 from kernels.triton.shipped import TYPE_NAMES, Shipped
@@ -60,6 +60,7 @@ def grouped_matmul_kernel(
     order,
     starts,
     out,
+    bias,
     num_pairs,
     num_experts,
     per_row,
@@ -74,8 +75,8 @@ def grouped_matmul_kernel(
     """Grid: (tile of pairs, tile of outputs); of the former as many as there can be, of which some have nothing to do.
 
     `order [R]`: pair p, of row `p // per_row`, stands at place i if `order[i]` is p. Those of expert e stand at
-    `starts[e]` to `starts[e + 1]`. `weight [X, N, K]`. Where GATHERS, `x [T, K]` and `out [R, N]` is by place, else
-    `x [R, K]` is by place and `out [R, N]` by pair.
+    `starts[e]` to `starts[e + 1]`. `weight [X, N, K]`; `bias [X, N]` or None. Where GATHERS, `x [T, K]` and
+    `out [R, N]` is by place, else `x [R, K]` is by place and `out [R, N]` by pair.
     """
     tile = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -99,6 +100,9 @@ def grouped_matmul_kernel(
     x_rows = x + sources[:, None] * K
     weight_rows = weight + (expert.to(tl.int64) * N + tl.where(columns < N, columns, 0))[None, :] * K
     total = tile_product(x_rows, weight_rows, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    if bias is not None:
+        own = tl.load(bias + expert.to(tl.int64) * N + columns, mask=columns < N, other=0.0)
+        total += own[None, :].to(tl.float32)
     stored = live_places[:, None] & (columns[None, :] < N)
     tl.store(out + targets[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=stored)
 
@@ -119,19 +123,32 @@ def sum_experts_kernel(outputs, shares, residual, out, per_row, width, ADDS: tl.
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=live)
 
 
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One projection of all experts."""
+
+    weight: Tensor  # [X, N, K]
+    bias: Tensor | None  # [X, N]
+
+    @classmethod
+    def of(cls, projections: Sequence[tuple[Tensor, Tensor | None]]) -> Stacked:
+        """The weights and biases of each."""
+        biases = [bias for _, bias in projections if bias is not None]
+        return cls(torch.stack([weight for weight, _ in projections]), torch.stack(biases) if biases else None)
+
+
 def pack_experts(
-    router: Linear, experts: Sequence[GatedMlp], weights: Sequence[Tensor], choice: ExpertChoice
+    router: Linear, gate_up: Stacked, down: Stacked, activation: Activation, choice: ExpertChoice
 ) -> Linear:
-    """`weights`: those of each expert's `gate_up` and of its `down`, in turn. Raises ValueError for more experts than
-    the kernels look at."""
-    if len(experts) > _MOST_EXPERTS[-1] or choice.per_row > _MOST_RANKS:
+    """Raises ValueError for more experts than the kernels look at."""
+    num_experts = len(gate_up.weight)
+    if num_experts > _MOST_EXPERTS[-1] or choice.per_row > _MOST_RANKS:
         raise ValueError(
-            f"{choice.per_row} of {len(experts)} experts for each token are more than the GPU's kernels can choose:"
+            f"{choice.per_row} of {num_experts} experts for each token are more than the GPU's kernels can choose:"
             f" {_MOST_RANKS} of {_MOST_EXPERTS[-1]}"
         )
-    gate_up, down = torch.stack(list(weights[::2])), torch.stack(list(weights[1::2]))
-    numbers = torch.arange(len(experts) + 1, device=gate_up.device)
-    return GpuExperts(router, gate_up, down, numbers, experts[0].activation, choice)
+    numbers = torch.arange(num_experts + 1, device=gate_up.weight.device)
+    return GpuExperts(router, gate_up, down, numbers, activation, choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +156,8 @@ class GpuExperts:
     """`kernels.interface.Linear` by the kernels above."""
 
     router: Linear  # E -> X
-    gate_up: Tensor  # [X, 2 * width, E]
-    down: Tensor  # [X, E, width]
+    gate_up: Stacked  # E -> 2 * width
+    down: Stacked  # width -> E
     numbers: Tensor  # [X + 1]: 0, 1, ...
     activation: Activation
     choice: ExpertChoice
@@ -180,14 +197,15 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
     return numbers, shares
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, per_row: int, *, gathers: bool) -> Tensor:
+def grouped_matmul(x: Tensor, by: Stacked, order: Tensor, starts: Tensor, per_row: int, *, gathers: bool) -> Tensor:
     """Rows of `x` by the weights of their experts: see `grouped_matmul_kernel`. Returns `[R, N]`."""
+    weight = by.weight
     (num_experts, N, K), num_pairs = weight.shape, len(order)
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == K
     out = torch.empty(num_pairs, N, dtype=x.dtype, device=x.device)
     # In float32, wide tiles have no registers left for places and rows on Blackwell.
     wide = num_pairs >= num_experts * _WIDE_ROWS and x.dtype != torch.float32
-    shipped = _grouped(x.dtype, wide, gathers, _most(num_experts))
+    shipped = _grouped(x.dtype, wide, gathers, _most(num_experts), by.bias is not None)
     tile = shipped.constants
     most_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)  # each expert's last one may be cut
     shipped.launch(
@@ -197,6 +215,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, per
         order=order,
         starts=starts,
         out=out,
+        bias=by.bias,
         num_pairs=num_pairs,
         num_experts=num_experts,
         per_row=per_row,
@@ -247,15 +266,18 @@ def _choosing(dtype: torch.dtype, normalised: bool, most: int) -> Shipped:
 
 
 @functools.cache
-def _grouped(dtype: torch.dtype, wide: bool, gathers: bool, most: int) -> Shipped:
+def _grouped(dtype: torch.dtype, wide: bool, gathers: bool, most: int, biased: bool) -> Shipped:
     element, tile = TYPE_NAMES[dtype], tile_of(dtype, wide)
-    pointers = dict.fromkeys(("x", "weight", "out"), f"*{element}") | {"order": "*i64", "starts": "*i64"}
+    marks = (element, "wide" if wide else "narrow", "in" if gathers else "out", str(most), *["bias"] * biased)
+    elements = ("x", "weight", "out", "bias") if biased else ("x", "weight", "out")
+    pointers = dict.fromkeys(elements, f"*{element}") | {"order": "*i64", "starts": "*i64"}
     integers = dict.fromkeys(("num_pairs", "num_experts", "per_row", "N", "K"), "i32")
     return Shipped(
-        name=f"grouped_matmul-{element}-{'wide' if wide else 'narrow'}-{'in' if gathers else 'out'}-{most}",
+        name="-".join(("grouped_matmul", *marks)),
         kernel=grouped_matmul_kernel,
         types=pointers | integers,
-        constants={"GATHERS": gathers, "EXPERTS": most, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k},
+        constants={"GATHERS": gathers, "EXPERTS": most, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+        | ({} if biased else {"bias": None}),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=frozenset({"N", "K"}),
@@ -282,11 +304,12 @@ def shipped() -> list[Shipped]:
     return [
         *(_choosing(dtype, normalised, most) for dtype in TYPE_NAMES for normalised in both for most in _MOST_EXPERTS),
         *(
-            _grouped(dtype, wide, gathers, most)
+            _grouped(dtype, wide, gathers, most, biased)
             for dtype in TYPE_NAMES
             for wide in both
             for gathers in both
             for most in _MOST_EXPERTS
+            for biased in both
             if not (wide and dtype == torch.float32)
         ),
         *(_summing(dtype, adds) for dtype in TYPE_NAMES for adds in both),

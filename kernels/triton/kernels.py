@@ -31,7 +31,7 @@ from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
 from kernels.triton.attention.tiles import Operands, architecture
 from kernels.triton.attention.work_lists import AttentionShape
-from kernels.triton.experts import pack_experts
+from kernels.triton.experts import Stacked, pack_experts
 from kernels.triton.matmul import InvariantLinear
 
 
@@ -51,9 +51,10 @@ class CublasLinear:
         return total if self.bias is None else total.add_(self.bias)
 
 
-def _weight_of(linear: Linear) -> Tensor:
-    assert isinstance(linear, CublasLinear | InvariantLinear) and linear.bias is None
-    return linear.weight
+def _stacked(linears: Sequence[Linear]) -> Stacked:
+    plain = [linear for linear in linears if isinstance(linear, CublasLinear | InvariantLinear)]
+    assert len(plain) == len(linears)
+    return Stacked.of([(linear.weight, linear.bias) for linear in plain])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class GpuKernels:
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
-        weights = [_weight_of(linear) for expert in experts for linear in (expert.gate_up, expert.down)]
-        return pack_experts(router, experts, weights, choice)
+        gate_up, down = (_stacked([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))
+        return pack_experts(router, gate_up, down, experts[0].activation, choice)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def test_rotation_leaves_keys_and_values_in_their_slots_and_nowhere_else(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_activations_of_any_size_of_number(
     native: NativeCpuKernels, dtype: torch.dtype, activation: Activation
 ) -> None:

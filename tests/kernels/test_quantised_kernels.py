@@ -12,9 +12,10 @@ from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 from kernels.native.linear import QuantisedLinear
-from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight, side_by_side
+from kernels.quantised_weight import LOWEST_E2M1, ActivationBits, Form, QuantisedWeight, side_by_side
 
-FORMS = [(4, -8), (4, 0), (8, -128)]
+FORMS = [(4, -8), (4, 0), (4, LOWEST_E2M1), (8, -128)]
+DOUBLED_E2M1 = torch.tensor([-12, -8, -6, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 6, 8, 12])
 LIBRARY = native_library()
 NATIVE: dict[ActivationBits, NativeCpuKernels] = (
     {} if LIBRARY is None else {8: NativeCpuKernels(LIBRARY, 8), 16: NativeCpuKernels(LIBRARY, 16)}
@@ -27,7 +28,8 @@ def random_weight(
     num_outputs: int, num_inputs: int, group: int, bits: int, lowest: int, *, minimums: bool, halves: bool = True
 ) -> QuantisedWeight:
     """Every code occurs."""
-    codes = torch.randint(lowest, lowest + 2**bits, (num_outputs, num_inputs)).to(torch.int8)
+    codes = torch.randint(2**bits, (num_outputs, num_inputs))
+    codes = (DOUBLED_E2M1[codes] if lowest == LOWEST_E2M1 else codes + lowest).to(torch.int8)
     factors = torch.randn(2, num_outputs, num_inputs // group) / 2**bits
     factors = factors.half().float() if halves else factors
     return QuantisedWeight(

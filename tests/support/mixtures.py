@@ -19,6 +19,7 @@ class Mixture:
     width: int = 48
     normalised: bool = True
     activation: Activation = "silu"
+    biased: bool = False  # experts have biases: their weights' first columns
 
     def rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """The first inputs of a row are its logits: all numbers from 0 on in steps of 1/8, in some order."""
@@ -38,9 +39,10 @@ class Mixture:
 
     def packed(self, kernels: Kernels, weights: list[Tensor], *, quantised: bool = False) -> Linear:
         def pack(weight: Tensor) -> Linear:
+            bias = weight[:, 0].contiguous() if self.biased else None
             if quantised:
-                return kernels.pack_quantised(_eight_bits(weight), None, weight.dtype)
-            return kernels.pack_linear(weight, None)
+                return kernels.pack_quantised(_eight_bits(weight), bias, weight.dtype)
+            return kernels.pack_linear(weight, bias)
 
         experts = [
             GatedMlp(
@@ -55,6 +57,7 @@ class Mixture:
 MIXTURES = {
     "two of eight": Mixture(),
     "all of three, their shares among all": Mixture(num_experts=3, per_row=3, normalised=False),
+    "four of eight, biased": Mixture(per_row=4, activation="swigluoai", biased=True),
     "one": Mixture(num_experts=1, per_row=1),
     "seven of sixty": Mixture(num_experts=60, per_row=7, hidden=96, width=16, normalised=False, activation="gelu_tanh"),
 }

@@ -8,6 +8,9 @@ namespace legato {
 
 struct Plan;  // of attention_work.h
 
+// Those of kernels.interface, in their order.
+enum class Activation : int64_t { kSilu, kGeluTanh, kSwigluoai };
+
 // This and the following: those of kernels/native/linear.py and experts.py, field by field.
 struct Projection {
   const void *weight, *bias;  // packed; null where there is none
@@ -22,7 +25,8 @@ struct Experts {
   Projection router;
   const Projection *gate_up, *down;  // [count]; if quantised, by groups of one size
   int64_t count, per_row;
-  bool normalised, gelu_tanh;
+  Activation activation;
+  bool normalised;
 };
 
 // Rows that lie side by side, `starts[i]` to `starts[i + 1]` of them for the projection i of `count`.

@@ -34,12 +34,9 @@ LEGATO_NORMS(f32_by_f32, float, float)
 LEGATO_ROTATION(bf16, bf16)
 LEGATO_ROTATION(f32, float)
 
-#define LEGATO_GATES(NAME, X)                                                          \
-  void gated_silu_##NAME(const X* gate_up, int64_t rows, int64_t width, X* out) {      \
-    legato::gated_activation<legato::silu>(gate_up, rows, width, out);                 \
-  }                                                                                    \
-  void gated_gelu_tanh_##NAME(const X* gate_up, int64_t rows, int64_t width, X* out) { \
-    legato::gated_activation<legato::gelu_tanh>(gate_up, rows, width, out);            \
+#define LEGATO_GATES(NAME, X)                                                                                    \
+  void gated_activation_##NAME(legato::Activation activation, const X* gate_up, int64_t rows, int64_t width, X* out) { \
+    legato::gated_activation(activation, gate_up, rows, width, out);                                                   \
   }
 
 LEGATO_GATES(bf16, bf16)

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "calls.h"
 #include "elementwise_rows.h"
 #include "team.h"
 
@@ -68,16 +69,28 @@ void rotate_and_store(const Rotation<X>& rotation, int64_t tokens) {
   share_evenly(tokens, tokens * width >= kWorthThreads, [&](int64_t token) { rotation.take(token); });
 }
 
-// `gate_up [rows, 2 * width]`, `out [rows, width]`.
-template <__m512 (*kActivation)(__m512), typename X>
-void gated_activation(const X* gate_up, int64_t rows, int64_t width, X* out) {
+template <__m512 (*kGated)(__m512, __m512), typename X>
+void gate(const X* gate_up, int64_t rows, int64_t width, X* out) {
   const int64_t pieces = (width + kGateColumns - 1) / kGateColumns;
   share_evenly(rows * pieces, rows * width >= kWorthThreads, [&](int64_t piece) {
     const int64_t row = piece / pieces, column = piece % pieces * kGateColumns;
-    const X* gate = gate_up + row * width * 2 + column;
+    const X* gates = gate_up + row * width * 2 + column;
     const int64_t count = width - column < kGateColumns ? width - column : kGateColumns;
-    gate_row<kActivation>(gate, gate + width, count, out + row * width + column);
+    gate_row<kGated>(gates, gates + width, count, out + row * width + column);
   });
+}
+
+// `gate_up [rows, 2 * width]`, `out [rows, width]`.
+template <typename X>
+void gated_activation(Activation activation, const X* gate_up, int64_t rows, int64_t width, X* out) {
+  switch (activation) {
+    case Activation::kSilu:
+      return gate<silu>(gate_up, rows, width, out);
+    case Activation::kGeluTanh:
+      return gate<gelu_tanh>(gate_up, rows, width, out);
+    case Activation::kSwigluoai:
+      return gate<swigluoai>(gate_up, rows, width, out);
+  }
 }
 
 }  // namespace legato

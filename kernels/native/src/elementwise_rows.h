@@ -57,20 +57,30 @@ void rotate_head(const X* x, const X* cos, const X* signed_sin, int64_t head_dim
   rotate_half(x + half, x, cos + half, signed_sin + half, half, out + half);
 }
 
-inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+inline __m512 silu(__m512 gate, __m512 up) { return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(gate)), up); }
 
 // 0.5 (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x³) (arXiv:1606.08415).
-inline __m512 gelu_tanh(__m512 x) {
+inline __m512 gelu_tanh(__m512 x, __m512 up) {
   const __m512 square = _mm512_mul_ps(x, x);
   const __m512 cubic = _mm512_fmadd_ps(square, _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-  return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_mul_ps(x, cubic))));
+  const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_mul_ps(x, cubic));
+  return _mm512_mul_ps(_mm512_mul_ps(x, sigmoid(inner)), up);
 }
 
-template <__m512 (*kActivation)(__m512), typename X>
+// gpt-oss's; NaN stays NaN.
+inline __m512 swigluoai(__m512 gate, __m512 up) {
+  const __m512 limit = _mm512_set1_ps(7.0f);
+  gate = _mm512_min_ps(limit, gate);
+  up = _mm512_max_ps(_mm512_set1_ps(-7.0f), _mm512_min_ps(limit, up));
+  const __m512 activated = _mm512_mul_ps(gate, sigmoid(_mm512_mul_ps(_mm512_set1_ps(1.702f), gate)));
+  return _mm512_mul_ps(activated, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
+}
+
+template <__m512 (*kGated)(__m512, __m512), typename X>
 void gate_row(const X* gate, const X* up, int64_t width, X* out) {
   for (int64_t i = 0; i < width; i += 16) {
     const __mmask16 lanes = first_lanes(width - i);
-    store(out + i, lanes, _mm512_mul_ps(kActivation(load(gate + i, lanes)), load(up + i, lanes)));
+    store(out + i, lanes, kGated(load(gate + i, lanes), load(up + i, lanes)));
   }
 }
 

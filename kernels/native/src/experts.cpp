@@ -105,8 +105,7 @@ void run(const Experts& experts, const X* x, int64_t rows, const X* residual, X*
     std::memcpy(&memory.x[memory.places[at] * width], x + at / per_row * width, width * sizeof(X));
   });
   project({experts.gate_up, memory.starts.data(), experts.count}, memory.x.data(), memory.gate_up.data());
-  const auto gate = experts.gelu_tanh ? gated_activation<gelu_tanh, X> : gated_activation<silu, X>;
-  gate(memory.gate_up.data(), assigned, inner, memory.activated.data());
+  gated_activation(experts.activation, memory.gate_up.data(), assigned, inner, memory.activated.data());
   project({experts.down, memory.starts.data(), experts.count}, memory.activated.data(), memory.out.data());
   share_evenly(rows, is_worth, [&](int64_t row) {
     sum_row(memory.out.data(), &memory.places[row * per_row], &memory.shares[row * per_row], per_row, width,

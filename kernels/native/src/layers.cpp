@@ -30,7 +30,7 @@ struct Shape {
   int64_t layers_per_group;
   int64_t layer_numbers;  // of the cache from the keys of one layer to those of the next; the values lie half way
   float eps, scale, softcap;
-  bool gelu_tanh;
+  legato::Activation activation;
 };
 
 struct Rotary {
@@ -193,9 +193,7 @@ class Pass {
   }
 
   void activate(const X* gate_up, int64_t rows, X* out) const {
-    const auto gate = shape_.gelu_tanh ? legato::gated_activation<legato::gelu_tanh, X>
-                                       : legato::gated_activation<legato::silu, X>;
-    gate(gate_up, rows, layer_.down.inputs, out);
+    legato::gated_activation(shape_.activation, gate_up, rows, layer_.down.inputs, out);
   }
 
   // To the residual stream the projection of `y`, which has its own norm in some families; then the stream's norm.

@@ -166,7 +166,9 @@ void compute(const Job* jobs, int64_t count) {
   const bool few_rows = std::all_of(jobs, jobs + count, [](const Job& job) { return job.stop - job.first <= kTile; });
   share(count * panels, panels_at_once(count * panels, few_rows), [&](int64_t at) {
     const Job& job = jobs[at / panels];
-    job.layout.bits == 4 ? compute_panel<FourBits>(job, at % panels) : compute_panel<EightBits>(job, at % panels);
+    const int64_t panel = at % panels;
+    if (job.layout.is_float()) return compute_panel<FourBitFloats>(job, panel);
+    job.layout.bits == 4 ? compute_panel<FourBits>(job, panel) : compute_panel<EightBits>(job, panel);
   });
 }
 

@@ -2,19 +2,23 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "panels.h"
 
 namespace legato {
 
-constexpr int64_t kQuad = 4;  // inputs that are multiplied at once
+constexpr int64_t kQuad = 4;             // inputs that are multiplied at once
+constexpr int64_t kLowestOfE2m1 = -12;  // of four bits: their codes are doubles of E2M1's numbers
 
 // For each panel and group its codes, scales, and minimums. A code is stored without its sign: less `lowest`.
 struct QuantisedLayout {
   int64_t inputs, outputs, group;
-  int64_t bits, lowest;  // of a code; the value of the lowest one
+  int64_t bits, lowest;  // of a code; what the lowest one stands for
   bool wide_factors;     // scales and minimums are float32, else float16
   bool has_minimums;
 
+  bool is_float() const { return bits == 4 && lowest == kLowestOfE2m1; }
   int64_t groups() const { return inputs / group; }
   int64_t panels() const { return num_panels(outputs); }
   int64_t quad_bytes() const { return kQuad * kPanel * bits / 8; }
@@ -38,6 +42,21 @@ struct FourBits {
 
   static void put(uint8_t* quad, int64_t lane, int64_t input, int64_t code) {
     quad[lane % 16 * kQuad + input] |= static_cast<uint8_t>(code << (lane / 16 * 4));
+  }
+};
+
+// As `FourBits`, of E2M1's codes, which a table turns into numbers without their sign.
+struct FourBitFloats {
+  alignas(16) static constexpr int8_t kNumbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+  static Quad decode(const uint8_t* at) {
+    const __m512i numbers = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kNumbers)));
+    const Quad codes = FourBits::decode(at);
+    return {_mm512_shuffle_epi8(numbers, codes.left), _mm512_shuffle_epi8(numbers, codes.right)};
+  }
+
+  static void put(uint8_t* quad, int64_t lane, int64_t input, int64_t number) {
+    FourBits::put(quad, lane, input, std::find(kNumbers, kNumbers + 16, number) - kNumbers);
   }
 };
 
@@ -68,7 +87,7 @@ inline __m512 load_factors(const QuantisedLayout& layout, const uint8_t* at, int
 // From the first of some outputs' codes, scales and minimums (or null) in a group.
 inline void pack_block(const QuantisedLayout& layout, const int8_t* codes, const float* scales, const float* minimums,
                        int64_t lanes, uint8_t* block) {
-  const auto put = layout.bits == 4 ? FourBits::put : EightBits::put;
+  const auto put = layout.is_float() ? FourBitFloats::put : layout.bits == 4 ? FourBits::put : EightBits::put;
   for (int64_t lane = 0; lane < lanes; ++lane) {
     for (int64_t input = 0; input < layout.group; ++input) {
       put(block + input / kQuad * layout.quad_bytes(), lane, input % kQuad,
