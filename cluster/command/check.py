@@ -220,6 +220,7 @@ def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisat
     """How many bytes the weights take once they are loaded.
     Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
+    from engine.checkpoint.stacked_experts import unstacked_shapes
     from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
@@ -227,17 +228,22 @@ def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisat
         return (folder / GGUF_NAME).stat().st_size
     files = sorted(folder.glob("*.safetensors"))
     tensors = {canonical_name(name): fields for path in files for name, fields in _header(path).items()}
+    shapes = {
+        own: shape
+        for name, fields in tensors.items()
+        for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
+    }
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return sum(prod(map(int, fields["shape"])) for fields in tensors.values()) * value_bytes
     if model.packing is not None:
         return sum(end - start for start, end in (fields["data_offsets"] for fields in tensors.values()))
     total = 0.0
     for name, shape in expected_shapes(model).items():
-        if name not in tensors:
+        if name not in shapes:
             raise ValueError(f"{name} is in none of the *.safetensors of {folder}; fetch the model again")
-        if tuple(tensors[name]["shape"]) != shape:
+        if shapes[name] != shape:
             raise ValueError(
-                f"{name} in {folder} is {list(tensors[name]['shape'])}, and by its config.json it is {list(shape)};"
+                f"{name} in {folder} is {list(shapes[name])}, and by its config.json it is {list(shape)};"
                 " fetch the model again"
             )
         bytes_each = float(value_bytes)

@@ -1,6 +1,6 @@
-"""Checkpoints of AWQ and GPTQ: small integers packed into larger ones, taken apart.
+"""Checkpoints of AWQ, GPTQ and MXFP4: small numbers packed into larger ones, taken apart.
 
-Knows how both pack a projection's codes, zero points and scales, and what of their configs says so; no models.
+Knows how each packs a projection's codes, zero points and scales, and what of their configs says so; no models.
 
 Shape legend: I inputs, O outputs, G groups of inputs, P codes in a word of 32 bits.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import LOWEST_E2M1, QuantisedWeight
 
 # Which of eight consecutive outputs AWQ ("gemm") puts into a word's nibbles, the lowest first.
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -25,7 +25,7 @@ _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 class WeightPacking:
     """How the projections of a checkpoint are packed. A value is `(code - zero) * scale`, the last two of its group."""
 
-    method: Literal["awq", "gptq"]
+    method: Literal["awq", "gptq", "mxfp4"]
     bits: int
     zero_offset: int  # what is to be added to stored zero points
 
@@ -49,8 +49,10 @@ class WeightPacking:
             return cls(
                 method="gptq", bits=bits, zero_offset=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
             )
+        if method == "mxfp4":
+            return cls(method="mxfp4", bits=4, zero_offset=0)
         raise ValueError(
-            f"the model in {folder} is quantised by {method!r}; supported are awq, gptq and GGUF files, or use a"
+            f"the model in {folder} is quantised by {method!r}; supported are awq, gptq, mxfp4 and GGUF files, or use a"
             " checkpoint in bfloat16, float16 or float32"
         )
 
@@ -98,6 +100,24 @@ class WeightPacking:
             bits=self.bits,
             lowest=lowest,
         )
+
+
+MXFP4_GROUP: Final = 32
+"""Inputs that share a scale."""
+
+# Twice what E2M1's codes stand for: whole numbers.
+_DOUBLED_E2M1 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
+
+
+def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
+    """From `blocks [O, G, 16]` and `scales [O, G]`, bytes: two inputs' E2M1 in each of the former, the earlier in the
+    lower half; the exponents of two, 127 too high. Exact, but for scales below what float32 has (OCP Microscaling
+    Formats 1.0)."""
+    blocks = blocks.cpu().int()
+    codes = _DOUBLED_E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)]
+    exponents = scales.cpu().int() - 128  # one less, since codes are doubled
+    powers = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return QuantisedWeight(codes=codes, scales=powers, minimums=None, bits=4, lowest=LOWEST_E2M1)
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:

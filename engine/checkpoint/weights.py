@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.stacked_experts import ExpertTensor, unstacked
 from engine.memory.devices import CPU
 from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.shards import WHOLE, Part, Shard
@@ -53,9 +54,15 @@ _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _BASE = "model."
-# What Mixtral calls otherwise than the others.
-_MIXTRALS = re.compile(r"\.block_sparse_moe\.|(?<=\.)w[123](?=\.)")
-_OTHERS = {".block_sparse_moe.": ".mlp.", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# What Mixtral and gpt-oss call otherwise than the others.
+_RENAMED = re.compile(r"\.block_sparse_moe\.|(?<=\.)w[123](?=\.)|\.mlp\.router\.")
+_OTHERS = {
+    ".block_sparse_moe.": ".mlp.",
+    ".mlp.router.": ".mlp.gate.",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -137,7 +144,7 @@ class _Counted(dict[str, Tensor | QuantisedWeight]):
 
 def canonical_name(given: str) -> str:
     """What a tensor of a checkpoint is called in `expected_shapes`."""
-    return _MIXTRALS.sub(lambda match: _OTHERS[match[0]], given)
+    return _RENAMED.sub(lambda match: _OTHERS[match[0]], given)
 
 
 def is_projection(name: str) -> bool:
@@ -170,7 +177,7 @@ def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterato
     ]
     width, mlps = config.intermediate_size, ["mlp"]
     if experts is not None:
-        projections.append(("mlp.gate", experts.num_experts, hidden, False))
+        projections.append(("mlp.gate", experts.num_experts, hidden, experts.router_bias))
         width, mlps = experts.width, [f"mlp.experts.{number}" for number in range(experts.num_experts)]
     for mlp in mlps:
         projections += [(f"{mlp}.{name}_proj", width, hidden, config.mlp_bias) for name in ("gate", "up")]
@@ -184,6 +191,8 @@ def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterato
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for name in norms:
         yield f"{name}.weight", (hidden,)
+    if config.attention_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.qk_norm:
         yield "self_attn.q_norm.weight", (config.head_dim,)
         yield "self_attn.k_norm.weight", (config.head_dim,)
@@ -201,10 +210,14 @@ class _FileTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
 
-    def read(self, part: Part) -> Tensor:
-        """Read this part of the file, which is mapped, and nothing else of it. Raises ValueError for a type that is not
-        loadable."""
+    def stored(self, part: Part) -> Tensor:
+        """Read this part of the file, which is mapped, and nothing else of it."""
         tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
+        return tensor
+
+    def read(self, part: Part) -> Tensor:
+        """Read this part, as `stored` does. Raises ValueError for a type that is not loadable."""
+        tensor = self.stored(part)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ValueError(
                 f"{self.name} in {self.path} is {tensor.dtype}; only float32, bfloat16 and float16 can be loaded"
@@ -212,17 +225,17 @@ class _FileTensor:
         return tensor
 
 
-_Stored = Tensor | QuantisedWeight | _FileTensor
+_Stored = Tensor | QuantisedWeight | _FileTensor | ExpertTensor
 
 
 def _part_of(stored: _Stored, part: Part, quantisation: Quantisation | None, target: str) -> Tensor | QuantisedWeight:
     """What is loaded as `target`. The whole is not kept for a part of it."""
     rows, columns = (*part, slice(None), slice(None))[:2]
-    if isinstance(stored, _FileTensor):
-        if quantisation is None:
-            return stored.read(part)
-        stored = stored.read(())
-        if is_projection(target):
+    if isinstance(stored, _FileTensor) and quantisation is None:
+        return stored.read(part)
+    if isinstance(stored, _FileTensor | ExpertTensor):
+        stored = stored.load() if isinstance(stored, ExpertTensor) else stored.read(())
+        if quantisation is not None and isinstance(stored, Tensor) and is_projection(target):
             rounding = quantisation.of_the_head if target == _HEAD else quantisation
             return rounding.quantise_part(stored, rows, columns)
     if not part:
@@ -248,9 +261,9 @@ def _stored(
 
         return _checked(gguf_file.resolve(), config, stored_gguf_tensors(gguf_file))
     files = _weight_files(folder)
-    if config.packing is not None:
+    if config.packing is not None and config.packing.method != "mxfp4":
         return _checked(folder, config, _unpacked(files, config.packing))
-    return _checked(folder, config, (tensor for path in files for tensor in _tensors(path, device)))
+    return _checked(folder, config, _tensors(files, device))
 
 
 def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stored]]) -> Iterator[tuple[str, _Stored]]:
@@ -292,14 +305,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(path: Path, device: torch.device) -> Iterator[tuple[str, _FileTensor]]:
-    """While the iterator lasts, so does the open file."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _FileTensor | ExpertTensor]]:
+    """While the iterator lasts, so do the open files."""
+    with ExitStack() as opened:
+        tensors: dict[str, _FileTensor] = {}
+        for path in files:
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt", device=str(device)))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
-                yield name, _FileTensor(name, path, file)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+                tensors[name] = _FileTensor(name, path, file)
+        yield from unstacked(tensors)
 
 
 def _unpacked(files: list[Path], packing: WeightPacking) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:

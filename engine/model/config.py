@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from engine.checkpoint.cache import remembered
 from engine.checkpoint.packing import WeightPacking
 from engine.model.rope import ROPE_KINDS, RopeConfig, yarn_magnitude
-from kernels.interface import Activation
+from kernels.interface import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
 
 if TYPE_CHECKING:
     from engine.model.hugging_face import HuggingFaceConfig
@@ -34,6 +34,7 @@ SUPPORTED_ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
+    "GptOssForCausalLM",
 )
 
 # All of what decides how a config is read.
@@ -47,6 +48,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "swigluoai": "swigluoai",
 }
 
 
@@ -126,6 +128,7 @@ class ExpertsConfig:
     per_token: int
     width: int  # of each, as `ModelConfig.intermediate_size` is a dense MLP's
     normalised: bool  # the weights of a token's experts sum to 1; else each is its share among all experts
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +248,8 @@ def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
 
 
 def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folder: Path) -> ModelConfig:
-    gemma = architecture == "Gemma3ForCausalLM"
-    activation_name = hf.hidden_activation if gemma else hf.hidden_act
+    gemma, gpt_oss = architecture == "Gemma3ForCausalLM", architecture == "GptOssForCausalLM"
+    activation_name = hf.hidden_activation if gemma else _swigluoai(hf, folder) if gpt_oss else hf.hidden_act
     if activation_name not in _ACTIVATIONS:
         raise ValueError(
             f"the model in {folder} uses the activation {activation_name}; supported are {', '.join(_ACTIVATIONS)}"
@@ -272,14 +275,24 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         attention_scale=float(hf.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=gpt_oss or bool(getattr(hf, "mlp_bias", False)),
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
         sandwich_norms=gemma,
         norm_weight_offset=1.0 if gemma else 0.0,
         embedding_scale=hf.hidden_size**0.5 if gemma else None,
         attention_softcap=getattr(hf, "attn_logit_softcapping", None),
         logit_softcap=getattr(hf, "final_logit_softcapping", None),
+        attention_sinks=gpt_oss,
     )
+
+
+def _swigluoai(hf: Any, folder: Path) -> str:
+    if (hf.swiglu_alpha, hf.swiglu_limit) != (SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT):
+        raise ValueError(
+            f"the model in {folder} activates its experts with alpha {hf.swiglu_alpha} and the limit"
+            f" {hf.swiglu_limit}; supported are {SWIGLUOAI_ALPHA} and {SWIGLUOAI_LIMIT}"
+        )
+    return "swigluoai"
 
 
 def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
@@ -302,7 +315,7 @@ def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
 
 
 def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
-    num_experts = getattr(hf, "num_experts", 0)  # Mixtral's config calls it so, too
+    num_experts = getattr(hf, "num_experts", 0)  # those of Mixtral and gpt-oss call it so, too
     dense = getattr(hf, "mlp_only_layers", None) or []
     if not num_experts or layer in dense or (layer + 1) % getattr(hf, "decoder_sparse_step", 1):
         return None
@@ -315,7 +328,8 @@ def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
         num_experts=num_experts,
         per_token=hf.num_experts_per_tok,
         width=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
-        normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral always does
+        normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral and gpt-oss always do
+        router_bias=hf.model_type == "gpt_oss",
     )
 
 

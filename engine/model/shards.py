@@ -73,6 +73,8 @@ class Shard:
                 return (_rows(self.kv_heads(config.num_kv_heads), config.head_dim),)
             case "gate_proj" | "up_proj":
                 return (self._equal(shape[0]),)
+            case "self_attn" if kind == "sinks":
+                return (self.query_heads(config),)
             case "o_proj" | "down_proj" if kind == "bias":
                 return () if self.rank == 0 else None  # what is summed over the ranks has it once
             case "o_proj":

@@ -154,6 +154,15 @@ CASES = {
     "experts, overlapped": Case(
         family="qwen3-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
     ),
+    "sinks, two ranks to one": Case(
+        family="gpt-oss", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), chunk_tokens=40, **FEW
+    ),
+    "sinks, decoding on the host": Case(
+        family="gpt-oss",
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
     "one rank to two": Case(
         family="qwen3", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
     ),

@@ -14,6 +14,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -106,6 +108,16 @@ def _qwen3_moe(**changes: Any) -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
+def _gpt_oss(**changes: Any) -> Any:
+    config = GptOssConfig(
+        **_COMMON
+        | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
+        | {"intermediate_size": 96, "rope_parameters": _YARN_ROPE | {"truncate": False}}
+        | changes
+    )
+    return GptOssForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "llama-tied-biased-llama3": lambda: _llama(
@@ -120,6 +132,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma3": _gemma3,
     "mixtral": _mixtral,
     "qwen3-moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
     "qwen3-moe-normalised": lambda: _qwen3_moe(norm_topk_prob=True, tie_word_embeddings=True, num_experts_per_tok=8),
 }
 
@@ -130,7 +143,7 @@ def build_oracle(family: str, folder: Path, **changes: Any) -> Any:
     model = FAMILIES[family](**changes).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # as they are initialised, they do nothing
+            if "norm" in name or name.endswith(("bias", "sinks")):  # as they are initialised, they do nothing
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder, safe_serialization=True)
     return model

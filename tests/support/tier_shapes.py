@@ -22,6 +22,7 @@ LAYER_TOKEN_BYTES: Final = {
     "mistral": 384,
     "gemma3": 512,
     "mixtral": 256,
+    "gpt-oss": 512,
     "phi3": 256,
     "deepseek_v2": 768,
 }

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ and GPTQ: packed here code by code, as their formats say, and loaded by the engine."""
+"""Checkpoints of AWQ, GPTQ and MXFP4: packed here code by code, as their formats say, and loaded by the engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from cluster.command.check import weight_bytes
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.weights import load_weights
 from engine.model.config import ModelConfig
+from engine.model.shards import WHOLE, Shard
 from kernels.quantised_weight import QuantisedWeight
 from tests.support.model_families import build_oracle
+from tests.support.small_models import random_prompts
+from tests.support.stepping import Stepper, recording_runner
 
 GROUP = 32
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -109,6 +114,82 @@ def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, 
         assert torch.equal(weight, expected[name]), name
 
 
+def write_mxfp4(folder: Path, **changes: Any) -> Any:
+    """A small gpt-oss whose experts are random blocks and scales, in two files; the model with their values, by
+    transformers."""
+    model = build_oracle("gpt-oss", folder, **{"intermediate_size": 64, "num_hidden_layers": 2} | changes)
+    stored: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    for index, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            whole = getattr(layer.mlp.experts, name)
+            num_experts, num_inputs, num_outputs = whole.shape
+            blocks = torch.randint(256, (num_experts, num_outputs, num_inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 126, blocks.shape[:-1], dtype=torch.uint8)
+            whole.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            prefix = f"model.layers.{index}.mlp.experts.{name}"
+            del stored[prefix]
+            stored |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
+    save_in_two(stored, folder)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return model
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)], ids=["whole", "a rank's"])
+def test_values_of_mxfp4_are_those_of_transformers(tmp_path: Path, shard: Shard) -> None:
+    torch.manual_seed(0)
+    experts = write_mxfp4(tmp_path).model.layers[1].mlp.experts
+    weights = load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32, shard=shard)
+    own = slice(0, 64) if shard.is_whole else slice(32, 64)
+    for number in range(6):
+        gates_and_ups = experts.gate_up_proj[number].T
+        for name, expected in (
+            ("gate_proj", gates_and_ups[0::2][own]),
+            ("up_proj", gates_and_ups[1::2][own]),
+            ("down_proj", experts.down_proj[number].T[:, own]),
+        ):
+            weight = weights[f"model.layers.1.mlp.experts.{number}.{name}.weight"]
+            assert isinstance(weight, QuantisedWeight) and (weight.bits, weight.group_size) == (4, 32)
+            assert torch.equal(weight.dequantise(torch.float32), expected)
+        biases = weights[f"model.layers.1.mlp.experts.{number}.up_proj.bias"]
+        assert isinstance(biases, Tensor) and torch.equal(biases, experts.gate_up_proj_bias[number, 1::2][own])
+
+
+def test_tokens_of_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = write_mxfp4(tmp_path)
+    model.generation_config.eos_token_id = None
+    runner, _ = recording_runner(tmp_path, layers_per_group=2)
+    stepper = Stepper(runner)
+    seqs = [stepper.add(prompt, str(index)) for index, prompt in enumerate(random_prompts((5, 40, 61)))]
+    stepper.generate_mixed(seqs, 16)
+    for seq in seqs:
+        ids = torch.tensor([seq.prompt_token_ids])
+        found = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        assert seq.output_token_ids[:16] == found.tolist()
+
+
+def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
+    """In bfloat16: the loaded weights take about as much as their file, by what `legato check` says as well."""
+    write_mxfp4(tmp_path, vocab_size=32)
+    config = ModelConfig.from_folder(tmp_path)
+    weights = load_weights(tmp_path, config, dtype=torch.bfloat16)
+    loaded = sum(weight.nbytes for weight in weights.values())
+    files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert loaded < files  # what is not packed has 4 bytes there
+    assert 0.7 < weight_bytes(tmp_path, config, 2, None) / files <= 1.0
+
+
+def test_mxfp4_without_scales_is_refused_by_name(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    lost = "model.layers.0.mlp.experts.down_proj_scales"
+    for file in tmp_path.glob("*.safetensors"):
+        save_file({name: tensor for name, tensor in load_file(file).items() if name != lost}, file)
+    with pytest.raises(ValueError, match=r"lacks tensors: .*layers.0.mlp.experts.0.down_proj.weight"):
+        load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+
+
 def test_groups_that_are_not_side_by_side_are_refused(tmp_path: Path) -> None:
     write_packed(tmp_path, GPTQ)
     file = tmp_path / "model-0.safetensors"
@@ -138,7 +219,7 @@ def test_what_lacks_is_named(tmp_path: Path) -> None:
     [
         ({"version": "gemv"}, "'gemv'; supported are 4 bits in 'gemm'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
-        ({"quant_method": "hqq"}, "quantised by 'hqq'; supported are awq, gptq and GGUF"),
+        ({"quant_method": "hqq"}, "quantised by 'hqq'; supported are awq, gptq, mxfp4 and GGUF"),
     ],
 )
 def test_other_formats_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
