@@ -31,6 +31,7 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -248,7 +249,8 @@ def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
 
 
 def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folder: Path) -> ModelConfig:
-    gemma, gpt_oss = architecture == "Gemma3ForCausalLM", architecture == "GptOssForCausalLM"
+    gemma = architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+    gpt_oss = architecture == "GptOssForCausalLM"
     activation_name = hf.hidden_activation if gemma else _swigluoai(hf, folder) if gpt_oss else hf.hidden_act
     if activation_name not in _ACTIVATIONS:
         raise ValueError(

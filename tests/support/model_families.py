@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -93,6 +95,18 @@ def _gemma3(**changes: Any) -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def _gemma2() -> Any:
+    config = Gemma2Config(
+        **_COMMON,
+        head_dim=32,
+        query_pre_attn_scalar=40,
+        sliding_window=7,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=3.0,
+    )
+    return Gemma2ForCausalLM(config)
+
+
 def _mixtral(**changes: Any) -> Any:
     return MixtralForCausalLM(MixtralConfig(**_COMMON | changes, num_local_experts=8, num_experts_per_tok=2))
 
@@ -129,6 +143,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         **{"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2} | changes
     ),
     "qwen3": _qwen3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "mixtral": _mixtral,
     "qwen3-moe": _qwen3_moe,

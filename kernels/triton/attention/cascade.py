@@ -104,7 +104,7 @@ def configuration(operands: Operands) -> Shipped:
 
 
 def shipped() -> list[Shipped]:
-    return [configuration(operands) for operands in shipped_operands() if not operands.windowed]
+    return [configuration(operands) for operands in shipped_operands() if not (operands.windowed or operands.has_sinks)]
 
 
 def cascade_attention(
