@@ -110,9 +110,9 @@ _DOUBLED_E2M1 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 
 
 def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
-    """From `blocks [O, G, 16]` and `scales [O, G]`, bytes: two inputs' E2M1 in each of the former, the earlier in the
-    lower half; the exponents of two, 127 too high. Exact, but for scales below what float32 has (OCP Microscaling
-    Formats 1.0)."""
+    """Take `blocks [O, G, 16]` and `scales [O, G]` apart, which are bytes: two inputs' E2M1 in each of the former, the
+    earlier one in the lower half; the exponents of two, 127 too high (OCP Microscaling Formats 1.0). Its values are
+    exact."""
     blocks = blocks.cpu().int()
     codes = _DOUBLED_E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)]
     exponents = scales.cpu().int() - 128  # one less, since codes are doubled

@@ -32,13 +32,13 @@ class Stack(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def stored(self, part: tuple[slice, ...]) -> Tensor:
-        """That part of it, of whatever type."""
+        """Read that part of it, of whatever type it is."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """Of one expert; nothing of it has been read yet."""
+    """A tensor of one expert, of which nothing has been read yet."""
 
     shape: tuple[int, ...]
     load: Callable[[], Tensor | QuantisedWeight]
@@ -48,7 +48,7 @@ _Given = TypeVar("_Given", bound=Stack)
 
 
 def unstacked(tensors: Mapping[str, _Given]) -> Iterator[tuple[str, _Given | ExpertTensor]]:
-    """Every tensor by its name, experts as a checkpoint names them that has each by itself."""
+    """Yield every tensor by its name, but for a stack its experts, named as where each is stored by itself."""
     for name, tensor in tensors.items():
         stack = _STACK.fullmatch(name)
         pair = [f"{stack[1]}.{stack[2]}{kind}" for kind in (_BLOCKS, _SCALES)] if stack else []
@@ -61,7 +61,7 @@ def unstacked(tensors: Mapping[str, _Given]) -> Iterator[tuple[str, _Given | Exp
 
 
 def unstacked_shapes(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of what `unstacked` makes of a tensor."""
+    """Yield name and shape of each tensor that `unstacked` makes of this one."""
     if _STACK.fullmatch(name):
         yield from ((own, own_shape) for own, own_shape, *_ in _experts(name, shape))
     else:
@@ -69,7 +69,7 @@ def unstacked_shapes(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, t
 
 
 def _experts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, slice]]:
-    """Of each expert's tensors: name, shape, the expert's number, and which of the stack's outputs are its."""
+    """Yield each expert's tensors: name, shape, the expert's number, and which of the stack's outputs are its."""
     stack = _STACK.fullmatch(name)
     assert stack is not None
     prefix, projection, kind = stack.groups()

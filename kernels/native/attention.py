@@ -77,7 +77,7 @@ class NativeAttention:
 
 
 def sinks_address(sinks: Tensor | None) -> int | None:
-    """Of those that the C++ kernels read, `[Q]`; they have to outlive the call."""
+    """Return where the C++ kernels read sinks `[Q]`, which have to outlive the call; None where there are none."""
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     return None if sinks is None else sinks.data_ptr()
 

@@ -84,7 +84,7 @@ def _library() -> Path:
 
 
 def activation_number(activation: Activation) -> int:
-    """What the C++ kernels call it."""
+    """Return the number by which the C++ kernels know this activation."""
     return get_args(Activation).index(activation)
 
 

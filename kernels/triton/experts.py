@@ -132,7 +132,7 @@ class Stacked:
 
     @classmethod
     def of(cls, projections: Sequence[tuple[Tensor, Tensor | None]]) -> Stacked:
-        """The weights and biases of each."""
+        """Stack the weights and biases of all experts."""
         biases = [bias for _, bias in projections if bias is not None]
         return cls(torch.stack([weight for weight, _ in projections]), torch.stack(biases) if biases else None)
 
