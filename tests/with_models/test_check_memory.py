@@ -23,7 +23,7 @@ from tests.support.model_families import build_oracle
 from tests.support.small_models import SmallModel
 
 
-@pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen2", "mixtral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose projections can be rounded in groups."""
     folder = tmp_path_factory.mktemp(request.param)
