@@ -8,7 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.checkpoint.adapters import AdapterWeights
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
+from kernels.adapters import Adapter, AdapterLayer, LowRank, Up
 from kernels.interface import ExpertChoice, GatedMlp, Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.native.adapters import native_adapter
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
@@ -150,7 +153,10 @@ class Model:
         first = 0 if hooks is not None else self._run_fused(x, normed, step)
         if first > last:
             return normed
+        adapters = batch.adapters
         for index, layer in enumerate(self._layers[first:], first):
+            if adapters is not None:
+                layer = adapters.adapted(layer, index)
             qk, v = self._project(normed, layer)
             if hooks is not None:
                 hooks.before_store(index)
@@ -164,6 +170,8 @@ class Model:
                 hooks.attended(index)
             if index == last:  # nothing after this point mixes rows
                 x, attended = x[batch.output_rows], attended[batch.output_rows]
+                if adapters is not None:
+                    layer = adapters.selected(batch.output_rows).adapted(self._layers[index], index)
             following = self._final_norm if index == last else self._layers[index + 1].attention_norm
             x, normed = self._mix(x, attended, layer, following)
         return normed
@@ -177,11 +185,43 @@ class Model:
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def adapter(self, weights: AdapterWeights) -> Adapter:
+        """Ready for batches of this model, in memory of its own that goes with it. For a model without ranks."""
+        assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
+        kernels = self._kernels
+        if isinstance(kernels, NativeCpuKernels):
+            kernels = kernels.packing_into(_own_memory)
+        layers = tuple(
+            self._adapter_layer(weights, f"model.layers.{index}.", kernels) for index in range(len(self._layers))
+        )
+        num_bytes = sum(part.nbytes for low_rank in weights.values() for part in (low_rank.down, low_rank.up))
+        return Adapter(layers, num_bytes, None if self.fused is None else native_adapter(layers))
+
+    def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels) -> AdapterLayer:
+        config = self.config
+        sizes = {
+            name: config.num_heads * config.head_dim if name == "q" else config.num_kv_heads * config.head_dim
+            for name in "qkv"
+        }
+
+        def packed(outputs: Mapping[str, int]) -> LowRank | None:
+            return _low_rank(
+                kernels, {f"{prefix}{name}_proj": size for name, size in outputs.items()}, weights, self.device
+            )
+
+        width = config.intermediate_size
+        return AdapterLayer(
+            qkv=packed({f"self_attn.{name}": size for name, size in sizes.items()}),
+            output=packed({"self_attn.o": config.hidden_size}),
+            gate_up=packed({"mlp.gate": width, "mlp.up": width}),
+            down=packed({"mlp.down": config.hidden_size}),
+        )
+
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
         """Run as many of the first layers as one call takes, and return how many these are: `x`, `normed` become
         theirs."""
         attentions = [step.attentions[window] for window in self.windows]
-        if self.fused is None or not self.fused.takes(attentions):
+        if self.fused is None or not self.fused.takes(attentions, step.batch.adapters):
             return 0
         num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
         self.fused.run(
@@ -192,6 +232,7 @@ class Model:
             rotations=[step.rotations[rope] for rope in self._rotary],
             attentions=attentions,
             num_layers=num_layers,
+            adapters=step.batch.adapters,
         )
         return num_layers
 
@@ -327,6 +368,34 @@ class Model:
         """The queries' weight for each query head, then the keys' for each key head."""
         q_norm, k_norm = (self._norm(weights, f"{prefix}self_attn.{name}_norm") for name in "qk")
         return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
+
+
+def _own_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+    """A `PackingMemory` for what comes and goes: mappings that many tensors share would stay as long as one of them."""
+    packed = torch.zeros(num_elements, dtype=dtype)
+    fill(packed)
+    return packed
+
+
+def _low_rank(
+    kernels: Kernels, outputs: Mapping[str, int], weights: AdapterWeights, device: torch.device
+) -> LowRank | None:
+    """What an adapter adds to projections side by side, of so many `outputs` each."""
+    downs, ups = [], []
+    first_rank = first_output = 0
+    for name, num_outputs in outputs.items():
+        if (low_rank := weights.get(name)) is not None:
+            # Kernels multiply pairs of inputs: a rank more, of zeros, changes nothing.
+            odd = len(low_rank.down) % 2
+            down, up = functional.pad(low_rank.down, (0, 0, 0, odd)), functional.pad(low_rank.up, (0, odd))
+            linear = kernels.pack_linear(up.to(device), None)
+            ups.append(
+                Up(linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs))
+            )
+            downs.append(down)
+            first_rank += len(down)
+        first_output += num_outputs
+    return LowRank(kernels.pack_linear(torch.cat(downs).to(device), None), tuple(ups)) if downs else None
 
 
 def _tensor(weights: Weights, name: str) -> Tensor:
