@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.kv.block_pool import BlockLease
 from engine.kv.prefix import PrefixHasher
-from engine.model.adapters import AdapterSlot
 from engine.sampling.params import SamplingParams
-from kernels.adapters import Adapter
+
+if TYPE_CHECKING:  # these bring torch, and gateways know sequences, too
+    from engine.model.adapters import AdapterSlot
+    from kernels.adapters import Adapter
 
 Pooling = Literal["last", "mean"]
 """One vector in place of tokens: the final hidden state of the last token, or the mean of all tokens'; its length is

@@ -378,6 +378,7 @@ class Ledger:
             self.table.set_cost(row, cost or _ASSUMED_COST)
             worker.is_measured = cost is not None
         self.table.rows[Row.DRAINING, row] = snapshot.draining
+        self.table.set_adapters(snapshot.worker_id, snapshot.adapters, snapshot.adapter_load_s)
         self.table.set_tokens_per_step(row, snapshot.tokens_per_step / max(1.0, snapshot.drafts_stretch))
         self._correct_queue(worker, now)
         self._correct_decodes(worker, row, context_tokens)
