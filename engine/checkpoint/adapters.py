@@ -111,13 +111,15 @@ def _weights(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype
         with safe_open(path, framework="pt") as file:
             modules = _modules(folder, list(file.keys()))
             for module in modules:
-                down, up = (file.get_slice(_tensor_name(module, part)) for part in "AB")
-                down_shape, up_shape = down.get_shape(), up.get_shape()
-                _check_shapes(folder, module, down_shape, up_shape, shapes.get(f"{module}.weight"), max_rank)
-                if dtype is not None:
-                    scale = _scale(config, module, rank=down_shape[0])
-                    tensors = [_floats(folder, module, part[:]) for part in (down, up)]
-                    found[module] = LowRankWeights(tensors[0].to(dtype), (tensors[1].float() * scale).to(dtype))
+                projection = shapes.get(f"{module}.weight")
+                if dtype is None:
+                    down_shape, up_shape = (file.get_slice(_tensor_name(module, part)).get_shape() for part in "AB")
+                    _check_shapes(folder, module, down_shape, up_shape, projection, max_rank)
+                    continue
+                down, up = (_floats(folder, module, file.get_tensor(_tensor_name(module, part))) for part in "AB")
+                _check_shapes(folder, module, list(down.shape), list(up.shape), projection, max_rank)
+                scaled = (up if up.dtype == dtype else up.float()) * _scale(config, module, rank=len(down))
+                found[module] = LowRankWeights(down.to(dtype), scaled.to(dtype))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
     except OSError as error:

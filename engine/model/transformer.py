@@ -386,8 +386,9 @@ def _low_rank(
     for name, num_outputs in outputs.items():
         if (low_rank := weights.get(name)) is not None:
             # Kernels multiply pairs of inputs: a rank more, of zeros, changes nothing.
-            odd = len(low_rank.down) % 2
-            down, up = functional.pad(low_rank.down, (0, 0, 0, odd)), functional.pad(low_rank.up, (0, odd))
+            down, up = low_rank.down, low_rank.up
+            if len(down) % 2:
+                down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))
             linear = kernels.pack_linear(up.to(device), None)
             ups.append(
                 Up(linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs))
@@ -395,7 +396,10 @@ def _low_rank(
             downs.append(down)
             first_rank += len(down)
         first_output += num_outputs
-    return LowRank(kernels.pack_linear(torch.cat(downs).to(device), None), tuple(ups)) if downs else None
+    if not downs:
+        return None
+    down = downs[0] if len(downs) == 1 else torch.cat(downs)
+    return LowRank(kernels.pack_linear(down.to(device), None), tuple(ups))
 
 
 def _tensor(weights: Weights, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +59,20 @@ def can_pack_linear(weight: Tensor) -> bool:
     return weight.dtype in TYPE_NAMES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
 
 
+@functools.cache
+def _linear_functions(library: ctypes.CDLL, name: str) -> tuple[Function, Function, Function]:
+    """That tell how large a packed weight is, pack it, and multiply by it. An adapter has hundreds of weights."""
+    return (
+        declare(library, "linear_packed_size", [Size, Size], Size),
+        declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer]),
+        declare(library, f"linear_{name}", [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]),
+    )
+
+
 def pack_linear(
     library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = private_memory
 ) -> NativeLinear:
-    name = TYPE_NAMES[weight.dtype]
-    packed_size = declare(library, "linear_packed_size", [Size, Size], Size)
-    pack = declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer])
-    parameters = [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]
+    packed_size, pack, compute = _linear_functions(library, TYPE_NAMES[weight.dtype])
     num_outputs, num_inputs = weight.shape
 
     def fill(packed: Tensor) -> None:
@@ -73,7 +81,7 @@ def pack_linear(
 
     packed = memory(packed_size(num_inputs, num_outputs), weight.dtype, fill)
     return NativeLinear(
-        compute=declare(library, f"linear_{name}", parameters),
+        compute=compute,
         packed=packed,
         dtype=weight.dtype,
         num_inputs=num_inputs,
