@@ -3,7 +3,7 @@
 Knows shapes only: no models, no sequences.
 
 Shape legend: T packed tokens, B rows of one token, S tokens of context, H key/value heads, Q query heads, D head size,
-G layer groups, E hidden size.
+Dv that of a value (D, but for latent attention), G layer groups, E hidden size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,24 @@ Activation = Literal["silu", "gelu_tanh"]
 class CacheGeometry:
     """How one layer's KV lies in its rows `[num_rows, block_size * H * D]`.
 
-    The keys of block b are row `b * block_stride`, its values the row after.
+    The keys of block b are row `b * block_stride`, its values the row after. With a latent, a value is the first
+    `latent_dim` numbers of its key, and there is no row of values.
     """
 
     block_size: int
     block_stride: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int | None = None
+
+    @property
+    def num_planes(self) -> int:
+        """Rows of a block in one layer."""
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +63,8 @@ class KVSlots:
     Only where a batch is padded, to the size of a CUDA graph, are there tokens with negative slots: they go nowhere.
     """
 
-    keys: Tensor  # [num_slots, H, D]
-    values: Tensor  # [num_slots, H, D]
+    keys: Tensor  # [num_slots, H, D]: with a latent, the numbers behind it, which are rotated
+    values: Tensor  # [num_slots, H, Dv]: with a latent, the latent
     slots: Tensor  # [T] int64
 
 
@@ -75,9 +86,10 @@ class PagedAttention(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, *, group: int, scale: float, softcap: float | None
     ) -> Tensor:
-        """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k`, `v [T, H, D]`.
+        """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k [T, H, D]` and
+        `v [T, H, Dv]`.
 
-        Returns `[T, Q, D]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
+        Returns `[T, Q, Dv]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
         """
         ...
 
@@ -136,7 +148,7 @@ class Kernels(Protocol):
     def rotate_and_store(
         self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
     ) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of `qk [T, Q + H, D]`, queries before keys; the keys and `v [T, H, D]` go to their slots.
+        """Rotary embedding of `qk [T, Q + H, D]`, queries before keys; the keys and `v [T, H, Dv]` go to their slots.
 
         `cos`, `signed_sin [T, 1, D]`: element i of a half turns with that of the other half; the sine's first half is
         negated. Returns `q [T, Q, D]` and `k [T, H, D]`, which may lie where `qk` lay.
