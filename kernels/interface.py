@@ -80,6 +80,14 @@ class Linear(Protocol):
         ...
 
 
+class HeadwiseLinear(Protocol):
+    """A projection of each head by a weight of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, Q, in] -> [T, Q, out]`, of any strides."""
+        ...
+
+
 class PagedAttention(Protocol):
     """Causal attention of one step's segments, with all that does not change from layer to layer built once."""
 
@@ -113,10 +121,19 @@ class GatedMlp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
     """How a router's logits become a row's experts: those of the largest, of equal ones the first, and by how much each
-    counts: its softmax among all, or where `normalised` among those chosen, in float32."""
+    counts: `scale` times its softmax among all, or where `normalised` among those chosen, in float32.
+
+    With several groups, of equal size side by side, a row's experts are all of the `groups_per_row` best ones: of those
+    with the largest expert. With a `correction` (DeepSeek-V3's, arXiv:2412.19437, section 2.1.2) a sigmoid takes the
+    place of the softmax, experts are ranked by it and the correction together, and groups by their two best.
+    """
 
     per_row: int
     normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_row: int = 1
+    correction: Tensor | None = None  # [experts] float32
 
 
 class Kernels(Protocol):
@@ -129,6 +146,10 @@ class Kernels(Protocol):
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Pack a quantised projection of activations of `dtype`. Where a device has no kernel for such weights, their
         values in that type."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
+        """From `weight [Q, out, in]`."""
         ...
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
@@ -216,13 +237,24 @@ class GraphKernels(Kernels, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentProjections:
+    """What lies between a layer's first projection and its attention, where that is by a latent: `engine.model.latent`."""
+
+    query_norm: Tensor | None  # [1, rank of queries]; None: the first projection gives queries
+    query: Linear | None
+    latent_norm: Tensor  # [1, Dv]
+    keys: HeadwiseLinear  # of a head's query, what is not rotated, into the latent's space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's weights, fused and packed. Norms that a family does not have are None."""
+    """One layer's weights, fused and packed. What a family does not have is None."""
 
     attention_norm: Tensor  # [E]
     qkv: Linear  # E -> (Q + 2H) * D
     qk_norm: Tensor | None  # [Q + H, D]
-    output: Linear  # Q * D -> E
+    latent: LatentProjections | None = None
+    output: Linear  # Q * Dv -> E
     attention_output_norm: Tensor | None  # [E]
     mlp_norm: Tensor  # [E]
     mlp: Linear  # E -> E: a `GatedMlp`, or what `Kernels.pack_experts` made

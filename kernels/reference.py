@@ -37,6 +37,18 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dt
 
 
 @dataclass(frozen=True, slots=True)
+class PlainHeads:
+    weight: Tensor  # [Q, out, in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("tqi,qoi->tqo", x, self.weight)
+
+
+def pack_heads(weight: Tensor) -> PlainHeads:
+    return PlainHeads(weight)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainExperts:
     """Expert after expert, each of the rows that chose it. Their outputs are added up in float32, by their rank."""
 
@@ -66,10 +78,25 @@ class PlainExperts:
 def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row of `logits [T, experts]`: their numbers `[T, per_row]` and how much each counts,
     likewise."""
-    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : choice.per_row]
-    if choice.normalised:
-        return order, logits.gather(1, order).float().softmax(-1)
-    return order, logits.float().softmax(-1).gather(1, order)
+    logits = logits.float()
+    if choice.correction is None:
+        scores, ranking = logits.softmax(-1), logits
+    else:
+        scores = logits.sigmoid()
+        ranking = scores + choice.correction
+    if choice.groups > 1:
+        groups = ranking.unflatten(-1, (choice.groups, -1))
+        best = groups.topk(1 if choice.correction is None else 2).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, choice.groups_per_row), True)
+        ranking = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    order = _largest(ranking, choice.per_row)
+    shares = scores.gather(1, order)
+    return order, shares / (shares.sum(-1, keepdim=True) if choice.normalised else 1) * choice.scale
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Of each row, where they are, of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def pack_experts(router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:

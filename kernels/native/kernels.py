@@ -18,6 +18,7 @@ from kernels.interface import (
     CacheGeometry,
     ExpertChoice,
     GatedMlp,
+    HeadwiseLinear,
     KVSlots,
     Layer,
     LayersForm,
@@ -29,7 +30,7 @@ from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, declare
-from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
+from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_heads, pack_linear, pack_quantised
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 # Norms, rotary embeddings and gated activations: see `src/elementwise.cpp`. There is one of each for each of the types.
@@ -75,6 +76,11 @@ class NativeCpuKernels:
         if can_pack_quantised(weight, dtype):
             return pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)
+
+    def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
+        if can_pack_linear(weight[0]):
+            return pack_heads(self._library, weight, self._memory)
+        return cpu.pack_heads(weight)
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
         packed = native_experts.pack_experts(self._library, router, experts, choice)
