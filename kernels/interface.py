@@ -238,7 +238,7 @@ class GraphKernels(Kernels, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentProjections:
-    """What lies between a layer's first projection and its attention, where that is by a latent: `engine.model.latent`."""
+    """Between a layer's first projection and its attention, where that is by a latent: see `engine.model.latent`."""
 
     query_norm: Tensor | None  # [1, rank of queries]; None: the first projection gives queries
     query: Linear | None

@@ -85,7 +85,7 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
         scores = logits.sigmoid()
         ranking = scores + choice.correction
     if choice.groups > 1:
-        groups = ranking.unflatten(-1, (choice.groups, -1))
+        groups = torch.unflatten(ranking, -1, (choice.groups, -1))
         best = groups.topk(1 if choice.correction is None else 2).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, choice.groups_per_row), True)
         ranking = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)

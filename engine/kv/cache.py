@@ -153,7 +153,7 @@ class KVCache:
         """Where K and V of one layer go: slot addresses `[T]` (int64) of its group."""
         planes, latent_dim = self._planes[layer % self.layout.layers_per_group], self.layout.latent_dim
         if latent_dim is None:
-            return KVSlots(*planes, slots)
+            return KVSlots(planes[0], planes[1], slots)
         return KVSlots(planes[0][..., latent_dim:], planes[0][..., :latent_dim], slots)
 
     def store(self, layer: int, slots: Tensor, *planes: Tensor) -> None:

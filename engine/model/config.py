@@ -359,7 +359,7 @@ def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
         LayerConfig(
             window=window if kind == "sliding_attention" else None,
             rope=ropes[kind],
-            experts=_deepseeks_experts(hf, index, folder) if hasattr(hf, "kv_lora_rank") else _experts(hf, index, folder),
+            experts=(_deepseeks_experts if hasattr(hf, "kv_lora_rank") else _experts)(hf, index, folder),
         )
         for index, kind in enumerate(types)
     )
@@ -392,7 +392,7 @@ def _deepseeks_experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | Non
     groups, groups_chosen = (hf.n_group or 1, hf.topk_group or 1) if grouped else (1, 1)
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
         raise ValueError(f"the model in {folder} chooses experts by {method!r}, which is not supported")
-    if not (0 < chosen <= num_experts // groups * groups_chosen and groups_chosen <= groups and not num_experts % groups):
+    if groups_chosen > groups or num_experts % groups or not 0 < chosen <= num_experts // groups * groups_chosen:
         raise ValueError(
             f"the model in {folder} chooses {chosen} of {num_experts} experts, of {groups_chosen} of {groups} groups,"
             " for each token, which cannot be; fetch its config.json again"

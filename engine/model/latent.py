@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import LatentConfig
-from kernels.interface import HeadwiseLinear, Kernels, LatentProjections, Layer, Linear
+from kernels.interface import HeadwiseLinear, Kernels, Layer, Linear
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the model's other norms have
 
@@ -49,7 +49,7 @@ def pack_keys_and_values(
     weight: Tensor, config: LatentConfig, num_heads: int, kernels: Kernels
 ) -> tuple[HeadwiseLinear, HeadwiseLinear]:
     """From `weight [Q * (P + V), L]`, which makes a latent each head's key and value: P -> L for queries, L -> V."""
-    heads = weight.unflatten(0, (num_heads, -1))
+    heads = torch.unflatten(weight, 0, (num_heads, -1))
     keys, values = heads[:, : config.plain_dim], heads[:, config.plain_dim :]
     return kernels.pack_heads(keys.transpose(1, 2)), kernels.pack_heads(values)
 
@@ -69,7 +69,7 @@ class LatentOutput:
         return self.output.add_to(residual, self._values(x))
 
     def _values(self, x: Tensor) -> Tensor:
-        return self.values(x.unflatten(1, (-1, self.rank))).flatten(1)
+        return self.values(torch.unflatten(x, 1, (-1, self.rank))).flatten(1)
 
 
 def project(
@@ -79,15 +79,17 @@ def project(
     `[T, Q + 1, R]`; the latent `[T, 1, L]`."""
     latent = layer.latent
     assert latent is not None
+    plain_width = num_heads * config.plain_dim
     projected = layer.qkv(normed)
-    first, rank, rotary_dim = projected.shape[1] - config.rank, config.rank, config.rotary_dim
-    cached = kernels.rms_norm(projected[:, first:].unflatten(1, (1, rank)), latent.latent_norm, _NORM_EPS)
+    first, rotary_dim = projected.shape[1] - config.rank, config.rotary_dim
+    cached = kernels.rms_norm(projected[:, first:].unsqueeze(1), latent.latent_norm, _NORM_EPS)
     if latent.query is None:
-        plain, rotated = projected[:, :first].split((num_heads * config.plain_dim, (num_heads + 1) * rotary_dim), 1)
+        plain, rotated = projected[:, :plain_width], projected[:, plain_width:first]
     else:
         assert latent.query_norm is not None
-        compressed = projected[:, : first - rotary_dim].unflatten(1, (1, -1))
+        compressed = projected[:, : first - rotary_dim].unsqueeze(1)
         queries = latent.query(kernels.rms_norm(compressed, latent.query_norm, _NORM_EPS).flatten(1))
-        plain, rotated = queries.split((num_heads * config.plain_dim, num_heads * rotary_dim), 1)
-        rotated = torch.cat((rotated, projected[:, first - rotary_dim : first]), 1)
-    return latent.keys(plain.unflatten(1, (num_heads, -1))), rotated.unflatten(1, (num_heads + 1, -1)), cached
+        plain = queries[:, :plain_width]
+        rotated = torch.cat((queries[:, plain_width:], projected[:, first - rotary_dim : first]), 1)
+    heads = torch.unflatten(plain, 1, (num_heads, -1))
+    return latent.keys(heads), torch.unflatten(rotated, 1, (num_heads + 1, -1)), cached

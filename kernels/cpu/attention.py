@@ -105,8 +105,8 @@ class _PrefillSegment:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache_rows: Tensor, group: int, scale: float, softcap: float | None
     ) -> Iterator[Tensor]:
-        """`[queries, Q, Dv]` of each tile. `k`, `v`: the step's own. Without `gather` there is nothing earlier; else all
-        keys and values, the step's too, are fetched from `cache_rows`."""
+        """`[queries, Q, Dv]` of each tile. `k`, `v`: the step's own. Without `gather` there is nothing earlier; else
+        all keys and values, the step's too, are fetched from `cache_rows`."""
         rows = slice(self.first, self.stop)
         if self.gather is None:
             keys, values = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)

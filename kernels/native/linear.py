@@ -13,7 +13,6 @@ from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
-
 _PANEL = 32  # outputs, of `src/panels.h`
 
 
@@ -112,7 +111,7 @@ class NativeHeads:
 
 def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = private_memory) -> NativeHeads:
     """From `weight [Q, out, in]`."""
-    num_heads, num_outputs, num_inputs = weight.shape
+    num_outputs = weight.shape[1]
     # Each head begins a panel.
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))
     packed = pack_linear(library, padded.flatten(0, 1), None, memory).packed

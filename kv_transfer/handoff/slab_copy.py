@@ -1,7 +1,7 @@
 """Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
 
-A slab holds one layer's tokens as `[planes, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks
-they come from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
+A slab holds one layer's tokens as `[planes, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they
+come from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
 blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). The drivers call both ways on the
 KV loop, or, where a device has to be waited for, in `copying_threads`.
 

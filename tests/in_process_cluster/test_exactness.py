@@ -307,10 +307,12 @@ async def test_of_a_latent_model_the_latent_is_handed_over(models: Models, famil
     per_token = config.kv_lora_rank + config.qk_rope_head_dim
     assert token_bytes == per_token * 4
     assert sum(payloads) == len(prompt) * config.num_hidden_layers * per_token * 4
-    assert 5 * per_token <= in_all_heads(config)
+    assert in_all_heads(config) >= 5 * per_token
 
 
-@pytest.mark.parametrize("config", [DeepseekV3Config(), DeepseekV2Config(num_attention_heads=16)], ids=["V3", "V2-Lite"])
+@pytest.mark.parametrize(
+    "config", [DeepseekV3Config(), DeepseekV2Config(num_attention_heads=16)], ids=["V3", "V2-Lite"]
+)
 def test_of_a_published_latent_model_576_numbers_are_cached(config: Any, tmp_path: Path) -> None:
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.num_experts_per_tok = 6
@@ -319,7 +321,7 @@ def test_of_a_published_latent_model_576_numbers_are_cached(config: Any, tmp_pat
     layout = layout_of(served_config(tmp_path, engine), engine, torch.bfloat16)
     assert layout.bytes_per_token_layer == 576 * 2
     assert layout.block_bytes == 576 * 2 * config.num_hidden_layers * layout.block_size
-    assert 5 * 576 <= in_all_heads(config)
+    assert in_all_heads(config) >= 5 * 576
 
 
 @pytest.fixture(scope="module")
