@@ -38,7 +38,6 @@ def describe(
         "layers": str(layout.num_layers),
         "KV heads": str(layout.num_kv_heads),
         "head size": str(layout.head_dim),
-        "latent size": str(layout.latent_dim),
         "KV dtype": str(layout.dtype).removeprefix("torch."),
     }
 

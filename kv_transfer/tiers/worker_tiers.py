@@ -136,7 +136,7 @@ class WorkerTiers:
         facts = {
             "format": FORMAT_VERSION,
             "model": model_fingerprint(resolve_model(self._engine.model_ref), self._engine.quantisation),
-            "layout": [layout.num_layers, layout.layers_per_group, *layout.slab_shape(layout.block_size)],
+            "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
             "block_size": layout.block_size,
             "dtype": str(layout.dtype),
         }

@@ -182,10 +182,11 @@ def load_queries(
     dims = tl.arange(0, HEAD_TILE)
     rows = token.to(tl.int64) * q_row_stride + query_head * HEAD_DIM
     queries = tl.load(q + rows[:, None] + dims[None, :], mask=live[:, None] & (dims < VALUE_DIM)[None, :], other=0.0)
-    if REST_TILE == 0:
-        return queries, queries
-    at = VALUE_DIM + tl.arange(0, REST_TILE)
-    return queries, tl.load(q + rows[:, None] + at[None, :], mask=live[:, None] & (at < HEAD_DIM)[None, :], other=0.0)
+    rest = queries
+    if REST_TILE > 0:
+        at = VALUE_DIM + tl.arange(0, REST_TILE)
+        rest = tl.load(q + rows[:, None] + at[None, :], mask=live[:, None] & (at < HEAD_DIM)[None, :], other=0.0)
+    return queries, rest
 
 
 @triton.jit
@@ -243,23 +244,24 @@ def _load_tile(
         blocks = tl.load(table + tokens // BLOCK_SIZE)
     slots = blocks.to(tl.int64) * (BLOCK_STRIDE * BLOCK_SIZE) + tokens % BLOCK_SIZE
     places = cache + (slots * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
-    if REST_TILE:
+    if REST_TILE > 0:
         at = VALUE_DIM + tl.arange(0, REST_TILE)
         rest_places = cache + (slots * (NUM_KV_HEADS * HEAD_DIM))[:, None] + at[None, :]
         seen = live[:, None] if MASKED else tokens[:, None] >= 0
-        latents = tl.load(places, mask=seen & (dims < VALUE_DIM)[None, :], other=0.0)
-        return latents, latents, tl.load(rest_places, mask=seen & (at < HEAD_DIM)[None, :], other=0.0)
-    value_places = places + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
-    if MASKED:
-        wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(places, mask=wanted, other=0.0)
-        return keys, tl.load(value_places, mask=wanted, other=0.0), keys
-    if HEAD_DIM != HEAD_TILE:
-        inside = (dims < HEAD_DIM)[None, :]
-        keys = tl.load(places, mask=inside, other=0.0)
-        return keys, tl.load(value_places, mask=inside, other=0.0), keys
-    keys = tl.load(places)
-    return keys, tl.load(value_places), keys
+        keys = tl.load(places, mask=seen & (dims < VALUE_DIM)[None, :], other=0.0)
+        values, rest = keys, tl.load(rest_places, mask=seen & (at < HEAD_DIM)[None, :], other=0.0)
+    else:
+        value_places = places + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+        if MASKED:
+            wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
+            keys, values = tl.load(places, mask=wanted, other=0.0), tl.load(value_places, mask=wanted, other=0.0)
+        elif HEAD_DIM != HEAD_TILE:
+            inside = (dims < HEAD_DIM)[None, :]
+            keys, values = tl.load(places, mask=inside, other=0.0), tl.load(value_places, mask=inside, other=0.0)
+        else:
+            keys, values = tl.load(places), tl.load(value_places)
+        rest = keys
+    return keys, values, rest
 
 
 @triton.jit
@@ -283,7 +285,7 @@ def attend_tiles(
             BLOCK_STRIDE,
         )  # fmt: skip
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        if REST_TILE:
+        if REST_TILE > 0:
             score = tl.dot(q_rest, tl.trans(rest), score, input_precision="ieee")
         if SOFTCAPPED:
             score = _capped(score, squeeze)
