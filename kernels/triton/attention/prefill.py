@@ -145,6 +145,8 @@ def shipped() -> list[Shipped]:
         for operands in shipped_operands()
         for batch_invariant in (False, True)
         for architecture in (80, 90)
+        # Two sums of latents' 512 spill a few registers: that one is compiled where it is wanted.
+        if not (batch_invariant and operands.geometry.latent_dim)
     )
     return list({one.name: one for one in chosen}.values())
 
