@@ -21,10 +21,26 @@ from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ExpertsConfig, LayerConfig, ModelConfig
+from engine.model.latent import (
+    LatentOutput,
+    first_projection_rows,
+    pack_keys_and_values,
+    project,
+    query_rows,
+)
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
 from kernels.adapters import Adapter, AdapterLayer, LowRank, Up
-from kernels.interface import ExpertChoice, GatedMlp, Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.interface import (
+    ExpertChoice,
+    GatedMlp,
+    Kernels,
+    LatentProjections,
+    Layer,
+    LayersForm,
+    Linear,
+    PagedAttention,
+)
 from kernels.native.adapters import native_adapter
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
@@ -32,18 +48,27 @@ from kernels.quantised_weight import QuantisedWeight, side_by_side
 
 
 def pack_projections(
-    kernels: Kernels, weights: Sequence[Tensor | QuantisedWeight], bias: Tensor | None, dtype: torch.dtype
+    kernels: Kernels,
+    weights: Sequence[Tensor | QuantisedWeight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
 ) -> Linear:
-    """Their outputs side by side, of activations of `dtype`. Where only some are quantised, none is any more."""
+    """Their outputs side by side, or in the order of `rows`, of activations of `dtype`. Where only some are quantised,
+    none is any more."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if rows is not None and bias is not None:
+        bias = bias[rows.to(bias.device)]
     if len(quantised) == len(weights):
-        return kernels.pack_quantised(side_by_side(quantised), bias, dtype)
+        whole = side_by_side(quantised)
+        return kernels.pack_quantised(whole if rows is None else whole.rows(rows), bias, dtype)
     device = next((weight.device for weight in weights if isinstance(weight, Tensor)), None)
     tensors = [
         weight.dequantise(dtype).to(device) if isinstance(weight, QuantisedWeight) else weight for weight in weights
     ]
     # An output layer may lie where the embedding lies: no copy of a single one.
-    return kernels.pack_linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), bias)
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return kernels.pack_linear(joined if rows is None else joined[rows.to(joined.device)], bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +126,20 @@ class _Summed:
         return residual + self(x)
 
 
+@dataclass(frozen=True, slots=True)
+class _WithShared:
+    """A mixture, and beside it an MLP that is every row's."""
+
+    routed: Linear
+    shared: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.routed.add_to(self.shared(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.routed.add_to(self.shared.add_to(residual, x), x)
+
+
 class Model:
     """Built from `weights`, which it empties: packed tensors replace them one by one.
 
@@ -123,7 +162,7 @@ class Model:
         ]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
+        self._rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, self.device) for rope in ropes}
         self.windows = frozenset(layer.window for layer in config.layers)
         self.fused = self._fuse()
         # As a tensor of the model's type, so that it is rounded like the weights.
@@ -157,10 +196,12 @@ class Model:
         for index, layer in enumerate(self._layers[first:], first):
             if adapters is not None:
                 layer = adapters.adapted(layer, index)
-            qk, v = self._project(normed, layer)
+            plain, qk, v = self._project(normed, layer)
             if hooks is not None:
                 hooks.before_store(index)
             q, k = self._rotate_and_store(qk, v, step, index)
+            if plain is not None:
+                q, k = torch.cat((plain, q), -1), torch.cat((v, k), -1)
             if hooks is not None:
                 hooks.stored(index)
             if index == last and not len(batch.output_rows):
@@ -249,13 +290,16 @@ class Model:
             attentions[window] = attentions[effective]
         return attentions
 
-    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`."""
+    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`. With a latent, which is the value
+        then, first that part of queries which will not be, and then the part that will."""
         config = self.config
+        if config.latent is not None:
+            return project(normed, layer, config.latent, config.num_heads, self._kernels)
         qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        return qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
+        return None, qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
 
     def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
         """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
@@ -264,7 +308,7 @@ class Model:
         return self._kernels.rotate_and_store(qk, v, *step.rotations[self.config.layers[index].rope], into)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: _Step, index: int) -> Tensor:
-        """`[T, Q * D]`"""
+        """`[T, Q * Dv]`"""
         attended = step.attentions[self.config.layers[index].window].attend(
             q,
             k,
@@ -295,7 +339,7 @@ class Model:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
 
     def _fuse(self) -> NativeLayers | None:
-        if not isinstance(self._kernels, NativeCpuKernels):
+        if not isinstance(self._kernels, NativeCpuKernels) or self.config.latent is not None:
             return None
         config, ropes, windows = self.config, list(self._rotary), list(self.windows)
         form = LayersForm(
@@ -314,25 +358,58 @@ class Model:
     def _layer(self, weights: Weights, prefix: str, config: LayerConfig) -> Layer:
         sandwich = self.config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        qkv, latent, output = self._attention(weights, prefix + "self_attn.")
         return Layer(
             attention_norm=self._norm(weights, prefix + "input_layernorm"),
-            qkv=self._linear(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
+            qkv=qkv,
             qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
-            output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
+            latent=latent,
+            output=self._summed(output),
             attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
             mlp_norm=self._norm(weights, prefix + mlp_norm),
             mlp=self._summed(self._mlp_or_experts(weights, prefix + "mlp", config.experts)),
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
         )
 
+    def _attention(self, weights: Weights, prefix: str) -> tuple[Linear, LatentProjections | None, Linear]:
+        """The projections before it, and the one after it."""
+        config, latent = self.config, self.config.latent
+        if latent is None:
+            qkv = self._linear(weights, *(f"{prefix}{name}_proj" for name in "qkv"))
+            return qkv, None, self._linear(weights, prefix + "o_proj")
+        query_norm, query, first = None, None, "q_proj"
+        if latent.query_rank is not None:
+            query_norm, first = self._norm(weights, prefix + "q_a_layernorm").unsqueeze(0), "q_a_proj"
+            query = self._linear(weights, prefix + "q_b_proj", rows=query_rows(latent, config.num_heads))
+        names = prefix + first, prefix + "kv_a_proj_with_mqa"
+        qkv = self._linear(weights, *names, rows=first_projection_rows(latent, config.num_heads))
+        keys, values = pack_keys_and_values(
+            _tensor(weights, prefix + "kv_b_proj.weight"), latent, config.num_heads, self._kernels
+        )
+        latent_norm = self._norm(weights, prefix + "kv_a_layernorm").unsqueeze(0)
+        return (
+            qkv,
+            LatentProjections(query_norm=query_norm, query=query, latent_norm=latent_norm, keys=keys),
+            LatentOutput(values, self._linear(weights, prefix + "o_proj"), latent.rank),
+        )
+
     def _mlp_or_experts(self, weights: Weights, name: str, experts: ExpertsConfig | None) -> Linear:
         if experts is None:
             return self._mlp(weights, name)
-        return self._kernels.pack_experts(
+        choice = ExpertChoice(
+            per_row=experts.per_token,
+            normalised=experts.normalised,
+            scale=experts.scale,
+            groups=experts.groups,
+            groups_per_row=experts.groups_per_token,
+            correction=_tensor(weights, f"{name}.gate.e_score_correction_bias") if experts.corrected else None,
+        )
+        routed = self._kernels.pack_experts(
             self._linear(weights, f"{name}.gate"),
             [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
-            ExpertChoice(per_row=experts.per_token, normalised=experts.normalised),
+            choice,
         )
+        return _WithShared(routed, self._mlp(weights, f"{name}.shared_experts")) if experts.shared_width else routed
 
     def _mlp(self, weights: Weights, name: str) -> GatedMlp:
         return GatedMlp(
@@ -353,11 +430,15 @@ class Model:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self._ranks is None else _Summed(linear, self._ranks)
 
-    def _linear(self, weights: Weights, *names: str) -> Linear:
-        """The projections of one input as one, their outputs side by side."""
+    def _linear(self, weights: Weights, *names: str, rows: Tensor | None = None) -> Linear:
+        """The projections of one input as one, their outputs side by side, or in the order of `rows`."""
         parts = [weights.pop(f"{name}.weight") for name in names]
-        biases = [_tensor(weights, f"{name}.bias") for name in names if f"{name}.bias" in weights]
-        return pack_projections(self._kernels, parts, torch.cat(biases) if biases else None, self.dtype)
+        bias = None
+        if any(f"{name}.bias" in weights for name in names):  # who has none beside one that has, adds nothing
+            zeros = (torch.zeros(part.shape[0], dtype=self.dtype, device=self.device) for part in parts)
+            named = zip(names, zeros, strict=True)
+            bias = torch.cat([_tensor(weights, f"{name}.bias", nothing) for name, nothing in named])
+        return pack_projections(self._kernels, parts, bias, self.dtype, rows)
 
     def _norm(self, weights: Weights, name: str) -> Tensor:
         weight = _tensor(weights, f"{name}.weight")
@@ -402,7 +483,7 @@ def _low_rank(
     return LowRank(kernels.pack_linear(down.to(device), None), tuple(ups))
 
 
-def _tensor(weights: Weights, name: str) -> Tensor:
-    weight = weights.pop(name)
+def _tensor(weights: Weights, name: str, *default: Tensor) -> Tensor:
+    weight = weights.pop(name, *default)
     assert isinstance(weight, Tensor), f"{name} is no projection"
     return weight

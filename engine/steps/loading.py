@@ -297,6 +297,7 @@ def layout_of(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -
         head_dim=config.head_dim,
         block_size=engine.block_size,
         dtype=dtype,
+        latent_dim=config.latent_dim,
     )
 
 

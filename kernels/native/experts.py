@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.interface import ExpertChoice, GatedMlp, Linear
-from kernels.native.library import TYPE_NAMES, Flag, Pointer, Size, declare
+from kernels.native.library import TYPE_NAMES, Flag, Float, Pointer, Size, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
 
 
@@ -21,6 +21,10 @@ class _Experts(ctypes.Structure):
         ("down", ctypes.POINTER(ProjectionRecord)),
         ("count", Size),
         ("per_row", Size),
+        ("groups", Size),
+        ("groups_per_row", Size),
+        ("correction", Pointer),
+        ("scale", Float),
         ("normalised", Flag),
         ("gelu_tanh", Flag),
     )
@@ -64,6 +68,10 @@ class NativeExperts:
             down=records(*(projection_record(expert.down) for expert in experts)),
             count=len(experts),
             per_row=choice.per_row,
+            groups=choice.groups,
+            groups_per_row=choice.groups_per_row,
+            correction=None if choice.correction is None else choice.correction.data_ptr(),
+            scale=choice.scale,
             normalised=choice.normalised,
             gelu_tanh=experts[0].activation == "gelu_tanh",
         )

@@ -14,6 +14,8 @@ from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
 
+_PANEL = 32  # outputs, of `src/panels.h`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear:
@@ -88,6 +90,41 @@ def pack_linear(
         num_outputs=num_outputs,
         bias=None if bias is None else bias.contiguous(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeHeads:
+    """`kernels.interface.HeadwiseLinear`. A row's result is the same to the bit whatever the other rows are."""
+
+    compute: Function
+    packed: Tensor  # head after head, in panels of 32 outputs
+    num_outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        by_head = x.transpose(0, 1).contiguous()
+        num_heads, num_rows, num_inputs = by_head.shape
+        assert x.dtype == self.packed.dtype
+        out = x.new_empty(num_heads, num_rows, self.num_outputs)
+        self.compute(
+            by_head.data_ptr(),
+            num_heads,
+            num_rows,
+            num_inputs,
+            self.packed.data_ptr(),
+            self.num_outputs,
+            out.data_ptr(),
+        )
+        return out.transpose(0, 1)
+
+
+def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = private_memory) -> NativeHeads:
+    """From `weight [Q, out, in]`."""
+    num_outputs = weight.shape[1]
+    # Each head begins a panel.
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))
+    packed = pack_linear(library, padded.flatten(0, 1), None, memory).packed
+    compute = declare(library, f"heads_{TYPE_NAMES[weight.dtype]}", [Pointer, *[Size] * 3, Pointer, Size, Pointer])
+    return NativeHeads(compute=compute, packed=packed, num_outputs=num_outputs)
 
 
 # What sums of 32 bits have room for, and how many activations are rounded at once.

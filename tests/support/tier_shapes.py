@@ -23,7 +23,9 @@ LAYER_TOKEN_BYTES: Final = {
     "gemma3": 512,
     "mixtral": 256,
     "phi3": 256,
-    "deepseek_v2": 768,
+    "youtu": 768,
+    "deepseek-v2": 160,
+    "deepseek-v3": 160,
 }
 Models = Callable[[str], SmallModel]
 

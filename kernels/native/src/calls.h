@@ -21,7 +21,9 @@ struct Projection {
 struct Experts {
   Projection router;
   const Projection *gate_up, *down;  // [count]; if quantised, by groups of one size
-  int64_t count, per_row;
+  int64_t count, per_row, groups, groups_per_row;
+  const float* correction;  // [count] or null
+  float scale;
   bool normalised, gelu_tanh;
 };
 

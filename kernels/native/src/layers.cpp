@@ -191,9 +191,9 @@ class Pass {
     X *q = scratch_.rotated, *k = q + step_.rows * heads_width;
     legato::rotate_and_store<X>(
         {qk, v, static_cast<const X*>(rotary.cos) + turned, static_cast<const X*>(rotary.signed_sin) + turned,
-         qk_stride, stride, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,
+         qk_stride, stride, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, kv_width,
          step_.slots + group_ * step_.rows + part.first, q + part.first * heads_width, k + part.first * kv_width, keys_,
-         keys_ + shape_.layer_numbers / 2},
+         keys_ + shape_.layer_numbers / 2, kv_width},
         part.rows);
   }
 

@@ -142,6 +142,18 @@ void compute_products(const Product* products, int64_t count) {
 }
 
 template <typename T>
+void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, const T* weights, int64_t outputs, T* out) {
+  static thread_local std::vector<Linear<T>> kept;
+  kept.clear();
+  for (int64_t head = 0; head < heads; ++head) {
+    const Outputs<T> to{nullptr, nullptr, out + head * rows * outputs, outputs};
+    kept.push_back(
+        {x + head * rows * inputs, weights + head * num_panels(outputs) * kPanel * inputs, rows, inputs, to});
+  }
+  compute(kept.data(), heads);
+}
+
+template <typename T>
 void pack(const T* weight, int64_t inputs, int64_t outputs, T* packed) {
   constexpr int64_t together = Inputs<T>::kTogether;
 #pragma omp parallel for
@@ -195,6 +207,17 @@ void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weigh
                 const float* residual, float* out) {
   const Linear<float> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
   compute(&job, 1);
+}
+
+// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other; `out [heads, rows, outputs]`.
+void heads_bf16(const bf16* x, int64_t heads, int64_t rows, int64_t inputs, const bf16* weights, int64_t outputs,
+                bf16* out) {
+  compute_heads(x, heads, rows, inputs, weights, outputs, out);
+}
+
+void heads_f32(const float* x, int64_t heads, int64_t rows, int64_t inputs, const float* weights, int64_t outputs,
+               float* out) {
+  compute_heads(x, heads, rows, inputs, weights, outputs, out);
 }
 
 }  // extern "C"
