@@ -246,7 +246,8 @@ def _first(score: Floats, count: int) -> list[int]:
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
     """Choose among the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
     facts = table.rows[:, pool]
-    has_room = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens <= facts[Row.KV_TOKENS]
+    held = facts[Row.BOOKED_CONTEXT] + facts[Row.LENT_TOKENS] + facts[Row.EXTRA_CONTEXT]
+    has_room = held + query.num_tokens <= facts[Row.KV_TOKENS]
     ready_s = np.where(has_room, ready_s[pool], np.inf)
     fewest = np.where(ready_s < np.inf, facts[Row.BOOKED] + facts[Row.EXTRA_DECODES], np.inf)
     return [pool.start + row for row in {*_first(ready_s, _NUM_IN_POOL), *_first(fewest, _NUM_IN_POOL)}]

@@ -55,6 +55,7 @@ class _Facts(NamedTuple):
     LIMIT_S: int = 25  # of its steps with prompts, by what those booked there were promised; inf: nothing
     TOKENS_PER_STEP: int = 26  # that a decoding sequence has in the time of a step without drafts: 1 and more
     ADAPTER_S: int = 27  # to load an adapter
+    LENT_TOKENS: int = 28  # of prompts to be computed there for other workers: it keeps room for them until they are
 
 
 class _SlotFacts(NamedTuple):
