@@ -27,12 +27,14 @@ class Request:
     """A prompt as token ids and an answer of exactly so many tokens; greedy without a seed, else at temperature 1.
 
     `schema`: a JSON schema that the answer follows as far as it comes, for servers that take `structured_outputs`.
+    `drafts`: whether the one of `benchmarks.peers.drafts.Both` is asked that makes some; None: both.
     """
 
     prompt: list[int]
     num_tokens: int
     seed: int | None = None
     schema: dict[str, Any] | None = None
+    drafts: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,7 @@ def child_engine(*arguments: str) -> Iterator[ChildAsker]:
 
 _DECODE: Json = {"max_num_seqs": MAX_CONCURRENT}
 COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}
+PLAIN_STEPS: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS, "speculation": "off"}}
 APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
 
 
