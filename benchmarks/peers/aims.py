@@ -109,7 +109,7 @@ def _int8() -> tuple[Aim, ...]:
 
 def _drafts() -> tuple[Aim, ...]:
     """Faster than the others with theirs, and none of its own answers another one."""
-    ours, others = ("legato-drafts",), ("llama.cpp-ngram", "vllm-ngram")
+    ours, others = ("legato-drafts", "legato-drafts-in-process"), ("llama.cpp-ngram", "vllm-ngram")
     return tuple(
         aim
         for work in map(work_of, KINDS)

@@ -45,6 +45,11 @@ def peers() -> tuple[Peer, ...]:
         openvino("openvino-int8", "int8", SPEED),
         with_drafts("legato-drafts", one_worker, without),
         with_drafts(
+            "legato-drafts-in-process",
+            in_process("legato", "legato-drafts", "Legato's engine, bf16", ()),
+            in_process("legato", "legato", "Legato's engine, bf16", ()),
+        ),
+        with_drafts(
             "llama.cpp-ngram",
             llama_cpp("llama.cpp", "BF16", (), "--spec-type", "ngram-simple"),
             llama_cpp("llama.cpp", "BF16", ()),
@@ -75,6 +80,8 @@ class Piece:
 _SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
 _SERVERS = ("legato", "llama.cpp", "openvino", "vllm")
 
+_DRAFTING = ("legato-drafts-in-process", "legato-drafts", "llama.cpp-ngram", "vllm-ngram")
+
 PIECES = (
     Piece(name="bf16", peers=("legato-in-process", *_SERVERS, "transformers", "legato-1p1d"), groups=_SPEED),
     Piece(
@@ -91,7 +98,7 @@ PIECES = (
         rounds=1,
     ),
     Piece(name="schema", peers=("legato", "vllm"), groups=("schema",)),
-    Piece(name="drafts", peers=("legato-drafts", "llama.cpp-ngram", "vllm-ngram"), groups=("drafts",), rounds=1),
+    Piece(name="drafts", peers=_DRAFTING, groups=("drafts",), rounds=1),
     Piece(name="guidellm", peers=_SERVERS, groups=("guidellm",), rounds=1),
 )
 PART = "part"  # the name of one put together on the command line

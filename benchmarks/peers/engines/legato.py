@@ -98,7 +98,7 @@ def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer
 
 
 def in_process(name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16") -> Peer:
-    """`engine`: legato or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
+    """`engine`: legato, legato-drafts or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
     return Peer(
         name=name,
         told=f"{told}, in a process of its own without a server",
