@@ -57,7 +57,7 @@ def with_drafts(name: str, drafting: Peer, plain: Peer) -> Peer:
             yield Both(drafts, without)
 
     told = f"{drafting.told}; beside the same without drafts, which is started too"
-    return Peer(name=name, told=told, works=("drafts",), prepare=prepare, start=start)
+    return Peer(name=name, told=told, works=("drafts",), prepare=prepare, start=start, is_pair=True)
 
 
 def compared(kind: str, asker: Asker, draw: Draw) -> Json:

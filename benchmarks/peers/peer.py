@@ -73,7 +73,8 @@ class Asker(Protocol):
 class Peer:
     """One configuration of an engine: a row's name in the report.
 
-    `prepare` installs what is missing; `version` may be asked after that. Both raise PeerUnavailableError.
+    `prepare` installs what is missing; `version` may be asked after that. Both raise PeerUnavailableError. `is_pair`:
+    two servers, of which it means nothing how long both take to start.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Peer:
     works: tuple[str, ...]
     prepare: Callable[[], None]
     start: Callable[[], AbstractContextManager[Asker]]
+    is_pair: bool = False
 
 
 def draw_prompt(source: random.Random, num_tokens: int) -> list[int]:

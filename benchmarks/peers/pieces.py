@@ -10,7 +10,7 @@ from benchmarks.peers.engines.legato import APART, COLOCATED, PLAIN_STEPS, in_pr
 from benchmarks.peers.engines.llama_cpp import llama_cpp
 from benchmarks.peers.engines.openvino_genai import openvino
 from benchmarks.peers.engines.vllm_cpu import vllm
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.peer import THREADS, Peer
 from benchmarks.peers.works import GROUPS
 
 SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
@@ -46,8 +46,8 @@ def peers() -> tuple[Peer, ...]:
         with_drafts("legato-drafts", one_worker, without),
         with_drafts(
             "legato-drafts-in-process",
-            in_process("legato", "legato-drafts", "Legato's engine, bf16", ()),
-            in_process("legato", "legato", "Legato's engine, bf16", ()),
+            in_process("legato", "legato-drafts", f"Legato's engine, bf16, {THREADS} threads", ()),
+            in_process("legato", "legato", "Legato's engine", ()),
         ),
         with_drafts(
             "llama.cpp-ngram",

@@ -226,6 +226,7 @@ def test_both_are_started_warmed_up_and_ended() -> None:
         assert running == {"drafting", "plain"}
         asker.wave([Request(prompt=[1], num_tokens=2)])
     assert not running and fakes["drafting"].waves == fakes["plain"].waves != []
+    assert all(record["work"] != START for record in measured([both], []) if "work" in record)
 
 
 def test_gaps_are_those_that_touch_the_interval() -> None:
