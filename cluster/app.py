@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import ray
@@ -55,6 +55,9 @@ from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
+
+if TYPE_CHECKING:
+    from cluster.gateway.adapter_folder import AdapterFolder
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +252,7 @@ class Gateway:
             on_ended=self._on_ended(config),
             layouts=LayoutStudy(None if config.gateway.request_log is None else Path(config.gateway.request_log)),
             batches=_batch_service(config),
+            adapters=_adapter_folder(config, folder),
         )
         app = create_app(api)
         self._batching = asyncio.create_task(_run_batches(app), name="batches")
@@ -273,6 +277,15 @@ def _batch_service(config: LegatoConfig) -> BatchService | None:
         return None
     folder = Path(settings.storage).expanduser() / quote(config.model.name, safe="")
     return BatchService(Database(folder), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE)
+
+
+def _adapter_folder(config: LegatoConfig, model_folder: Path) -> AdapterFolder | None:
+    settings = config.adapters
+    if settings.folder is None:
+        return None
+    from cluster.gateway.adapter_folder import AdapterFolder  # brings torch, which gateways do without otherwise
+
+    return AdapterFolder.of(settings.folder, model_folder, config.model.backend, settings.max_rank)
 
 
 async def _run_batches(app: FastAPI) -> None:

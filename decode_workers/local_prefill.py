@@ -71,18 +71,25 @@ class LocalPrefill:
 
     @property
     def oldest(self) -> Sequence | None:
-        """The prompt that is next, with blocks or without; None if there is nothing to compute."""
-        return next(iter((*self._unplanned, *self._waiting)), None)
+        """The prompt that is next, with blocks or without; None if there is nothing to compute. One whose adapter is
+        being loaded lets others pass."""
+        return next(iter((*self._unplanned, *self._startable)), None)
 
     @property
     def _unplanned(self) -> list[Sequence]:
         """The prompts with blocks, but for those whose last chunk is in flight or that share no step."""
-        return [s for s in self._computing if not (s.num_awaited or s.num_alone) and s.num_unplanned]
+        shared = [s for s in self._computing if not (s.num_awaited or s.num_alone) and s.has_adapter]
+        return [s for s in shared if s.num_unplanned]
+
+    @property
+    def _startable(self) -> list[Sequence]:
+        """The prompts that lack nothing but blocks."""
+        return [seq for seq in self._waiting if seq.has_adapter]
 
     @property
     def suspects(self) -> list[Sequence]:
         """The prompts with blocks that share no step."""
-        return [seq for seq in self._computing if seq.num_alone]
+        return [seq for seq in self._computing if seq.num_alone and seq.has_adapter]
 
     @property
     def staged_columns(self) -> int:
@@ -113,15 +120,17 @@ class LocalPrefill:
         chunks = Chunks(ring_left=ring_left)
         for seq in self._unplanned:
             self._add(seq, room, chunks)
-        while self._waiting and room.is_open and len(chunks.started) < num_places:
-            seq = self._waiting[0]
+        for seq in self._startable:
+            if not room.is_open or len(chunks.started) >= num_places:
+                break
             host_groups = self._host_groups_for(seq.num_tokens)
             if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
                 break  # one prompt at a time has the ring
             copies = self._allocator.open(seq, use_cache=seq.skips_prefix, host_groups=host_groups)
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
-            self._computing.append(self._waiting.popleft())
+            self._waiting.remove(seq)
+            self._computing.append(seq)
             chunks.started.append((seq, copies))
             if not seq.num_alone:
                 self._add(seq, room, chunks)

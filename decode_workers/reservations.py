@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,6 @@ from kv_transfer.messages.handoff import Commit
 from kv_transfer.messages.requests import RequestSpec, Reserved, RoomAwaited
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import GatewayId, GatewayPort
-from kv_transfer.worker.sequences import sequence_of
 
 
 class ReservationListener(Protocol):
@@ -63,13 +63,16 @@ class Reservations:
         port: GatewayPort,
         thread: LoopThread,
         *,
+        sequence_of: Callable[[RequestSpec], Sequence],
         wait_s: float,
         listener: ReservationListener,
     ) -> None:
+        """`sequence_of`: what a request becomes here."""
         model = self._model = parts.model
         self._worker_id = parts.identity.worker_id
         self._scheduler = scheduler
         self._port = port
+        self._sequence_of = sequence_of
         self._wait_s = wait_s
         self._listener = listener
         self._queue: deque[_Waiting] = deque()
@@ -125,7 +128,7 @@ class Reservations:
         older = max(keys, key=lambda key: key.attempt)
         if older.attempt == request.attempt:
             return True  # a repetition: it has been answered
-        seq = _reserved_for(request)
+        seq = self._reserved_for(request)
         if self._scheduler.state(older) is not DecodeState.RESERVED or not self._scheduler.renew(older, seq):
             return False
         assert seq.lease is not None
@@ -175,13 +178,19 @@ class Reservations:
             self._port.fail(waiting.gateway, key, reason, retryable=True, cause="moved")
 
     def _grant(self, gateway: GatewayId, request: RequestSpec) -> None:
-        seq = _reserved_for(request)
+        seq = self._reserved_for(request)
         self._scheduler.reserve(seq)
         assert seq.lease is not None
         self._key_of_lease[seq.lease.lease_id] = seq.key
         self._listener.on_reserved(gateway, seq.key, None)
         ticket = self.receiver.reserve(request, seq.lease.lease_id)
         self._port.post(gateway, Reserved(attempt=request.attempt, ticket=ticket))
+
+    def _reserved_for(self, request: RequestSpec) -> Sequence:
+        """A sequence with room for all of the request, whoever computes how much of it."""
+        seq = self._sequence_of(request)
+        seq.num_received = request.split_at if request.is_split else 0
+        return seq
 
     # --- what the receiver asks and tells (`kv_transfer.handoff.receiver.LeaseOwner`) ---
 
@@ -213,10 +222,3 @@ class Reservations:
 
     def on_failed(self, key: SequenceKey, reason: str) -> None:
         self._listener.on_reservation_failed(key, reason)
-
-
-def _reserved_for(request: RequestSpec) -> Sequence:
-    """A sequence with room for all of the request, whoever computes how much of it."""
-    seq = sequence_of(request)
-    seq.num_received = request.split_at if request.is_split else 0
-    return seq

@@ -23,6 +23,7 @@ from engine.cost_model.step_room import StepRoom
 from engine.drafting.drafter import Drafted, DrafterName
 from engine.drafting.speculation import Candidate, DraftCounts, Speculation
 from engine.kv.allocation import BlockAllocator
+from engine.model.adapters import Need
 from engine.sequence import (
     FinishReason,
     SampledToken,
@@ -193,6 +194,18 @@ class DecodeScheduler:
         entry = self._entries.get(key)
         return None if entry is None else entry.state
 
+    def adapter_users(self) -> Iterator[tuple[Sequence, Need]]:
+        """All that are to be computed, and how much each needs its adapter."""
+        needs = {
+            DecodeState.RESERVED: Need.LATER,
+            DecodeState.WAITING: Need.SOON,
+            DecodeState.PREFILLING: Need.NOW,
+            DecodeState.RUNNING: Need.NOW,
+        }
+        for entry in self._entries.values():
+            if (need := needs.get(entry.state)) is not None:
+                yield entry.seq, need
+
     def can_reserve(self, num_tokens: int) -> bool:
         """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.
 
@@ -285,7 +298,7 @@ class DecodeScheduler:
         self._pacer.follow(self._running, now)
         if not self._was_alone and (plan := self._plan_alone(now)):
             return plan
-        plan = self._plan([seq for seq in self._running if not seq.num_alone], now)
+        plan = self._plan([seq for seq in self._running if not seq.num_alone and seq.has_adapter], now)
         return plan if plan.items or plan.copies else self._plan_alone(now) or plan
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan:
@@ -299,7 +312,7 @@ class DecodeScheduler:
         if self._in_flight[0].began_at is None:
             self._in_flight[0].began_at = now  # the one before it has just ended
         self._pacer.follow(self._running, now)
-        running = [seq for seq in self._running if not self._is_last_in_flight(seq)]
+        running = [seq for seq in self._running if not self._is_last_in_flight(seq) and seq.has_adapter]
         waits = (
             bool(self._suspects())
             or any(step.moving or step.has_drafts for step in self._in_flight)
@@ -326,7 +339,8 @@ class DecodeScheduler:
         might wait for each other. Asked where there is no step to make."""
         if any(entry.state not in (DecodeState.WAITING, DecodeState.RESERVED) for entry in self._entries.values()):
             return []
-        return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.WAITING]
+        waiting = (e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.WAITING)
+        return [seq for seq in waiting if seq.has_adapter]
 
     def suspect(self, plan: StepPlan) -> list[Sequence]:
         """A step failed, and one of its sequences may be the reason: each computes alone until it has a token more.
@@ -339,7 +353,7 @@ class DecodeScheduler:
 
     def _suspects(self) -> list[Sequence]:
         """Sequences that have blocks here and compute alone, since a step of theirs failed."""
-        return [seq for seq in self._running if seq.num_alone] + self._local.suspects
+        return [seq for seq in self._running if seq.num_alone and seq.has_adapter] + self._local.suspects
 
     def _plan_alone(self, now: float) -> StepPlan | None:
         """A step of the first suspect that can have one. Every other step is the others', who are not to wait long."""

@@ -26,7 +26,7 @@ from kv_transfer.messages.requests import Cancel, Preempted, RequestSpec, Reserv
 from kv_transfer.messages.workers import DraftReport, WorkerSnapshot
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
-from kv_transfer.worker.sequences import embedding_event, sequence_of, token_event
+from kv_transfer.worker.sequences import embedding_event, token_event
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,13 @@ class DecodeWorker(Worker):
 
     async def _open(self) -> StepLoop:
         self.reservations = Reservations(
-            self.parts, self.scheduler, self._port, self._thread, wait_s=self._config.reserve_wait_s, listener=self
+            self.parts,
+            self.scheduler,
+            self._port,
+            self._thread,
+            sequence_of=self._sequence,
+            wait_s=self._config.reserve_wait_s,
+            listener=self,
         )
         await self.reservations.start(ttl_s=self._config.lease_ttl_s)
         overlaps = self._config.overlap_steps
@@ -156,6 +162,8 @@ class DecodeWorker(Worker):
             reason = f"{request.num_tokens} tokens leave no room in {self.info.max_model_len}"
             self._port.refuse(gateway, request, reason, None)
             return False
+        if self._refused_adapter(gateway, request):
+            return False
         if self._refused_as_leaving(gateway, SequenceKey(request.request_id, request.attempt)):
             return False
         if self._num_waiting >= self._config.max_waiting:
@@ -179,7 +187,7 @@ class DecodeWorker(Worker):
         if self.sender.hands_over(SequenceKey(request.request_id, request.attempt)):
             return  # a repetition: the first one is being worked on
         self._cancel(request.request_id, request.attempt)
-        seq = sequence_of(request, hands_over=ticket is not None)
+        seq = self._sequence(request, hands_over=ticket is not None)
         self.gateway_of[seq.key] = gateway
         if ticket is not None:
             self.sender.begin(ticket, seq)

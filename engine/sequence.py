@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ import numpy.typing as npt
 from engine.kv.block_pool import BlockLease
 from engine.kv.prefix import PrefixHasher
 from engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:  # these bring torch, and gateways know sequences, too
+    from engine.model.adapters import AdapterSlot
+    from kernels.adapters import Adapter
 
 Pooling = Literal["last", "mean"]
 """One vector in place of tokens: the final hidden state of the last token, or the mean of all tokens'; its length is
@@ -93,6 +97,7 @@ class Sequence:
     pooled: npt.NDArray[np.float64] | None = None  # [hidden size], the sum of what is pooled of the tokens so far
     num_prior_output: int = 0  # of the output tokens, those that earlier attempts emitted
     cache_salt: str = ""
+    adapter: AdapterSlot | None = None  # that it is computed with, beside the model
     tpot_s: float | None = None  # promised: mean seconds between its tokens; None: nothing
     gap_s: float | None = None  # promised: seconds between two tokens, of nearly all of its gaps; None: nothing
     lease: BlockLease | None = None
@@ -131,6 +136,11 @@ class Sequence:
     def waited_s(self) -> float:
         """Seconds from its being accepted here to its first step."""
         return (time.monotonic() if self.began_at is None else self.began_at) - self.accepted_at
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether what it is computed with is loaded, if there is something."""
+        return self.adapter is None or self.adapter.loaded is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -284,9 +294,12 @@ class ScheduledSequence:
     start: int = field(init=False)
     samples: bool = field(init=False)
     num_pooled: int = field(init=False)
+    adapter: Adapter | None = field(init=False)  # kept: its slot may be another's before the step is over
 
     def __post_init__(self) -> None:
         seq = self.seq
+        assert seq.has_adapter, f"the adapter of {seq.request_id} is not loaded"
+        self.adapter = None if seq.adapter is None else seq.adapter.loaded
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
         assert not self.drafts or (left == 0 and not seq.num_awaited), "drafts follow a token that is known"

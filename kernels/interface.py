@@ -3,7 +3,7 @@
 Knows shapes only: no models, no sequences.
 
 Shape legend: T packed tokens, B rows of one token, S tokens of context, H key/value heads, Q query heads, D head size,
-G layer groups, E hidden size.
+Dv that of a value (D, but for latent attention), G layer groups, E hidden size.
 """
 
 from __future__ import annotations
@@ -29,13 +29,24 @@ SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 class CacheGeometry:
     """How one layer's KV lies in its rows `[num_rows, block_size * H * D]`.
 
-    The keys of block b are row `b * block_stride`, its values the row after.
+    The keys of block b are row `b * block_stride`, its values the row after. With a latent, a value is the first
+    `latent_dim` numbers of its key, and there is no row of values.
     """
 
     block_size: int
     block_stride: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int | None = None
+
+    @property
+    def num_planes(self) -> int:
+        """Rows of a block in one layer."""
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +66,8 @@ class KVSlots:
     Only where a batch is padded, to the size of a CUDA graph, are there tokens with negative slots: they go nowhere.
     """
 
-    keys: Tensor  # [num_slots, H, D]
-    values: Tensor  # [num_slots, H, D]
+    keys: Tensor  # [num_slots, H, D]: with a latent, the numbers behind it, which are rotated
+    values: Tensor  # [num_slots, H, Dv]: with a latent, the latent
     slots: Tensor  # [T] int64
 
 
@@ -69,6 +80,14 @@ class Linear(Protocol):
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, `[T, out]`, which may lie where `residual` lay."""
+        ...
+
+
+class HeadwiseLinear(Protocol):
+    """A projection of each head by a weight of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, Q, in] -> [T, Q, out]`, of any strides."""
         ...
 
 
@@ -87,9 +106,10 @@ class PagedAttention(Protocol):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k`, `v [T, H, D]`.
+        """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k [T, H, D]` and
+        `v [T, H, Dv]`.
 
-        Returns `[T, Q, D]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
+        Returns `[T, Q, Dv]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
         `sinks [Q]`, float32, contiguous: a logit of each head that takes part in its softmax, and of which nothing
         comes (arXiv:2309.17453, section 3.3).
         """
@@ -115,10 +135,19 @@ class GatedMlp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
     """How a router's logits become a row's experts: those of the largest, of equal ones the first, and by how much each
-    counts: its softmax among all, or where `normalised` among those chosen, in float32."""
+    counts: `scale` times its softmax among all, or where `normalised` among those chosen, in float32.
+
+    With several groups, of equal size side by side, a row's experts are all of the `groups_per_row` best ones: of those
+    with the largest expert. With a `correction` (DeepSeek-V3's, arXiv:2412.19437, section 2.1.2) a sigmoid takes the
+    place of the softmax, experts are ranked by it and the correction together, and groups by their two best.
+    """
 
     per_row: int
     normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_row: int = 1
+    correction: Tensor | None = None  # [experts] float32
 
 
 class Kernels(Protocol):
@@ -131,6 +160,10 @@ class Kernels(Protocol):
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Pack a quantised projection of activations of `dtype`. Where a device has no kernel for such weights, their
         values in that type."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
+        """From `weight [Q, out, in]`."""
         ...
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
@@ -150,7 +183,7 @@ class Kernels(Protocol):
     def rotate_and_store(
         self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
     ) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of `qk [T, Q + H, D]`, queries before keys; the keys and `v [T, H, D]` go to their slots.
+        """Rotary embedding of `qk [T, Q + H, D]`, queries before keys; the keys and `v [T, H, Dv]` go to their slots.
 
         `cos`, `signed_sin [T, 1, D]`: element i of a half turns with that of the other half; the sine's first half is
         negated. Returns `q [T, Q, D]` and `k [T, H, D]`, which may lie where `qk` lay.
@@ -222,14 +255,25 @@ class GraphKernels(Kernels, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentProjections:
+    """Between a layer's first projection and its attention, where that is by a latent: see `engine.model.latent`."""
+
+    query_norm: Tensor | None  # [1, rank of queries]; None: the first projection gives queries
+    query: Linear | None
+    latent_norm: Tensor  # [1, Dv]
+    keys: HeadwiseLinear  # of a head's query, what is not rotated, into the latent's space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's weights, fused and packed. Norms, and sinks, that a family does not have are None."""
+    """One layer's weights, fused and packed. What a family does not have is None."""
 
     attention_norm: Tensor  # [E]
     qkv: Linear  # E -> (Q + 2H) * D
     qk_norm: Tensor | None  # [Q + H, D]
-    sinks: Tensor | None  # [Q] float32
-    output: Linear  # Q * D -> E
+    sinks: Tensor | None = None  # [Q] float32
+    latent: LatentProjections | None = None
+    output: Linear  # Q * Dv -> E
     attention_output_norm: Tensor | None  # [E]
     mlp_norm: Tensor  # [E]
     mlp: Linear  # E -> E: a `GatedMlp`, or what `Kernels.pack_experts` made

@@ -47,6 +47,18 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dt
 
 
 @dataclass(frozen=True, slots=True)
+class PlainHeads:
+    weight: Tensor  # [Q, out, in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("tqi,qoi->tqo", x, self.weight)
+
+
+def pack_heads(weight: Tensor) -> PlainHeads:
+    return PlainHeads(weight)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainExperts:
     """Expert after expert, each of the rows that chose it. Their outputs are added up in float32, by their rank."""
 
@@ -76,10 +88,25 @@ class PlainExperts:
 def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row of `logits [T, experts]`: their numbers `[T, per_row]` and how much each counts,
     likewise."""
-    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : choice.per_row]
-    if choice.normalised:
-        return order, logits.gather(1, order).float().softmax(-1)
-    return order, logits.float().softmax(-1).gather(1, order)
+    logits = logits.float()
+    if choice.correction is None:
+        scores, ranking = logits.softmax(-1), logits
+    else:
+        scores = logits.sigmoid()
+        ranking = scores + choice.correction
+    if choice.groups > 1:
+        groups = torch.unflatten(ranking, -1, (choice.groups, -1))
+        best = groups.topk(1 if choice.correction is None else 2).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, choice.groups_per_row), True)
+        ranking = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    order = _largest(ranking, choice.per_row)
+    shares = scores.gather(1, order)
+    return order, shares / (shares.sum(-1, keepdim=True) if choice.normalised else 1) * choice.scale
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Of each row, where they are, of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def pack_experts(router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
@@ -179,7 +206,7 @@ class ReferenceAttention:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:-1], self.geometry.value_dim)
         head_sinks = None if sinks is None else sinks.view(-1, 1, 1)
         for segment in self.segments:
             rows = slice(segment.first_row, segment.first_row + segment.num_queries)
@@ -192,13 +219,14 @@ class ReferenceAttention:
         return out
 
     def _context(self, segment: Segment, cache_rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the segment's whole context, `[S, H, D]` each."""
+        """Keys `[S, H, D]` and values `[S, H, Dv]` of the segment's whole context."""
         g = self.geometry
         slots = cache_rows.view(-1, g.block_size, g.num_kv_heads, g.head_dim)
         positions = torch.arange(segment.context_len, device=cache_rows.device)
         table = torch.from_numpy(segment.block_table[group].astype("int64")).to(cache_rows.device)
         key_rows = table[positions // g.block_size] * g.block_stride
-        return slots[key_rows, positions % g.block_size], slots[key_rows + 1, positions % g.block_size]
+        keys, values = (slots[key_rows + plane, positions % g.block_size] for plane in (0, g.num_planes - 1))
+        return keys, values[..., : g.value_dim]
 
 
 def plan_attention(
@@ -211,10 +239,10 @@ def plan_attention(
 def gather_slab(
     cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
 ) -> int:
-    """Fill `out [2, n, h, D]` with tokens [start, start + n), token by token, and digest it."""
+    """Fill `out [planes, n, h, D]` with tokens [start, start + n), token by token, and digest it."""
     for token in range(out.shape[1]):
-        for kv in (0, 1):
-            out[kv, token] = _slot(cache_rows, geometry, table, start + token, kv, heads)
+        for plane in range(len(out)):
+            out[plane, token] = _slot(cache_rows, geometry, table, start + token, plane, heads)
     return row_sum_digest(out.cpu().view(torch.uint8).numpy().tobytes())
 
 
@@ -223,8 +251,8 @@ def scatter_slab(
 ) -> int:
     """Write `slab` to the blocks, at tokens [start, start + n). Returns the digest of what is then read from them."""
     for token in range(slab.shape[1]):
-        for kv in (0, 1):
-            _slot(cache_rows, geometry, table, start + token, kv, heads).copy_(slab[kv, token])
+        for plane in range(len(slab)):
+            _slot(cache_rows, geometry, table, start + token, plane, heads).copy_(slab[plane, token])
     return gather_slab(cache_rows, geometry, table, start, torch.empty_like(slab), heads)
 
 
@@ -235,10 +263,10 @@ def copy_blocks(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor
 
 
 def _slot(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, kv: int, heads: range | None
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, plane: int, heads: range | None
 ) -> Tensor:
     """K or V of one token, `[h, D]`, in place."""
-    row = cache_rows[int(table[position // geometry.block_size]) * geometry.block_stride + kv]
+    row = cache_rows[int(table[position // geometry.block_size]) * geometry.block_stride + plane]
     slot = row.view(geometry.block_size, geometry.num_kv_heads, geometry.head_dim)[position % geometry.block_size]
     return slot if heads is None else slot[heads.start : heads.stop]
 

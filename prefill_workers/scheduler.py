@@ -2,13 +2,13 @@
 
 A pure class: driven by calls, does no I/O, knows no clock. First come, first served; a long prompt is cut into chunks
 under the token budget. Where a step would be short, the next prompt shares it; beyond that it would only make the first
-one wait. Only a prompt whose prefix is being loaded lets others pass. One that may be what makes steps fail
+one wait. Only a prompt whose prefix or adapter is being loaded lets others pass. One that may be what makes steps fail
 (`Sequence.num_alone`) shares its steps with nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 from engine.cost_model.step_cost import StepCost
 from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
+from engine.model.adapters import Need
 from engine.sequence import BlockCopy, SampledToken, ScheduledSequence, Sequence, SequenceKey, StepOutput, StepPlan
 
 Room = tuple[int, int, int]
@@ -115,6 +116,16 @@ class PrefillScheduler:
         """Work that was accepted and not done."""
         waiting = sum(entry.seq.num_uncomputed for entry in self._waiting.values())
         return waiting + sum(seq.num_uncomputed for seq in self._running)
+
+    def adapter_users(self) -> Iterator[tuple[Sequence, Need]]:
+        """All that are to be computed, and how much each needs its adapter."""
+        for entry in self._entries.values():
+            if entry.state is PrefillState.RUNNING:
+                yield entry.seq, Need.NOW
+            elif entry.state is PrefillState.WAITING and entry.is_reserved:
+                yield entry.seq, Need.SOON
+            elif entry.state in (PrefillState.WAITING, PrefillState.LOADING):
+                yield entry.seq, Need.LATER
 
     def can_add(self) -> bool:
         return len(self._waiting) < self._max_waiting
@@ -228,7 +239,8 @@ class PrefillScheduler:
     def _admit(self, step: StepFilling) -> list[Sequence]:
         """Give blocks to waiting sequences, in order, while the running ones leave token budget."""
         admitted = []
-        for entry in [entry for entry in self._waiting.values() if entry.state is PrefillState.WAITING]:
+        ready = [e for e in self._waiting.values() if e.state is PrefillState.WAITING and e.seq.has_adapter]
+        for entry in ready:
             if step.is_full or not step.admits(entry.seq):
                 break
             if not (entry.is_reserved or self._may_keep(entry.seq)):

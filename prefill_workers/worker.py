@@ -19,7 +19,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
 from kv_transfer.worker.base import Worker, WorkerConfig, WorkerParts
 from kv_transfer.worker.port import GatewayId
-from kv_transfer.worker.sequences import embedding_event, sequence_of, token_event
+from kv_transfer.worker.sequences import embedding_event, token_event
 from prefill_workers.scheduler import PrefillScheduler, host_groups
 
 logger = logging.getLogger(__name__)
@@ -96,14 +96,14 @@ class PrefillWorker(Worker):
         if request.num_tokens > self.info.max_model_len:
             self._port.refuse(gateway, request, f"{request.num_tokens} tokens exceed {self.info.max_model_len}", None)
             return
-        if self._refused_as_leaving(gateway, key):
+        if self._refused_adapter(gateway, request) or self._refused_as_leaving(gateway, key):
             return
         if not self.scheduler.can_add():
             chunk_tokens = self._config.chunk_tokens  # of many prompts: whose tokens attend to no other's
             queue_s = self.scheduler.num_uncomputed_tokens / chunk_tokens * self._prefill_s(chunk_tokens)
             self._port.refuse(gateway, request, "the prefill queue is full", queue_s)
             return
-        seq = sequence_of(request, hands_over=True)
+        seq = self._sequence(request, hands_over=True)
         self.gateway_of[key] = gateway
         is_pooled = seq.pooling is not None
         self.scheduler.add(seq, loading=self.prefix.begin(seq), is_reserved=is_pooled or ticket is not None)

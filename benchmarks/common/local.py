@@ -8,6 +8,7 @@ from benchmarks.common.waves import Wave
 from benchmarks.common.workload import MODEL, Load, draw_prompts, greedy, sequences
 from cluster.load.timing import RequestTiming
 from decode_workers.local_engine import LocalEngine
+from engine.drafting.speculation import Speculation
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model
 
 MAX_NUM_SEQS = 32
@@ -32,9 +33,10 @@ def load_default_model(
     return load_model(config)
 
 
-def local_engine(model: LoadedModel) -> LocalEngine:
+def local_engine(model: LoadedModel, speculation: Speculation | None = None) -> LocalEngine:
     """With the limits of a decode worker that is given these settings."""
-    return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=CHUNK_TOKENS + MAX_NUM_SEQS)
+    budget = CHUNK_TOKENS + MAX_NUM_SEQS
+    return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=budget, speculation=speculation)
 
 
 def greedy_tokens(engine: LocalEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.common.summary import Json
+from benchmarks.peers.drafts import KINDS, work_of
 from benchmarks.peers.report import Pieces, Report, together
 from benchmarks.peers.works import ONE_STREAM, START
 
@@ -106,6 +107,19 @@ def _int8() -> tuple[Aim, ...]:
     )
 
 
+def _drafts() -> tuple[Aim, ...]:
+    """Faster than the others with theirs, and none of its own answers another one."""
+    ours, others = ("legato-drafts", "legato-drafts-in-process"), ("llama.cpp-ngram", "vllm-ngram")
+    return tuple(
+        aim
+        for work in map(work_of, KINDS)
+        for aim in (
+            Aim(work=work, figure="drafts_tokens_per_s", ours=ours, others=others, least=1.0),
+            Aim(work=work, figure="changed", ours=ours, others=(), least=0, less_is_better=True),
+        )
+    )
+
+
 AIMS = (
     _one_stream(LEGATOS, "llama.cpp"),
     _prefill(512, 1.1),
@@ -140,5 +154,6 @@ AIMS = (
         Aim(work="the same answer in company", figure=figure, ours=LEGATOS, others=(), least=0, less_is_better=True)
         for figure in ("greedy_changed", "seeded_changed")
     ),
+    *_drafts(),
     Aim(work=START, figure="seconds", ours=LEGATOS[:2], others=(), least=20, less_is_better=True),
 )

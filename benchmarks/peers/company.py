@@ -62,13 +62,17 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
 
 
-def questions() -> list[Request]:
+def chat_prompt(text: str) -> list[int]:
     """As token ids in the model's chat format, so that nobody's tokenizer is part of the comparison."""
+    return _tokenizer().encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids
+
+
+def questions() -> list[Request]:
     texts = [form.format(subject) for subject in _SUBJECTS for form in _FORMS][: NUM_GREEDY + NUM_SEEDED]
     assert len(texts) == NUM_GREEDY + NUM_SEEDED
     return [
         Request(
-            prompt=_tokenizer().encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids,
+            prompt=chat_prompt(text),
             num_tokens=ANSWER_TOKENS,
             seed=None if number < NUM_GREEDY else number,
         )

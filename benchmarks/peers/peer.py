@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from benchmarks.common.workload import TOKEN_IDS
 from cluster.load.timing import RequestTiming
 
-THREADS = 2  # what everyone computes with
+THREADS = min(2, len(os.sched_getaffinity(0)))  # what everyone computes with
 MAX_CONCURRENT = 32  # sequences that everyone is configured for
 CONTEXT_TOKENS = 8192
 
@@ -27,12 +28,14 @@ class Request:
     """A prompt as token ids and an answer of exactly so many tokens; greedy without a seed, else at temperature 1.
 
     `schema`: a JSON schema that the answer follows as far as it comes, for servers that take `structured_outputs`.
+    `drafts`: whether the one of `benchmarks.peers.drafts.Both` is asked that makes some; None: both.
     """
 
     prompt: list[int]
     num_tokens: int
     seed: int | None = None
     schema: dict[str, Any] | None = None
+    drafts: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,8 @@ class Asker(Protocol):
 class Peer:
     """One configuration of an engine: a row's name in the report.
 
-    `prepare` installs what is missing; `version` may be asked after that. Both raise PeerUnavailableError.
+    `prepare` installs what is missing; `version` may be asked after that. Both raise PeerUnavailableError. `is_pair`:
+    two servers, of which it means nothing how long both take to start.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Peer:
     works: tuple[str, ...]
     prepare: Callable[[], None]
     start: Callable[[], AbstractContextManager[Asker]]
+    is_pair: bool = False
 
 
 def draw_prompt(source: random.Random, num_tokens: int) -> list[int]:

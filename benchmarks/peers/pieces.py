@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
-from benchmarks.peers.engines.legato import APART, COLOCATED, in_process, legato, quantised
+from benchmarks.peers.drafts import with_drafts
+from benchmarks.peers.engines.legato import APART, COLOCATED, PLAIN_STEPS, in_process, legato, quantised
 from benchmarks.peers.engines.llama_cpp import llama_cpp
 from benchmarks.peers.engines.openvino_genai import openvino
 from benchmarks.peers.engines.vllm_cpu import vllm
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.peer import THREADS, Peer
 from benchmarks.peers.works import GROUPS
 
 SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
@@ -18,11 +20,16 @@ SCHEMED = (*SERVED, "schema")  # by `structured_outputs`
 # `generate` pads a batch and knows no seed for each request, and has no prefix cache over requests.
 PLAIN = ("one_stream", "prefill", "concurrent")
 LIGHT = ("one_stream",)
+VLLM_NGRAM = json.dumps(
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+)
 
 
 def peers() -> tuple[Peer, ...]:
+    one_worker = legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SCHEMED, "steady"))
+    without = legato("legato", "the same without drafts", PLAIN_STEPS, ())
     return (
-        legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SCHEMED, "steady")),
+        one_worker,
         legato("legato-1p1d", "1 prefill + 1 decode worker, a core each, over HTTP, bf16", APART, (*SERVED, "steady")),
         in_process("legato-in-process", "legato", "Legato's engine, bf16", ASKED),
         llama_cpp("llama.cpp", "BF16", SERVED),
@@ -36,6 +43,18 @@ def peers() -> tuple[Peer, ...]:
         llama_cpp("llama.cpp-q8_0", "Q8_0", SPEED),
         llama_cpp("llama.cpp-q4_0", "Q4_0", LIGHT),
         openvino("openvino-int8", "int8", SPEED),
+        with_drafts("legato-drafts", one_worker, without),
+        with_drafts(
+            "legato-drafts-in-process",
+            in_process("legato", "legato-drafts", f"Legato's engine, bf16, {THREADS} threads", ()),
+            in_process("legato", "legato", "Legato's engine", ()),
+        ),
+        with_drafts(
+            "llama.cpp-ngram",
+            llama_cpp("llama.cpp", "BF16", (), "--spec-type", "ngram-simple"),
+            llama_cpp("llama.cpp", "BF16", ()),
+        ),
+        with_drafts("vllm-ngram", vllm("vllm", (), "--speculative-config", VLLM_NGRAM), vllm("vllm", ())),
     )
 
 
@@ -61,6 +80,8 @@ class Piece:
 _SPEED = ("one_stream", "prefill", "concurrent", "shared_prefix")
 _SERVERS = ("legato", "llama.cpp", "openvino", "vllm")
 
+_DRAFTING = ("legato-drafts-in-process", "legato-drafts", "llama.cpp-ngram", "vllm-ngram")
+
 PIECES = (
     Piece(name="bf16", peers=("legato-in-process", *_SERVERS, "transformers", "legato-1p1d"), groups=_SPEED),
     Piece(
@@ -77,6 +98,7 @@ PIECES = (
         rounds=1,
     ),
     Piece(name="schema", peers=("legato", "vllm"), groups=("schema",)),
+    Piece(name="drafts", peers=_DRAFTING, groups=("drafts",), rounds=1),
     Piece(name="guidellm", peers=_SERVERS, groups=("guidellm",), rounds=1),
 )
 PART = "part"  # the name of one put together on the command line

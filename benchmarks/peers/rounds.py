@@ -70,7 +70,8 @@ def _visit(peer: Peer, works: Sequence[Work], number: int, record: Record, quiet
     try:
         with peer.start() as asker:
             seconds = first_token(asker, drawing(START, number)) - began_s
-            record({"peer": peer.name, "work": START, "round": number, "figures": {"seconds": seconds}})
+            if not peer.is_pair:
+                record({"peer": peer.name, "work": START, "round": number, "figures": {"seconds": seconds}})
             warm_up(asker)
             for work in works:
                 _measure(peer, asker, work, number, record, quiet)

@@ -17,6 +17,7 @@ from benchmarks.common.waves import Wave
 from benchmarks.common.workload import RECORDS
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
+from benchmarks.peers.drafts import KINDS, compared, work_of
 from benchmarks.peers.peer import Answer, Asker, Draw, Request, draw_prompt
 
 PREFIX_TOKENS, SUFFIX_TOKENS, NUM_SHARING = 1_500, 16, 5
@@ -129,6 +130,7 @@ WORKS = (
     ),
     Work(name="shared prefix of 1500", group="shared_prefix", measure=_shared_prefix),
     Work(name="4 decodes beside prompts of 4000", group="steady", measure=steady),
+    *(Work(name=work_of(kind), group="drafts", measure=functools.partial(compared, kind)) for kind in KINDS),
     Work(name="the same answer in company", group="company", measure=company, once=True),
     *(
         Work(

@@ -11,6 +11,7 @@ from cluster.slo.countings import COUNTINGS, TOLD, Counting
 # The benchmark's own report, and those of runs with other options, stored by hand.
 GOODPUT: Final = (
     "goodput",
+    "goodput_countings",
     "goodput_azure",
     "goodput_64",
     "goodput_70b",

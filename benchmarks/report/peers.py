@@ -26,6 +26,11 @@ _TITLES = {
     "all_ttft_ms P99": "TTFT P99",
     "all_tpot_ms P99": "TPOT P99",
     "all_gaps_ms P99": "gap between tokens P99",
+    "drafts_tokens_per_s": "decode tokens/s with drafts",
+    "plain_tokens_per_s": "without",
+    "times": "times",
+    "changed": "answers that change",
+    "answers": "of",
     "greedy_changed": "greedy answers that change",
     "seeded_changed": "seeded answers that change",
 }

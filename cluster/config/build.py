@@ -113,6 +113,8 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
         quantisation=config.model.quantisation,
         share_weights="auto",
         draft_ref=_draft_ref(role, config),
+        max_adapters=config.adapters.max_loaded if config.adapters.folder is not None else 0,
+        max_adapter_rank=config.adapters.max_rank,
         decode_graphs=role == "decode" or config.scheduler.role_flips,
         device="cuda:0" if pool.num_gpus else "cpu",  # Ray shows a worker only the GPUs that are set aside for it
     )

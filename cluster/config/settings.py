@@ -119,6 +119,20 @@ class ModelSettings(Settings):
         return Quantisation.of(self.quantization)
 
 
+class AdapterSettings(Settings):
+    folder: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of LoRA adapters, each a folder as PEFT saves it, or a link to one; clients name it as"
+        " `model` from the moment that it is there. Workers on several nodes need one that all of them see. Empty: no"
+        " adapters.",
+    )
+    max_loaded: int = Field(
+        16, ge=1, description="Adapters that a worker has in memory at once; requests for others wait for a place."
+    )
+    max_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter; others are refused.")
+
+
 class KvPoolSettings(Settings):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     memory: KvMemoryField = Field(
@@ -456,6 +470,7 @@ class LegatoConfig(Settings):
     """The whole configuration."""
 
     model: ModelSettings = Field(ModelSettings(), description="What is served; a text is its `ref`.")
+    adapters: AdapterSettings = Field(AdapterSettings(), description="LoRA adapters beside the model.")
     kv: KvSettings = Field(KvSettings(), description="KV cache.")
     workers: int | None = Field(
         None,
@@ -618,6 +633,16 @@ class LegatoConfig(Settings):
         for name, pool in self.pools.items():
             if pool.tensor_parallel > 1 and pool.num_gpus:
                 _check_group_on_gpus(name, pool, self.kv.pools[name])
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        for name, pool in self.pools.items():
+            if self.adapters.folder is not None and pool.replicas and pool.tensor_parallel > 1:
+                raise ValueError(
+                    f"adapters.folder is set with {name}.tensor_parallel: {pool.tensor_parallel}, for which adapters"
+                    " are not built; leave one of the two out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -108,5 +108,5 @@ async def name_prompt(request: RequestSpec, block_size: int) -> bytes:
     token is computed even where the whole prompt is cached."""
     tokens = request.prompt_token_ids[: len(request.prompt_token_ids) - 1][: MAX_HASHES * block_size]
     if len(tokens) <= _AT_ONCE:
-        return b"".join(block_hashes(tokens, block_size, request.cache_salt))
-    return b"".join(await asyncio.to_thread(block_hashes, tokens, block_size, request.cache_salt))
+        return b"".join(block_hashes(tokens, block_size, request.prefix_salt))
+    return b"".join(await asyncio.to_thread(block_hashes, tokens, block_size, request.prefix_salt))

@@ -6,11 +6,12 @@ Owns the counts of sequences in flight and of output that waits to be read.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fastapi import Depends, Request
 
@@ -31,6 +32,10 @@ from cluster.slo.account import SloAccount
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.formats import OutputFormats, ReasoningFormatName, ToolFormatName, output_formats
 from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.requests import AdapterRef
+
+if TYPE_CHECKING:
+    from cluster.gateway.adapter_folder import AdapterFolder  # brings torch, which only who has adapters needs
 
 RESPONSES_SHARE: Final = 10  # files may take so many times what stored responses may
 
@@ -106,7 +111,7 @@ class Api:
     """What every endpoint of a gateway may use; routes get it as an `ApiOf` parameter. `on_ended` is called with each
     request that was generated, for the request log; `layouts` replays that log. `recent` has the requests that run and
     those that ended last. `secret` is the cluster's. `batches` (files and batches) and `responses` are None if the
-    gateway has no folder for them."""
+    gateway has no folder for them, `adapters` if it has none for those."""
 
     generator: Generator
     cluster: ClusterView
@@ -123,6 +128,7 @@ class Api:
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     layouts: LayoutStudy = field(default_factory=LayoutStudy)
     batches: BatchService | None = None
+    adapters: AdapterFolder | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     created: int = field(default_factory=lambda: int(time.time()))
     formats: OutputFormats = field(init=False)
@@ -173,14 +179,24 @@ class Api:
         of_all = {"gateway": self.cluster.gateway, "model": self.model_name}
         return [{**of_all, **await self.turns.on_loop(self.recent.facts, timeline)} for timeline in timelines]
 
-    def require_model(self, name: str) -> None:
-        """Check that `name` is the model served here. Raises NotFoundError."""
-        if name != self.model_name:
+    async def adapter_of(self, name: str) -> AdapterRef | None:
+        """What `name` asks for beside the model served here; None: that one alone. Raises NotFoundError where there is
+        no such model, InvalidRequestError where there is one that cannot be computed."""
+        if name == self.model_name:
+            return None
+        found = None
+        if self.adapters is not None:
+            try:
+                found = await asyncio.to_thread(self.adapters.find, name)
+            except ValueError as error:
+                raise InvalidRequestError(f"The model {name!r} cannot be used: {error}.", param="model") from error
+        if found is None:
             raise NotFoundError(
                 f"The model {name[:200]!r} does not exist here. Use {self.model_name!r} (see /v1/models).",
                 param="model",
                 code="model_not_found",
             )
+        return found
 
     def require_limits(self) -> ServingLimits:
         """What the live workers can do together. Raises UnavailableError while no worker is known."""

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cluster.http.api import Api
 from cluster.http.board import board
-from cluster.http.endpoints import batches, generation, messages, operators, pooling, responses, service
+from cluster.http.endpoints import adapters, batches, generation, messages, operators, pooling, responses, service
 from cluster.http.error_responses import install_error_handlers
 from cluster.http.other_gateways import OtherGateways
 from cluster.http.server.body import BodyLimit
@@ -24,7 +24,7 @@ def create_app(api: Api) -> FastAPI:
     app.state.api = api
     app.state.board = board.Board(api)
     app.state.others = OtherGateways(api)
-    for module in (generation, messages, responses, pooling, batches, operators, service, board):
+    for module in (generation, messages, responses, pooling, batches, adapters, operators, service, board):
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)

@@ -28,7 +28,7 @@ from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, G
 from cluster.http.openai.tools import constrained, reading_of, thinking_of, told_calls, told_tools, with_tools
 from engine.sampling.params import SamplingParams
 from engine.text.formats import Message
-from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.requests import AdapterRef, RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
 # A request's bounds, whatever the model. They keep stretches of work that nothing can interrupt well below 100 ms, and
@@ -124,7 +124,7 @@ async def prepare_chat(
     body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, job_id: str | None = None
 ) -> Job:
     """Make the job of a chat. `job_id` None: a new one. Raises ApiError."""
-    _check_common(body, 1, api)
+    adapter = await _check_common(body, 1, api)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, api, told_tools(body))
     token_ids = _truncated(token_ids, body, max_tokens, api)
@@ -144,6 +144,7 @@ async def prepare_chat(
         prediction,
         service_tier,
         prefix_salt,
+        adapter,
         param="messages",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -156,7 +157,7 @@ async def prepare_chat(
 
 async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
     """Make the job of a text completion. Raises ApiError."""
-    _check_common(body, len(body.prompt), api)
+    adapter = await _check_common(body, len(body.prompt), api)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
@@ -179,6 +180,7 @@ async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, 
         prediction,
         service_tier,
         prefix_salt,
+        adapter,
         param="prompt",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -438,9 +440,10 @@ def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | Non
     return token_ids if len(token_ids) <= limit else token_ids[-limit:]
 
 
-def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> None:
-    """Check what chats and text completions have in common, before anything is tokenised. Raises ApiError."""
-    api.require_model(body.model)
+async def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> AdapterRef | None:
+    """Check what chats and text completions have in common, before anything is tokenised, and find the adapter that is
+    asked for. Raises ApiError."""
+    adapter = await api.adapter_of(body.model)
     api.in_flight.require_room(num_prompts * (body.n or 1))
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError(
@@ -452,6 +455,7 @@ def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> None:
         raise InvalidRequestError(
             "stream_options is only possible with stream: true. Leave it out, or stream.", param="stream_options"
         )
+    return adapter
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
@@ -486,6 +490,7 @@ def _job(
     prediction: list[int],
     service_tier: str,
     prefix_salt: str,
+    adapter: AdapterRef | None,
     *,
     param: str,
     max_tokens: int | None,
@@ -518,6 +523,7 @@ def _job(
                 params=params.with_seed(seed),
                 cache_salt=prefix_salt,
                 prediction_token_ids=prediction,
+                adapter=adapter,
             )
             choices.append(
                 Choice(
@@ -538,7 +544,7 @@ def _job(
     return Job(
         id=job_id,
         created=int(time.time()),
-        model=api.model_name,
+        model=body.model,
         service_tier=service_tier,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),

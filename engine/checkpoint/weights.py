@@ -63,6 +63,8 @@ _OTHERS = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
+_LATENTS_KEYS_AND_VALUES = "kv_b_proj.weight"
+_CORRECTION = "mlp.gate.e_score_correction_bias"  # of a router: whose differences bfloat16 would lose
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -98,8 +100,9 @@ def load_weights(
                 weight = _part_of(stored, part, quantisation, target)
                 if isinstance(weight, QuantisedWeight) and not is_projection(target):
                     weight = weight.dequantise(dtype)
+                stays = torch.float32 if target.endswith(_CORRECTION) else dtype
                 # Some columns are not contiguous, as they are read.
-                weights[target] = weight.to(device, dtype).contiguous() if isinstance(weight, Tensor) else weight
+                weights[target] = weight.to(device, stays).contiguous() if isinstance(weight, Tensor) else weight
         weights.read(name)
     return weights
 
@@ -149,7 +152,9 @@ def canonical_name(given: str) -> str:
 
 def is_projection(name: str) -> bool:
     """Whether a tensor of this name is multiplied with activations, and so may be quantised."""
-    return name.endswith("_proj.weight") or name == _HEAD
+    if name.endswith(_LATENTS_KEYS_AND_VALUES):  # half of it is multiplied from the other side
+        return False
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or name == _HEAD
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -168,18 +173,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = [
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, config.output_bias),
-    ]
-    width, mlps = config.intermediate_size, ["mlp"]
+    projections = list(_attention_projections(config))
+    width, mlps = config.intermediate_size, {"mlp": config.intermediate_size}
     if experts is not None:
         projections.append(("mlp.gate", experts.num_experts, hidden, experts.router_bias))
-        width, mlps = experts.width, [f"mlp.experts.{number}" for number in range(experts.num_experts)]
-    for mlp in mlps:
+        mlps = {f"mlp.experts.{number}": experts.width for number in range(experts.num_experts)}
+        if experts.shared_width:
+            mlps["mlp.shared_experts"] = experts.shared_width
+        if experts.corrected:
+            yield _CORRECTION, (experts.num_experts,)
+    for mlp, width in mlps.items():
         projections += [(f"{mlp}.{name}_proj", width, hidden, config.mlp_bias) for name in ("gate", "up")]
         projections.append((f"{mlp}.down_proj", hidden, width, config.mlp_bias))
     for name, rows, columns, has_bias in projections:
@@ -196,6 +199,31 @@ def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterato
     if config.qk_norm:
         yield "self_attn.q_norm.weight", (config.head_dim,)
         yield "self_attn.k_norm.weight", (config.head_dim,)
+    if config.latent is not None:
+        yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
+        if config.latent.query_rank is not None:
+            yield "self_attn.q_a_layernorm.weight", (config.latent.query_rank,)
+
+
+def _attention_projections(config: ModelConfig) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, outputs, inputs, and whether it has a bias."""
+    hidden, latent = config.hidden_size, config.latent
+    if latent is None:
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        yield "self_attn.q_proj", q_size, hidden, config.qkv_bias
+        yield "self_attn.k_proj", kv_size, hidden, config.qkv_bias
+        yield "self_attn.v_proj", kv_size, hidden, config.qkv_bias
+        yield "self_attn.o_proj", hidden, q_size, config.output_bias
+        return
+    q_size = config.num_heads * (latent.plain_dim + latent.rotary_dim)
+    if latent.query_rank is None:
+        yield "self_attn.q_proj", q_size, hidden, False
+    else:
+        yield "self_attn.q_a_proj", latent.query_rank, hidden, config.qkv_bias
+        yield "self_attn.q_b_proj", q_size, latent.query_rank, False
+    yield "self_attn.kv_a_proj_with_mqa", latent.rank + latent.rotary_dim, hidden, config.qkv_bias
+    yield "self_attn.kv_b_proj", config.num_heads * (latent.plain_dim + latent.value_dim), latent.rank, False
+    yield "self_attn.o_proj", hidden, config.num_heads * latent.value_dim, config.output_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +297,8 @@ def _stored(
 def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stored]]) -> Iterator[tuple[str, _Stored]]:
     expected = expected_shapes(config)
     optional = {_HEAD} if config.tied_embeddings else set()
+    behind = range(config.num_layers, config.num_layers + config.num_drafting_layers)
+    unread = tuple(f"{_BASE}layers.{layer}." for layer in behind)
     found: set[str] = set()
     unknown: list[str] = []
     for given, tensor in stored:
@@ -282,7 +312,7 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
                     f"{name} in {where} has the shape {shape}; the model's config asks for {expected[name]}"
                 )
             yield name, tensor
-        elif name not in optional and not name.endswith(_DERIVED):
+        elif name not in optional and not name.endswith(_DERIVED) and not name.startswith(unread):
             unknown.append(name)
     _complain(where, "lacks", sorted(expected.keys() - found))
     _complain(where, "has unknown", unknown)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import DecoderConfig, ExpertsConfig, ModelConfig
+from engine.model.config import DecoderConfig, ExpertsConfig, LatentConfig, ModelConfig
 
 # Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
 ROOFLINE_ERROR = 0.3
@@ -31,11 +31,13 @@ class ModelShape:
     bytes_per_value: int = 2  # of weights and of KV
     num_sparse_layers: int = 0  # whose MLP is a mixture of experts
     experts: ExpertsConfig | None = None  # of such a layer
+    latent: LatentConfig | None = None
 
     @classmethod
     def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
         """The shape of a model. A mixture that transformers computes counts as if it were dense."""
-        layers = config.layers if isinstance(config, ModelConfig) else ()
+        native = config if isinstance(config, ModelConfig) else None
+        layers = native.layers if native else ()
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
         return cls(
             name=config.architecture,
@@ -50,6 +52,7 @@ class ModelShape:
             bytes_per_value=bytes_per_value,
             num_sparse_layers=len(mixtures),
             experts=mixtures[0] if mixtures else None,
+            latent=native.latent if native else None,
         )
 
     @property
@@ -65,17 +68,30 @@ class ModelShape:
         return self._layer_weights(0 if self.experts is None else self.experts.num_experts)
 
     def _layer_weights(self, num_experts: int) -> int:
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention = self._attention_weights
         dense = 3 * self.hidden_size * self.intermediate_size
         sparse = 0
         if self.experts is not None:
             router = self.hidden_size * self.experts.num_experts
-            sparse = router + num_experts * 3 * self.hidden_size * self.experts.width
+            sparse = router + 3 * self.hidden_size * (num_experts * self.experts.width + self.experts.shared_width)
         return (
             self.num_layers * attention
             + (self.num_layers - self.num_sparse_layers) * dense
             + self.num_sparse_layers * sparse
         )
+
+    @property
+    def _attention_weights(self) -> int:
+        """Of one layer."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        queries = self.num_heads * (latent.plain_dim + latent.rotary_dim)
+        asked = self.hidden_size * queries
+        if latent.query_rank is not None:
+            asked = latent.query_rank * (self.hidden_size + queries)
+        keys_and_values = self.num_heads * (latent.plain_dim + latent.value_dim) * latent.rank
+        return asked + self.hidden_size * (self.head_dim + self.num_heads * latent.value_dim) + keys_and_values
 
     @property
     def share_of_a_token(self) -> float:
@@ -85,7 +101,9 @@ class ModelShape:
     @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in one layer, those of all its experts together."""
-        sparse = 0 if self.experts is None else self.experts.per_token * self.experts.width
+        sparse = 0
+        if self.experts is not None:
+            sparse = self.experts.per_token * self.experts.width + self.experts.shared_width
         return max(sparse, self.intermediate_size if self.num_sparse_layers < self.num_layers else 0)
 
     @property
@@ -103,13 +121,15 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+        planes = 2 if self.latent is None else 1
+        return planes * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
 
     @property
     def flops_per_pair(self) -> int:
         """Operations of attention for one query and one key: their product and the share of a value, in every head and
         layer."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        value_dim = self.head_dim if self.latent is None else self.latent.rank
+        return 2 * self.num_layers * self.num_heads * (self.head_dim + value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ pay, one is tried now and then, for a small part of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,6 +27,8 @@ MOST_DRAFTS: Final = 15
 """Of a sequence in a step."""
 _MOST_SLOTS: Final = 64
 """In a step: beyond, rows cost what prompts' do."""
+_SELDOM: Final = 0.02
+"""A slot less likely right is not considered: where drafts are wrong, weighing them would cost more than they bring."""
 _TRIED: Final = 0.005
 """Of the time of steps, what goes into drafts that are not expected to pay."""
 _ASSUMED: Final[dict[DrafterName, float]] = {
@@ -185,7 +187,7 @@ class Speculation:
                 continue
             drafts[candidate.seq] = draft
             rate = self._rate(state, _Source.of(draft))
-            slots += [(weight * rate**n, index) for n in range(1, len(draft.token_ids) + 1)]
+            slots += [(weight * probability, index) for probability in _likely(rate, len(draft.token_ids))]
         slots.sort(reverse=True)
         num_slots = max(min(most, _MOST_SLOTS, len(slots)), 0)
         bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
@@ -350,6 +352,16 @@ class _Bill:
     @property
     def due_s(self) -> float:
         return self._rows_s(self._num_rows) + self._due_s
+
+
+def _likely(rate: float, num_drafts: int) -> Iterator[float]:
+    """The probability of each draft, if those before it were right so often, up to the first that seldom is."""
+    probability = rate
+    for _ in range(num_drafts):
+        if probability < _SELDOM:
+            return
+        yield probability
+        probability *= rate
 
 
 def _worth(

@@ -2,7 +2,8 @@
 
 Knows where a token of a layer lies; not who owns a block (`engine.kv.block_pool`), nor whose token it is.
 
-Slab order, wherever KV of one layer is laid out contiguously, is `[2, num_tokens, num_kv_heads, head_dim]`: K before V.
+Slab order, wherever KV of one layer is laid out contiguously, is `[planes, num_tokens, num_kv_heads, head_dim]`: K
+before V. Of latent attention (DeepSeek's) there is one plane: a token's value is the first numbers of its key.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    latent_dim: int | None = None  # so many numbers of a key are its value, too; None: values have a plane of their own
 
     def __post_init__(self) -> None:
         if not 1 <= self.layers_per_group <= self.num_layers:
@@ -64,7 +66,15 @@ class KVLayout:
     @property
     def bytes_per_token_layer(self) -> int:
         """K and V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_planes * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def num_planes(self) -> int:
+        """Of a layer in a block: K and V, or what is both."""
+        return 2 if self.latent_dim is None else 1
+
+    def slab_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+        return self.num_planes, num_tokens, self.num_kv_heads, self.head_dim
 
     @property
     def block_bytes(self) -> int:
@@ -75,14 +85,15 @@ class KVLayout:
         """How `KVCache.layer_rows` is to be read."""
         return CacheGeometry(
             block_size=self.block_size,
-            block_stride=2 * self.layers_per_group,
+            block_stride=self.num_planes * self.layers_per_group,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            latent_dim=self.latent_dim,
         )
 
 
 class KVCache:
-    """All KV memory of one tier: `[num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]`.
+    """All KV memory of one tier: `[num_blocks, layers_per_group, planes, block_size, num_kv_heads, head_dim]`.
 
     Over `memory` (writable, at least `num_blocks * layout.block_bytes`), where it is given: a mapping that other
     processes read, for example. A tensor of bytes may be on any device.
@@ -100,7 +111,7 @@ class KVCache:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.layers_per_group, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (num_blocks, layout.layers_per_group, *layout.slab_shape(layout.block_size))
         if memory is None and torch.device(device).type == "cpu":
             self.tensor = huge_zeros(shape, layout.dtype)
         elif memory is None:
@@ -114,9 +125,12 @@ class KVCache:
         slots = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
         self.blocks = self.tensor.view(num_blocks, -1)  # as rows of bytes that nobody interprets
         # For the j-th layer of any group: the same address in each of these views means the same block and slot.
-        self._rows = [rows[2 * j :] for j in range(layout.layers_per_group)]
-        self._key_slots = [slots[2 * j * layout.block_size :] for j in range(layout.layers_per_group)]
-        self._value_slots = [slots[(2 * j + 1) * layout.block_size :] for j in range(layout.layers_per_group)]
+        planes = layout.num_planes
+        self._rows = [rows[planes * j :] for j in range(layout.layers_per_group)]
+        self._planes = [
+            [slots[(planes * j + plane) * layout.block_size :] for plane in range(planes)]
+            for j in range(layout.layers_per_group)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +143,7 @@ class KVCache:
     @property
     def slots_per_block(self) -> int:
         """Slot addresses from one block to the next: token i of block b is `b * slots_per_block + i`."""
-        return 2 * self.layout.layers_per_group * self.layout.block_size
+        return self.layout.num_planes * self.layout.layers_per_group * self.layout.block_size
 
     def layer_rows(self, layer: int) -> Tensor:
         """The layer's KV as attention reads it, `[num_rows, block_size * H * D]`: see `KVLayout.geometry`."""
@@ -137,25 +151,25 @@ class KVCache:
 
     def slots(self, layer: int, slots: Tensor) -> KVSlots:
         """Where K and V of one layer go: slot addresses `[T]` (int64) of its group."""
-        j = layer % self.layout.layers_per_group
-        return KVSlots(self._key_slots[j], self._value_slots[j], slots)
+        planes, latent_dim = self._planes[layer % self.layout.layers_per_group], self.layout.latent_dim
+        if latent_dim is None:
+            return KVSlots(planes[0], planes[1], slots)
+        return KVSlots(planes[0][..., latent_dim:], planes[0][..., :latent_dim], slots)
 
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, slots: Tensor, *planes: Tensor) -> None:
         """Write `k`, `v [T, H, D]` of one layer to the slot addresses `[T]` (int64) of its group."""
-        into = self.slots(layer, slots)
-        into.keys.index_copy_(0, slots, k)
-        into.values.index_copy_(0, slots, v)
+        for into, plane in zip(self._planes[layer % self.layout.layers_per_group], planes, strict=True):
+            into.index_copy_(0, slots, plane)
 
     def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
-        """Gather tokens [start, start + count) of one layer into `out` `[2, count, H, D]`, contiguous."""
+        """Gather tokens [start, start + count) of one layer into `out` `[planes, count, H, D]`, contiguous."""
         slots = self._slots(group_row, start, count, out)
-        j = layer % self.layout.layers_per_group
-        torch.index_select(self._key_slots[j], 0, slots, out=out[0])
-        torch.index_select(self._value_slots[j], 0, slots, out=out[1])
+        for plane, into in zip(self._planes[layer % self.layout.layers_per_group], out, strict=True):
+            torch.index_select(plane, 0, slots, out=into)
 
     def write_layer(self, layer: int, group_row: GroupRow, start: int, src: Tensor) -> None:
-        """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
-        self.store(layer, self._slots(group_row, start, src.shape[1], src), src[0], src[1])
+        """Scatter `src` `[planes, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
+        self.store(layer, self._slots(group_row, start, src.shape[1], src), *src)
 
     def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:
         """Copy whole blocks `sources [n]` of a cache of this layout to `blocks [n]`, pairwise."""
@@ -176,7 +190,7 @@ class KVCache:
         return blocks * self.slots_per_block + positions % self.layout.block_size
 
     def _slots(self, group_row: GroupRow, start: int, count: int, slab: Tensor) -> Tensor:
-        shape = (2, count, self.layout.num_kv_heads, self.layout.head_dim)
+        shape = self.layout.slab_shape(count)
         assert slab.shape == shape, f"a slab of {count} tokens has the shape {shape}, not {tuple(slab.shape)}"
         assert slab.dtype == self.layout.dtype, f"the cache holds {self.layout.dtype}, the slab {slab.dtype}"
         addresses = self.slot_addresses(group_row, np.arange(start, start + count))
@@ -249,11 +263,11 @@ class SequenceKV(Protocol):
     def device(self) -> torch.device: ...
 
     def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
-        """Gather tokens [start, start + count) of one layer into `out` `[2, count, H, D]`, contiguous."""
+        """Gather tokens [start, start + count) of one layer into `out` `[planes, count, H, D]`, contiguous."""
         ...
 
     def write_layer(self, layer: int, group_row: GroupRow, start: int, src: Tensor) -> None:
-        """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
+        """Scatter `src` `[planes, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
         ...
 
     def copy_in(self, blocks: GroupRow, source: KVCache, sources: GroupRow) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.kv.cache import KVCache
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
+from kernels.adapters import RowAdapters
 from kernels.interface import Segment
 
 Indices = npt.NDArray[np.int64]
@@ -50,6 +51,7 @@ class Batch:
     pooled_spans: tuple[PooledSpan, ...] = ()
     awaited_rows: Tensor = _NO_ROWS  # [A] int64, rows whose token the step before samples; `token_ids` says 0 there
     awaited_from: Tensor = _NO_ROWS  # [A] int64, which of that step's sampled tokens it is
+    adapters: RowAdapters | None = None  # None: no row has one
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +98,20 @@ def build_batch(
         num_sampled_rows=num_sampled_rows,
         prompt_spans=spans,
         pooled_spans=pooled_spans,
+        adapters=_adapters(items, counts, device),
     )
+
+
+def _adapters(items: list[ScheduledSequence], counts: Indices, device: torch.device) -> RowAdapters | None:
+    """Of the rows of items, of which each has so many."""
+    found = [item.adapter for item in items]
+    present = {id(adapter): adapter for adapter in found if adapter is not None}
+    if not present:
+        return None
+    numbers = {key: number for number, key in enumerate(present)}
+    of_item = [-1 if adapter is None else numbers[id(adapter)] for adapter in found]
+    of_row = torch.from_numpy(np.repeat(np.array(of_item, dtype=np.int64), counts))
+    return RowAdapters(tuple(present.values()), of_row, device)
 
 
 def _to_device(arrays: tuple[Indices, ...], device: torch.device) -> list[Tensor]:

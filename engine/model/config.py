@@ -35,8 +35,12 @@ SUPPORTED_ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
 )
+
+_LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 # All of what decides how a config is read.
 _CODE = [
@@ -74,6 +78,11 @@ class DecoderConfig(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def latent_dim(self) -> int | None:
+        """Numbers of a key that are its value, too; None: values are cached beside keys."""
+        ...
+
     @property
     def num_layers(self) -> int: ...
     @property
@@ -130,6 +139,23 @@ class ExpertsConfig:
     width: int  # of each, as `ModelConfig.intermediate_size` is a dense MLP's
     normalised: bool  # the weights of a token's experts sum to 1; else each is its share among all experts
     router_bias: bool = False
+    scale: float = 1.0  # of those weights
+    groups: int = 1  # of experts; a token's are all of `groups_per_token` of them
+    groups_per_token: int = 1
+    corrected: bool = False  # chosen by sigmoids and a correction of the checkpoint: see `ExpertChoice`
+    shared_width: int = 0  # of one more MLP, which is every token's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Attention over latents: see `engine.model.latent`."""
+
+    rank: int  # of the latent
+    query_rank: int | None  # of the queries' own; None: they are projected at once
+    plain_dim: int  # of a head's query and key, what is not rotated
+    rotary_dim: int  # and what is; keys have it in common
+    value_dim: int  # of a head
+    interleaved: bool  # whether pairs that turn together lie side by side in the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +169,10 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer: grouped-query attention with rotary positions, gated MLP, RMS norms."""
+    """A decoder-only transformer: grouped-query attention with rotary positions, gated MLP, RMS norms.
+
+    With a latent, `num_kv_heads` and `head_dim` are those of what is cached: one key of the latent and what is rotated.
+    """
 
     architecture: str
     vocab_size: int
@@ -170,6 +199,17 @@ class ModelConfig:
     attention_sinks: bool = False  # each query head has a logit of its own beside those of keys
     logit_softcap: float | None = None
     packing: WeightPacking | None = None  # of the projections' weights in the checkpoint
+    latent: LatentConfig | None = None
+    num_drafting_layers: int = 0  # that a checkpoint may have behind the others (MTP): they are not read
+
+    @property
+    def latent_dim(self) -> int | None:
+        return None if self.latent is None else self.latent.rank
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def num_layers(self) -> int:
@@ -260,7 +300,7 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         raise ValueError(f"the model in {folder} attends in both directions; only causal models can generate")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -286,6 +326,31 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         logit_softcap=getattr(hf, "final_logit_softcapping", None),
         attention_sinks=gpt_oss,
     )
+    return _with_latent(config, hf, folder) if architecture in _LATENT else config
+
+
+def _with_latent(config: ModelConfig, hf: Any, folder: Path) -> ModelConfig:
+    if config.mlp_bias:
+        raise ValueError(f"the model in {folder} has biases in its MLPs, which is not supported beside a latent")
+    latent = LatentConfig(
+        rank=hf.kv_lora_rank,
+        query_rank=hf.q_lora_rank,
+        plain_dim=hf.qk_nope_head_dim,
+        rotary_dim=hf.qk_rope_head_dim,
+        value_dim=hf.v_head_dim,
+        interleaved=getattr(hf, "rope_interleave", True),
+    )
+    magnitude = 1.0
+    if hf.rope_parameters.get("rope_type", "default") != "default" and hf.rope_parameters.get("mscale_all_dim"):
+        magnitude = yarn_magnitude(hf.rope_parameters["factor"], hf.rope_parameters["mscale_all_dim"])
+    return replace(
+        config,
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.rotary_dim,
+        attention_scale=(latent.plain_dim + latent.rotary_dim) ** -0.5 * magnitude**2,
+        latent=latent,
+        num_drafting_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,
+    )
 
 
 def _swigluoai(hf: Any, folder: Path) -> str:
@@ -310,7 +375,7 @@ def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
         LayerConfig(
             window=window if kind == "sliding_attention" else None,
             rope=ropes[kind],
-            experts=_experts(hf, index, folder),
+            experts=(_deepseeks_experts if hasattr(hf, "kv_lora_rank") else _experts)(hf, index, folder),
         )
         for index, kind in enumerate(types)
     )
@@ -332,6 +397,34 @@ def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
         width=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral and gpt-oss always do
         router_bias=hf.model_type == "gpt_oss",
+    )
+
+
+def _deepseeks_experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
+    if layer < hf.first_k_dense_replace:
+        return None
+    num_experts, chosen = hf.n_routed_experts, hf.num_experts_per_tok or 0
+    method = getattr(hf, "topk_method", "noaux_tc")
+    grouped = method != "greedy"
+    groups, groups_chosen = (hf.n_group or 1, hf.topk_group or 1) if grouped else (1, 1)
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise ValueError(f"the model in {folder} chooses experts by {method!r}, which is not supported")
+    if groups_chosen > groups or num_experts % groups or not 0 < chosen <= num_experts // groups * groups_chosen:
+        raise ValueError(
+            f"the model in {folder} chooses {chosen} of {num_experts} experts, of {groups_chosen} of {groups} groups,"
+            " for each token, which cannot be; fetch its config.json again"
+        )
+    is_third = hf.model_type == "deepseek_v3"
+    return ExpertsConfig(
+        num_experts=num_experts,
+        per_token=chosen,
+        width=hf.moe_intermediate_size,
+        normalised=bool(is_third and hf.norm_topk_prob),  # transformers' DeepseekV2 never does
+        scale=float(hf.routed_scaling_factor),
+        groups=groups,
+        groups_per_token=groups_chosen,
+        corrected=is_third,
+        shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
     )
 
 

@@ -70,6 +70,10 @@ class HuggingFaceConfig:
     tied_embeddings: bool
 
     @property
+    def latent_dim(self) -> None:
+        """Its code is given the keys and values of all heads."""
+
+    @property
     def num_layers(self) -> int:
         return len(self.layer_windows)
 

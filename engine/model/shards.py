@@ -94,6 +94,11 @@ WHOLE = Shard(0, 1)
 
 def check_degree(config: ModelConfig, degree: int) -> None:
     """Raises ValueError if the model cannot be divided among so many ranks."""
+    if degree > 1 and config.latent is not None:
+        raise ValueError(
+            f"tensor_parallel is {degree}, but {config.architecture} caches one latent for all heads, which no rank has"
+            " a part of: cutting its query heads is not built; leave tensor_parallel out"
+        )
     if degree not in (possible := possible_degrees(config)):
         widths = " and ".join(map(str, sorted(config.mlp_widths)))
         raise ValueError(
@@ -105,6 +110,8 @@ def check_degree(config: ModelConfig, degree: int) -> None:
 
 def possible_degrees(config: ModelConfig) -> list[int]:
     """Equal parts only: the slowest rank sets the pace."""
+    if config.latent is not None:
+        return [1]
     return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree)]
 
 

@@ -8,7 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,31 +16,59 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.checkpoint.adapters import AdapterWeights
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ExpertsConfig, LayerConfig, ModelConfig
+from engine.model.latent import (
+    LatentOutput,
+    first_projection_rows,
+    pack_keys_and_values,
+    project,
+    query_rows,
+)
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
-from kernels.interface import ExpertChoice, GatedMlp, Kernels, Layer, LayersForm, Linear, PagedAttention
+from kernels.adapters import Adapter, AdapterLayer, LowRank, Up
+from kernels.interface import (
+    ExpertChoice,
+    GatedMlp,
+    Kernels,
+    LatentProjections,
+    Layer,
+    LayersForm,
+    Linear,
+    PagedAttention,
+)
+from kernels.native.adapters import native_adapter
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
 
 
 def pack_projections(
-    kernels: Kernels, weights: Sequence[Tensor | QuantisedWeight], bias: Tensor | None, dtype: torch.dtype
+    kernels: Kernels,
+    weights: Sequence[Tensor | QuantisedWeight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
 ) -> Linear:
-    """Their outputs side by side, of activations of `dtype`. Where only some are quantised, none is any more."""
+    """Their outputs side by side, or in the order of `rows`, of activations of `dtype`. Where only some are quantised,
+    none is any more."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if rows is not None and bias is not None:
+        bias = bias[rows.to(bias.device)]
     if len(quantised) == len(weights):
-        return kernels.pack_quantised(side_by_side(quantised), bias, dtype)
+        whole = side_by_side(quantised)
+        return kernels.pack_quantised(whole if rows is None else whole.rows(rows), bias, dtype)
     device = next((weight.device for weight in weights if isinstance(weight, Tensor)), None)
     tensors = [
         weight.dequantise(dtype).to(device) if isinstance(weight, QuantisedWeight) else weight for weight in weights
     ]
     # An output layer may lie where the embedding lies: no copy of a single one.
-    return kernels.pack_linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), bias)
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return kernels.pack_linear(joined if rows is None else joined[rows.to(joined.device)], bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +126,20 @@ class _Summed:
         return residual + self(x)
 
 
+@dataclass(frozen=True, slots=True)
+class _WithShared:
+    """A mixture, and beside it an MLP that is every row's."""
+
+    routed: Linear
+    shared: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.routed.add_to(self.shared(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.routed.add_to(self.shared.add_to(residual, x), x)
+
+
 class Model:
     """Built from `weights`, which it empties: packed tensors replace them one by one.
 
@@ -120,7 +162,7 @@ class Model:
         ]
         assert not weights, f"no layer took {sorted(weights)[:5]}"
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._rotary = {rope: RotaryEmbedding(rope, config.head_dim, self.device) for rope in ropes}
+        self._rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, self.device) for rope in ropes}
         self.windows = frozenset(layer.window for layer in config.layers)
         self.fused = self._fuse()
         # As a tensor of the model's type, so that it is rounded like the weights.
@@ -150,11 +192,16 @@ class Model:
         first = 0 if hooks is not None else self._run_fused(x, normed, step)
         if first > last:
             return normed
+        adapters = batch.adapters
         for index, layer in enumerate(self._layers[first:], first):
-            qk, v = self._project(normed, layer)
+            if adapters is not None:
+                layer = adapters.adapted(layer, index)
+            plain, qk, v = self._project(normed, layer)
             if hooks is not None:
                 hooks.before_store(index)
             q, k = self._rotate_and_store(qk, v, step, index)
+            if plain is not None:
+                q, k = torch.cat((plain, q), -1), torch.cat((v, k), -1)
             if hooks is not None:
                 hooks.stored(index)
             if index == last and not len(batch.output_rows):
@@ -164,6 +211,8 @@ class Model:
                 hooks.attended(index)
             if index == last:  # nothing after this point mixes rows
                 x, attended = x[batch.output_rows], attended[batch.output_rows]
+                if adapters is not None:
+                    layer = adapters.selected(batch.output_rows).adapted(self._layers[index], index)
             following = self._final_norm if index == last else self._layers[index + 1].attention_norm
             x, normed = self._mix(x, attended, layer, following)
         return normed
@@ -177,11 +226,43 @@ class Model:
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def adapter(self, weights: AdapterWeights) -> Adapter:
+        """Ready for batches of this model, in memory of its own that goes with it. For a model without ranks."""
+        assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
+        kernels = self._kernels
+        if isinstance(kernels, NativeCpuKernels):
+            kernels = kernels.packing_into(_own_memory)
+        layers = tuple(
+            self._adapter_layer(weights, f"model.layers.{index}.", kernels) for index in range(len(self._layers))
+        )
+        num_bytes = sum(part.nbytes for low_rank in weights.values() for part in (low_rank.down, low_rank.up))
+        return Adapter(layers, num_bytes, None if self.fused is None else native_adapter(layers))
+
+    def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels) -> AdapterLayer:
+        config = self.config
+        sizes = {
+            name: config.num_heads * config.head_dim if name == "q" else config.num_kv_heads * config.head_dim
+            for name in "qkv"
+        }
+
+        def packed(outputs: Mapping[str, int]) -> LowRank | None:
+            return _low_rank(
+                kernels, {f"{prefix}{name}_proj": size for name, size in outputs.items()}, weights, self.device
+            )
+
+        width = config.intermediate_size
+        return AdapterLayer(
+            qkv=packed({f"self_attn.{name}": size for name, size in sizes.items()}),
+            output=packed({"self_attn.o": config.hidden_size}),
+            gate_up=packed({"mlp.gate": width, "mlp.up": width}),
+            down=packed({"mlp.down": config.hidden_size}),
+        )
+
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
         """Run as many of the first layers as one call takes, and return how many these are: `x`, `normed` become
         theirs."""
         attentions = [step.attentions[window] for window in self.windows]
-        if self.fused is None or not self.fused.takes(attentions):
+        if self.fused is None or not self.fused.takes(attentions, step.batch.adapters):
             return 0
         num_layers = self.config.num_layers - (0 if step.batch.everyone_samples else 1)
         self.fused.run(
@@ -192,6 +273,7 @@ class Model:
             rotations=[step.rotations[rope] for rope in self._rotary],
             attentions=attentions,
             num_layers=num_layers,
+            adapters=step.batch.adapters,
         )
         return num_layers
 
@@ -208,13 +290,16 @@ class Model:
             attentions[window] = attentions[effective]
         return attentions
 
-    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`."""
+    def _project(self, normed: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Queries and keys `[T, Q + H, D]`, not yet rotated, and values `[T, H, D]`. With a latent, which is the value
+        then, first that part of queries which will not be, and then the part that will."""
         config = self.config
+        if config.latent is not None:
+            return project(normed, layer, config.latent, config.num_heads, self._kernels)
         qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        return qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
+        return None, qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
 
     def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
         """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
@@ -223,7 +308,7 @@ class Model:
         return self._kernels.rotate_and_store(qk, v, *step.rotations[self.config.layers[index].rope], into)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: _Step, index: int) -> Tensor:
-        """`[T, Q * D]`"""
+        """`[T, Q * Dv]`"""
         attended = step.attentions[self.config.layers[index].window].attend(
             q,
             k,
@@ -255,7 +340,7 @@ class Model:
         return self._kernels.rms_norm(x, weight, self.config.rms_norm_eps)
 
     def _fuse(self) -> NativeLayers | None:
-        if not isinstance(self._kernels, NativeCpuKernels):
+        if not isinstance(self._kernels, NativeCpuKernels) or self.config.latent is not None:
             return None
         config, ropes, windows = self.config, list(self._rotary), list(self.windows)
         form = LayersForm(
@@ -274,26 +359,59 @@ class Model:
     def _layer(self, weights: Weights, prefix: str, config: LayerConfig) -> Layer:
         sandwich = self.config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        qkv, latent, output = self._attention(weights, prefix + "self_attn.")
         return Layer(
             attention_norm=self._norm(weights, prefix + "input_layernorm"),
-            qkv=self._linear(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
+            qkv=qkv,
             qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
             sinks=_tensor(weights, prefix + "self_attn.sinks").float() if self.config.attention_sinks else None,
-            output=self._summed(self._linear(weights, prefix + "self_attn.o_proj")),
+            latent=latent,
+            output=self._summed(output),
             attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
             mlp_norm=self._norm(weights, prefix + mlp_norm),
             mlp=self._summed(self._mlp_or_experts(weights, prefix + "mlp", config.experts)),
             mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
         )
 
+    def _attention(self, weights: Weights, prefix: str) -> tuple[Linear, LatentProjections | None, Linear]:
+        """The projections before it, and the one after it."""
+        config, latent = self.config, self.config.latent
+        if latent is None:
+            qkv = self._linear(weights, *(f"{prefix}{name}_proj" for name in "qkv"))
+            return qkv, None, self._linear(weights, prefix + "o_proj")
+        query_norm, query, first = None, None, "q_proj"
+        if latent.query_rank is not None:
+            query_norm, first = self._norm(weights, prefix + "q_a_layernorm").unsqueeze(0), "q_a_proj"
+            query = self._linear(weights, prefix + "q_b_proj", rows=query_rows(latent, config.num_heads))
+        names = prefix + first, prefix + "kv_a_proj_with_mqa"
+        qkv = self._linear(weights, *names, rows=first_projection_rows(latent, config.num_heads))
+        keys, values = pack_keys_and_values(
+            _tensor(weights, prefix + "kv_b_proj.weight"), latent, config.num_heads, self._kernels
+        )
+        latent_norm = self._norm(weights, prefix + "kv_a_layernorm").unsqueeze(0)
+        return (
+            qkv,
+            LatentProjections(query_norm=query_norm, query=query, latent_norm=latent_norm, keys=keys),
+            LatentOutput(values, self._linear(weights, prefix + "o_proj"), latent.rank),
+        )
+
     def _mlp_or_experts(self, weights: Weights, name: str, experts: ExpertsConfig | None) -> Linear:
         if experts is None:
             return self._mlp(weights, name)
-        return self._kernels.pack_experts(
+        choice = ExpertChoice(
+            per_row=experts.per_token,
+            normalised=experts.normalised,
+            scale=experts.scale,
+            groups=experts.groups,
+            groups_per_row=experts.groups_per_token,
+            correction=_tensor(weights, f"{name}.gate.e_score_correction_bias") if experts.corrected else None,
+        )
+        routed = self._kernels.pack_experts(
             self._linear(weights, f"{name}.gate"),
             [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
-            ExpertChoice(per_row=experts.per_token, normalised=experts.normalised),
+            choice,
         )
+        return _WithShared(routed, self._mlp(weights, f"{name}.shared_experts")) if experts.shared_width else routed
 
     def _mlp(self, weights: Weights, name: str) -> GatedMlp:
         return GatedMlp(
@@ -314,11 +432,15 @@ class Model:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self._ranks is None else _Summed(linear, self._ranks)
 
-    def _linear(self, weights: Weights, *names: str) -> Linear:
-        """The projections of one input as one, their outputs side by side."""
+    def _linear(self, weights: Weights, *names: str, rows: Tensor | None = None) -> Linear:
+        """The projections of one input as one, their outputs side by side, or in the order of `rows`."""
         parts = [weights.pop(f"{name}.weight") for name in names]
-        biases = [_tensor(weights, f"{name}.bias") for name in names if f"{name}.bias" in weights]
-        return pack_projections(self._kernels, parts, torch.cat(biases) if biases else None, self.dtype)
+        bias = None
+        if any(f"{name}.bias" in weights for name in names):  # who has none beside one that has, adds nothing
+            zeros = (torch.zeros(part.shape[0], dtype=self.dtype, device=self.device) for part in parts)
+            named = zip(names, zeros, strict=True)
+            bias = torch.cat([_tensor(weights, f"{name}.bias", nothing) for name, nothing in named])
+        return pack_projections(self._kernels, parts, bias, self.dtype, rows)
 
     def _norm(self, weights: Weights, name: str) -> Tensor:
         weight = _tensor(weights, f"{name}.weight")
@@ -331,7 +453,39 @@ class Model:
         return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
 
 
-def _tensor(weights: Weights, name: str) -> Tensor:
-    weight = weights.pop(name)
+def _own_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+    """A `PackingMemory` for what comes and goes: mappings that many tensors share would stay as long as one of them."""
+    packed = torch.zeros(num_elements, dtype=dtype)
+    fill(packed)
+    return packed
+
+
+def _low_rank(
+    kernels: Kernels, outputs: Mapping[str, int], weights: AdapterWeights, device: torch.device
+) -> LowRank | None:
+    """What an adapter adds to projections side by side, of so many `outputs` each."""
+    downs, ups = [], []
+    first_rank = first_output = 0
+    for name, num_outputs in outputs.items():
+        if (low_rank := weights.get(name)) is not None:
+            # Kernels multiply pairs of inputs: a rank more, of zeros, changes nothing.
+            down, up = low_rank.down, low_rank.up
+            if len(down) % 2:
+                down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))
+            linear = kernels.pack_linear(up.to(device), None)
+            ups.append(
+                Up(linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs))
+            )
+            downs.append(down)
+            first_rank += len(down)
+        first_output += num_outputs
+    if not downs:
+        return None
+    down = downs[0] if len(downs) == 1 else torch.cat(downs)
+    return LowRank(kernels.pack_linear(down.to(device), None), tuple(ups))
+
+
+def _tensor(weights: Weights, name: str, *default: Tensor) -> Tensor:
+    weight = weights.pop(name, *default)
     assert isinstance(weight, Tensor), f"{name} is no projection"
     return weight

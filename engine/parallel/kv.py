@@ -71,14 +71,14 @@ class GroupKV:
         self.owners = list({heads.start: (heads, cache) for heads, cache in self.holders}.values())
 
     def read_layer(self, layer: int, group_row: GroupRow, start: int, count: int, out: Tensor) -> None:
-        """Gather tokens [start, start + count) of one layer into `out` `[2, count, H, D]`, contiguous."""
+        """Gather tokens [start, start + count) of one layer into `out` `[planes, count, H, D]`, contiguous."""
         for heads, cache in self.owners:
-            part = out.new_empty(2, count, heads.stop - heads.start, self.layout.head_dim)
+            part = out.new_empty(len(out), count, heads.stop - heads.start, self.layout.head_dim)
             cache.read_layer(layer, group_row, start, count, part)
             out[:, :, heads] = part
 
     def write_layer(self, layer: int, group_row: GroupRow, start: int, src: Tensor) -> None:
-        """Scatter `src` `[2, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
+        """Scatter `src` `[planes, count, H, D]`, contiguous, to tokens [start, start + count) of one layer."""
         for heads, cache in self.holders:
             cache.write_layer(layer, group_row, start, src[:, :, heads].contiguous())
 

@@ -125,6 +125,7 @@ class DecodeGraphs:
         queries = self._queries(batch)
         return (
             queries is not None
+            and batch.adapters is None
             and queries * len(batch.segments) <= self._limits.num_seqs
             and queries * sum(segment.context_len for segment in batch.segments) <= self._limits.context_tokens
         )

@@ -28,6 +28,7 @@ from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.memory.devices import pinning_for, require_device
 from engine.memory.host import keep_freed_memory, map_private_memory
+from engine.model.adapters import AdapterPool, adapter_pool
 from engine.model.config import Backend, DecoderConfig, ModelConfig, read_config
 from engine.model.shards import WHOLE
 from engine.model.transformer import Model
@@ -101,6 +102,8 @@ class EngineConfig:
     # A smaller model of the same vocabulary, that drafts; its KV is taken out of this one's. Or the folder of heads for
     # this model.
     draft_ref: str | None = None
+    max_adapters: int = 0  # that are loaded at once, each of `max_adapter_rank` at most; 0: none are computed
+    max_adapter_rank: int = 64
 
 
 def load_runner(
@@ -267,12 +270,18 @@ def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
             f"tensor_parallel {engine.tensor_parallel}": engine.tensor_parallel > 1,
             "quantization": engine.quantisation is not None,
             "batch_invariant": engine.batch_invariant,
+            "adapters": engine.max_adapters > 0,
         }
         if unmet := [wish for wish, wanted in wished.items() if wanted]:
             raise ValueError(
                 f"the model in {folder} is computed by transformers' {config.architecture}, for which"
                 f" {unmet[0]} is not built; leave it out, or use a model with the backend native"
             )
+    if engine.max_adapters and engine.tensor_parallel > 1:
+        raise ValueError(
+            f"adapters are set with tensor_parallel {engine.tensor_parallel}, whose ranks would each need a part of"
+            " them, which is not built; leave one of the two out"
+        )
     return config
 
 
@@ -288,6 +297,7 @@ def layout_of(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -
         head_dim=config.head_dim,
         block_size=engine.block_size,
         dtype=dtype,
+        latent_dim=config.latent_dim,
     )
 
 
@@ -376,6 +386,7 @@ class LoadedModel:
     prefix_caching: bool
     costs: StepCosts
     draft_model: DraftModel | HeadDrafter | None = None
+    adapters: AdapterPool | None = None  # None: no sequence may have one
 
     @property
     def kv_cache(self) -> KVCache:
@@ -443,7 +454,15 @@ def load_model(
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
         draft_model=draft_model,
+        adapters=_adapters(runner, config),
     )
+
+
+def _adapters(runner: ModelRunner, engine: EngineConfig) -> AdapterPool | None:
+    if not engine.max_adapters:
+        return None
+    assert isinstance(runner.model, Model) and isinstance(runner.config, ModelConfig), "refused before it was loaded"
+    return adapter_pool(runner.model, runner.config, max_loaded=engine.max_adapters, max_rank=engine.max_adapter_rank)
 
 
 def _heads_for(ref: str, folder: Path, backend: Backend) -> tuple[Path, HeadsConfig] | None:
@@ -493,7 +512,7 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
             " of the device's: set kv.decode.memory to 8GiB, for example"
         )
     alone = replace(config, model_ref=ref, draft_ref=None, backend="auto", max_model_len=None, layers_per_group=None)
-    alone = replace(alone, host_bytes=0, staging_bytes=0, tensor_parallel=1, batch_invariant=False)
+    alone = replace(alone, host_bytes=0, staging_bytes=0, tensor_parallel=1, batch_invariant=False, max_adapters=0)
     if config.kv_bytes is not None:
         own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
         alone = replace(alone, kv_bytes=config.kv_bytes * own // (own + others))

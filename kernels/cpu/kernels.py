@@ -15,12 +15,13 @@ from kernels import reference
 from kernels.cpu.attention import plan_attention
 from kernels.interface import Activation, KVSlots, Linear
 from kernels.quantised_weight import QuantisedWeight
-from kernels.reference import PlainLinear, pack_experts
+from kernels.reference import PlainLinear, pack_experts, pack_heads
 
 __all__ = [
     "add_rms_norm",
     "gated_activation",
     "pack_experts",
+    "pack_heads",
     "pack_linear",
     "pack_quantised",
     "plan_attention",

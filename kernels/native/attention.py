@@ -30,6 +30,8 @@ class _Plan(ctypes.Structure):
         ("block_stride", Size),
         ("num_kv_heads", Size),
         ("head_dim", Size),
+        ("value_dim", Size),
+        ("value_offset", Size),
         ("window", Size),
     )
 
@@ -40,6 +42,7 @@ class NativeAttention:
 
     function: Function
     plan: _Plan
+    value_dim: int
     dtype: torch.dtype
     segments: npt.NDArray[np.int64]  # these two are what the plan points to
     tables: npt.NDArray[np.int32]
@@ -60,7 +63,7 @@ class NativeAttention:
         num_heads, head_dim = q.shape[1:]
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(len(q), num_heads, self.value_dim)
         self.function(
             ctypes.addressof(self.plan),
             q.data_ptr(),
@@ -105,10 +108,12 @@ def plan_attention(
         block_stride=geometry.block_stride,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
+        value_dim=geometry.value_dim,
+        value_offset=(geometry.num_planes - 1) * geometry.block_size * geometry.num_kv_heads * geometry.head_dim,
         window=_NO_WINDOW if window is None else window,
     )
     function = declare(library, f"attention_{TYPE_NAMES[dtype]}", _PARAMETERS)
-    return NativeAttention(function, plan, dtype, records, tables)
+    return NativeAttention(function, plan, geometry.value_dim, dtype, records, tables)
 
 
 def _pack(

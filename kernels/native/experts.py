@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.interface import ExpertChoice, GatedMlp, Linear
-from kernels.native.library import TYPE_NAMES, Flag, Pointer, Size, activation_number, declare
+from kernels.native.library import TYPE_NAMES, Flag, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
 
 
@@ -21,7 +21,11 @@ class _Experts(ctypes.Structure):
         ("down", ctypes.POINTER(ProjectionRecord)),
         ("count", Size),
         ("per_row", Size),
+        ("groups", Size),
+        ("groups_per_row", Size),
         ("activation", Size),
+        ("correction", Pointer),
+        ("scale", Float),
         ("normalised", Flag),
     )
 
@@ -65,6 +69,10 @@ class NativeExperts:
             count=len(experts),
             per_row=choice.per_row,
             activation=activation_number(experts[0].activation),
+            groups=choice.groups,
+            groups_per_row=choice.groups_per_row,
+            correction=None if choice.correction is None else choice.correction.data_ptr(),
+            scale=choice.scale,
             normalised=choice.normalised,
         )
         name = f"experts_{TYPE_NAMES[self.dtype]}"

@@ -18,6 +18,7 @@ from kernels.interface import (
     CacheGeometry,
     ExpertChoice,
     GatedMlp,
+    HeadwiseLinear,
     KVSlots,
     Layer,
     LayersForm,
@@ -29,14 +30,14 @@ from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
-from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_linear, pack_quantised
+from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_heads, pack_linear, pack_quantised
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 # Norms, rotary embeddings and gated activations: see `src/elementwise.cpp`. There is one of each for each of the types.
 _PARAMETERS: dict[str, list[Any]] = {
     "rms_norm": [Pointer, Size, Size, Size, Size, Pointer, Float, Pointer],
     "add_rms_norm": [Pointer, Pointer, Size, Size, Pointer, Float, Pointer, Pointer],
-    "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 4, *[Pointer] * 5],
+    "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 5, *[Pointer] * 5, Size],
     "gated_activation": [Size, Pointer, Size, Size, Pointer],
 }
 
@@ -74,6 +75,11 @@ class NativeCpuKernels:
         if can_pack_quantised(weight, dtype):
             return pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)
+
+    def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
+        if can_pack_linear(weight[0]):
+            return pack_heads(self._library, weight, self._memory)
+        return cpu.pack_heads(weight)
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
         packed = native_experts.pack_experts(self._library, router, experts, choice)
@@ -113,12 +119,14 @@ class NativeCpuKernels:
         rotate = self._functions.get(("rotate_and_store", qk.dtype))
         if rotate is None:
             return cpu.rotate_and_store(qk, v, cos, signed_sin, into)
-        num_tokens, num_kv_heads, head_dim = v.shape
-        num_heads = qk.shape[1] - num_kv_heads
+        num_tokens, num_rotated, head_dim = qk.shape
+        num_kv_heads = v.shape[1]
+        num_heads = num_rotated - num_kv_heads
         assert _has_packed_heads(qk) and _has_packed_heads(v) and cos.is_contiguous() and signed_sin.is_contiguous()
-        assert into.keys.is_contiguous() and into.values.is_contiguous() and into.slots.is_contiguous()
+        assert _has_packed_heads(into.keys) and _has_packed_heads(into.values) and into.slots.is_contiguous()
+        assert into.keys.stride(0) == into.values.stride(0)
         assert v.dtype == cos.dtype == signed_sin.dtype == into.keys.dtype == into.values.dtype == qk.dtype
-        q, k = qk.new_empty((num_tokens, num_heads, head_dim)), qk.new_empty(v.shape)
+        q, k = (qk.new_empty((num_tokens, heads, head_dim)) for heads in (num_heads, num_kv_heads))
         rotate(
             qk.data_ptr(),
             qk.stride(0),
@@ -130,11 +138,13 @@ class NativeCpuKernels:
             num_heads,
             num_kv_heads,
             head_dim,
+            num_kv_heads * v.shape[2],
             into.slots.data_ptr(),
             q.data_ptr(),
             k.data_ptr(),
             into.keys.data_ptr(),
             into.values.data_ptr(),
+            into.keys.stride(0),
         )
         return q, k
 
@@ -181,4 +191,4 @@ def _norm_layout(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
 
 def _has_packed_heads(x: Tensor) -> bool:
     """Whether the heads of a token lie side by side, `[T, H, D]`."""
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])

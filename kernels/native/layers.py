@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.adapters import RowAdapters
 from kernels.interface import GatedMlp, Layer, LayersForm, Linear, PagedAttention
+from kernels.native.adapters import AdaptersRecord, adapters_record
 from kernels.native.attention import NativeAttention, sinks_address
 from kernels.native.experts import NativeExperts
 from kernels.native.library import Float, Pointer, Size, activation_number, declare
@@ -63,6 +65,7 @@ class _Step(ctypes.Structure):
         ("x", Pointer),
         ("normed", Pointer),
         ("scratch", Pointer),
+        ("adapters", ctypes.POINTER(AdaptersRecord)),
     )
 
 
@@ -114,9 +117,10 @@ class NativeLayers:
         self._row_numbers = int(scratch(ctypes.byref(self._shape), self._layers, len(layers)))
         self._scratch = torch.empty(0)  # for the largest step so far
 
-    def takes(self, attentions: Sequence[PagedAttention]) -> bool:
-        """Whether steps with such attention can be run."""
-        return all(isinstance(attention, NativeAttention) for attention in attentions)
+    def takes(self, attentions: Sequence[PagedAttention], adapters: RowAdapters | None = None) -> bool:
+        """Whether steps with such attention, and such adapters, can be run."""
+        is_native = adapters is None or all(adapter.native is not None for adapter in adapters.adapters)
+        return is_native and all(isinstance(attention, NativeAttention) for attention in attentions)
 
     def run(
         self,
@@ -128,6 +132,7 @@ class NativeLayers:
         rotations: Sequence[tuple[Tensor, Tensor]],
         attentions: Sequence[PagedAttention],
         num_layers: int,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """The first `num_layers`, with results that are the same to the bit as those of separate calls.
 
@@ -152,6 +157,7 @@ class NativeLayers:
             x=x.data_ptr(),
             normed=normed.data_ptr(),
             scratch=self._reserve(len(x), x.dtype),
+            adapters=None if adapters is None else ctypes.pointer(adapters_record(adapters)),
         )
         self._run(ctypes.byref(self._shape), ctypes.byref(record), self._layers, 0, num_layers)
 

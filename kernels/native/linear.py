@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
+
+_PANEL = 32  # outputs, of `src/panels.h`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +61,20 @@ def can_pack_linear(weight: Tensor) -> bool:
     return weight.dtype in TYPE_NAMES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
 
 
+@functools.cache
+def _linear_functions(library: ctypes.CDLL, name: str) -> tuple[Function, Function, Function]:
+    """That tell how large a packed weight is, pack it, and multiply by it. An adapter has hundreds of weights."""
+    return (
+        declare(library, "linear_packed_size", [Size, Size], Size),
+        declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer]),
+        declare(library, f"linear_{name}", [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]),
+    )
+
+
 def pack_linear(
     library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = private_memory
 ) -> NativeLinear:
-    name = TYPE_NAMES[weight.dtype]
-    packed_size = declare(library, "linear_packed_size", [Size, Size], Size)
-    pack = declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer])
-    parameters = [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]
+    packed_size, pack, compute = _linear_functions(library, TYPE_NAMES[weight.dtype])
     num_outputs, num_inputs = weight.shape
 
     def fill(packed: Tensor) -> None:
@@ -73,13 +83,48 @@ def pack_linear(
 
     packed = memory(packed_size(num_inputs, num_outputs), weight.dtype, fill)
     return NativeLinear(
-        compute=declare(library, f"linear_{name}", parameters),
+        compute=compute,
         packed=packed,
         dtype=weight.dtype,
         num_inputs=num_inputs,
         num_outputs=num_outputs,
         bias=None if bias is None else bias.contiguous(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeHeads:
+    """`kernels.interface.HeadwiseLinear`. A row's result is the same to the bit whatever the other rows are."""
+
+    compute: Function
+    packed: Tensor  # head after head, in panels of 32 outputs
+    num_outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        by_head = x.transpose(0, 1).contiguous()
+        num_heads, num_rows, num_inputs = by_head.shape
+        assert x.dtype == self.packed.dtype
+        out = x.new_empty(num_heads, num_rows, self.num_outputs)
+        self.compute(
+            by_head.data_ptr(),
+            num_heads,
+            num_rows,
+            num_inputs,
+            self.packed.data_ptr(),
+            self.num_outputs,
+            out.data_ptr(),
+        )
+        return out.transpose(0, 1)
+
+
+def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = private_memory) -> NativeHeads:
+    """From `weight [Q, out, in]`."""
+    num_outputs = weight.shape[1]
+    # Each head begins a panel.
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))
+    packed = pack_linear(library, padded.flatten(0, 1), None, memory).packed
+    compute = declare(library, f"heads_{TYPE_NAMES[weight.dtype]}", [Pointer, *[Size] * 3, Pointer, Size, Pointer])
+    return NativeHeads(compute=compute, packed=packed, num_outputs=num_outputs)
 
 
 # What sums of 32 bits have room for, and how many activations are rounded at once.

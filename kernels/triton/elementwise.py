@@ -152,15 +152,16 @@ def rotate_and_store_kernel(
     num_tokens,
     num_query_heads,
     num_kv_heads,
+    num_value_heads,
     head_dim,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Grid: (block of rows of `qk`, then block of rows of `v`); a row is one head of one token.
 
-    `qk [T, Q + H, D]`, a token every `qk_stride` elements, rotated in place; `v [T, H, D]`, every `v_stride`; `cos`,
-    `signed_sin [T, D]`; `keys`, `values [slots, H, D]`, every `slot_stride`; `slots [T]` int64, below zero: nothing is
-    stored.
+    `qk [T, Q + H, D]`, a token every `qk_stride` elements, rotated in place; `v [T, V, D]`, every `v_stride`; `cos`,
+    `signed_sin [T, D]`; `keys [slots, H, D]`, `values [slots, V, D]`, every `slot_stride`; `slots [T]` int64, below
+    zero: nothing is stored.
     """
     num_rotated = num_query_heads + num_kv_heads
     rotating_blocks = tl.cdiv(num_tokens * num_rotated, ROWS)
@@ -188,7 +189,7 @@ def rotate_and_store_kernel(
         tl.store(key + half, b, mask=is_key)
     else:
         row = ((block - rotating_blocks) * ROWS + tl.arange(0, ROWS))[:, None]
-        token, head = (row // num_kv_heads).to(tl.int64), row % num_kv_heads
+        token, head = (row // num_value_heads).to(tl.int64), row % num_value_heads
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
         live = (token < num_tokens) & (first < half) & (slot >= 0)
         start = v + token * v_stride + head * head_dim + first
@@ -198,22 +199,27 @@ def rotate_and_store_kernel(
 
 
 def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots) -> tuple[Tensor, Tensor]:
-    """Rotate the query and key heads `qk [T, Q + H, D]` in place; write the keys and `v [T, H, D]` to their slots.
+    """Rotate the query and key heads `qk [T, Q + H, D]` in place; write the keys and `v [T, H, Dv]` to their slots.
 
-    `cos`, `signed_sin [T, 1, D]` as `engine.model.rope` makes them. Returns the views `q [T, Q, D]`, `k [T, H, D]`. A
-    token whose slot is negative is not stored: what pads a batch to the size of a graph has no slot.
+    `cos`, `signed_sin [T, 1, D]` as `engine.model.rope` makes them; values are moved in pieces of D. Returns the views
+    `q [T, Q, D]`, `k [T, H, D]`. A token whose slot is negative is not stored: what pads a batch to the size of a graph
+    has no slot.
     """
-    num_tokens, num_kv_heads, head_dim = v.shape
+    (num_tokens, num_kv_heads, value_dim), head_dim = v.shape, qk.shape[2]
     num_heads = qk.shape[1] - num_kv_heads
     for heads in (qk, v, into.keys, into.values):
-        assert heads.stride()[1:] == (head_dim, 1), "the heads of a token must lie side by side"
-    assert into.keys.stride() == into.values.stride(), "keys and values must lie alike"
+        side_by_side = heads.shape[1] == 1 or heads.stride(1) == heads.shape[2]
+        assert side_by_side and heads.stride(2) == 1, "the heads of a token must lie side by side"
+    assert into.keys.stride(0) == into.values.stride(0), "keys and values must lie alike"
+    if value_dim % head_dim:
+        raise ValueError(f"values of {value_dim} elements are no whole number of rotated heads of {head_dim}")
     assert cos.is_contiguous() and signed_sin.is_contiguous(), "angles must be contiguous"
     if num_tokens:
+        num_value_heads = num_kv_heads * value_dim // head_dim
         shipped = _rotation(qk.dtype, _half(head_dim))
         rows = shipped.constants["ROWS"]
         shipped.launch(
-            (triton.cdiv(num_tokens * qk.shape[1], rows) + triton.cdiv(num_tokens * num_kv_heads, rows),),
+            (triton.cdiv(num_tokens * qk.shape[1], rows) + triton.cdiv(num_tokens * num_value_heads, rows),),
             qk=qk,
             v=v,
             cos=cos,
@@ -227,6 +233,7 @@ def rotate_and_store(qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, int
             num_tokens=num_tokens,
             num_query_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            num_value_heads=num_value_heads,
             head_dim=head_dim,
         )
     return qk[:, :num_heads], qk[:, num_heads:]
@@ -244,7 +251,8 @@ def _rotation(dtype: torch.dtype, half: int) -> Shipped:
     element = TYPE_NAMES[dtype]
     pointers = dict.fromkeys(("qk", "v", "cos", "signed_sin", "keys", "values"), f"*{element}")
     strides = ("qk_stride", "v_stride", "slot_stride")
-    integers = dict.fromkeys((*strides, "num_tokens", "num_query_heads", "num_kv_heads", "head_dim"), "i32")
+    counts = ("num_tokens", "num_query_heads", "num_kv_heads", "num_value_heads")
+    integers = dict.fromkeys((*strides, *counts, "head_dim"), "i32")
     return Shipped(
         name=f"rotate_and_store-{element}-{2 * half}",
         kernel=rotate_and_store_kernel,

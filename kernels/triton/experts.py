@@ -32,15 +32,24 @@ _WIDE_ROWS = 64  # of an expert, in the mean, from which tiles are wide
 
 @triton.jit
 def choose_kernel(
-    logits, numbers, shares, num_experts, per_row, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
-):
-    """Grid: (row). `logits [T, X]`; `numbers`, `shares [T, per_row]`, all contiguous."""
+    logits, correction, numbers, shares, num_experts, per_row, groups, groups_per_row, scale,
+    NORMALISED: tl.constexpr, CORRECTED: tl.constexpr, GROUPED: tl.constexpr,
+    EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row). `logits [T, X]`; `numbers`, `shares [T, per_row]`, all contiguous; `correction [X]`."""
     row = tl.program_id(0).to(tl.int64)
     experts, ranks = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     nothing = float("-inf")
     values = tl.load(logits + row * num_experts + experts, mask=experts < num_experts, other=nothing).to(tl.float32)
-    powers = tl.exp(values - tl.max(values, axis=0))
-    total = tl.sum(powers, axis=0)
+    if CORRECTED:
+        powers = 1.0 / (1.0 + tl.exp(-values))
+        total = 1.0
+        values = powers + tl.load(correction + experts, mask=experts < num_experts, other=nothing)
+    else:
+        powers = tl.exp(values - tl.max(values, axis=0))
+        total = tl.sum(powers, axis=0)
+    if GROUPED:
+        values = _of_best_groups(values, experts, num_experts // groups, groups, groups_per_row, CORRECTED, RANKS)
     chosen = tl.zeros((RANKS,), dtype=tl.int64)
     counts = tl.zeros((RANKS,), dtype=tl.float32)
     for rank in range(per_row):
@@ -48,9 +57,32 @@ def choose_kernel(
         chosen = tl.where(ranks == rank, best, chosen)
         counts = tl.where(ranks == rank, tl.sum(tl.where(experts == best, powers, 0.0), axis=0), counts)
         values = tl.where(experts == best, nothing, values)
-    counts /= tl.sum(counts, axis=0) if NORMALISED else total
+    counts = counts / (tl.sum(counts, axis=0) if NORMALISED else total) * scale
     tl.store(numbers + row * per_row + ranks, chosen, mask=ranks < per_row)
     tl.store(shares + row * per_row + ranks, counts, mask=ranks < per_row)
+
+
+@triton.jit
+def _of_best_groups(
+    values, experts, size, groups, groups_per_row, TWO_BEST: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """`values [X]` of the groups, of `size` experts each, with the largest value, or sum of the TWO_BEST; else none."""
+    nothing = float("-inf")
+    numbers = tl.arange(0, GROUPS)
+    scores = tl.full((GROUPS,), nothing, dtype=tl.float32)
+    for group in range(groups):
+        own = tl.where(experts // size == group, values, nothing)
+        score = tl.max(own, axis=0)
+        if TWO_BEST:
+            best = tl.argmax(own, axis=0, tie_break_left=True)
+            score += tl.max(tl.where(experts == best, nothing, own), axis=0)
+        scores = tl.where(numbers == group, score, scores)
+    kept = experts < 0
+    for _ in range(groups_per_row):
+        best = tl.argmax(scores, axis=0, tie_break_left=True)
+        kept = kept | (experts // size == best)
+        scores = tl.where(numbers == best, nothing, scores)
+    return tl.where(kept, values, nothing)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -142,10 +174,10 @@ def pack_experts(
 ) -> Linear:
     """Raises ValueError for more experts than the kernels look at."""
     num_experts = len(gate_up.weight)
-    if num_experts > _MOST_EXPERTS[-1] or choice.per_row > _MOST_RANKS:
+    if num_experts > _MOST_EXPERTS[-1] or max(choice.per_row, choice.groups) > _MOST_RANKS:
         raise ValueError(
-            f"{choice.per_row} of {num_experts} experts for each token are more than the GPU's kernels can choose:"
-            f" {_MOST_RANKS} of {_MOST_EXPERTS[-1]}"
+            f"{choice.per_row} of {num_experts} experts in {choice.groups} groups for each token are more than the"
+            f" GPU's kernels can choose: {_MOST_RANKS} of {_MOST_EXPERTS[-1]} in {_MOST_RANKS} groups"
         )
     numbers = torch.arange(num_experts + 1, device=gate_up.weight.device)
     return GpuExperts(router, gate_up, down, numbers, activation, choice)
@@ -186,13 +218,19 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
     num_rows, num_experts = logits.shape
     numbers = torch.empty(num_rows, choice.per_row, dtype=torch.int64, device=logits.device)
     shares = torch.empty(num_rows, choice.per_row, dtype=torch.float32, device=logits.device)
-    _choosing(logits.dtype, choice.normalised, _most(num_experts)).launch(
+    _choosing(
+        logits.dtype, choice.normalised, choice.correction is not None, choice.groups > 1, _most(num_experts)
+    ).launch(
         (num_rows,),
         logits=logits.contiguous(),
+        correction=shares if choice.correction is None else choice.correction,
         numbers=numbers,
         shares=shares,
         num_experts=num_experts,
         per_row=choice.per_row,
+        groups=choice.groups,
+        groups_per_row=choice.groups_per_row,
+        scale=choice.scale,
     )
     return numbers, shares
 
@@ -247,19 +285,31 @@ def _most(num_experts: int) -> int:
 
 
 @functools.cache
-def _choosing(dtype: torch.dtype, normalised: bool, most: int) -> Shipped:
+def _choosing(dtype: torch.dtype, normalised: bool, corrected: bool, grouped: bool, most: int) -> Shipped:
     element = TYPE_NAMES[dtype]
+    kinds = {"normalised": normalised, "corrected": corrected, "grouped": grouped}
+    marks = "".join(f"{kind}-" for kind, chosen in kinds.items() if chosen)
     return Shipped(
-        name=f"choose_experts-{'normalised-' if normalised else ''}{element}-{most}",
+        name=f"choose_experts-{marks}{element}-{most}",
         kernel=choose_kernel,
         types={
             "logits": f"*{element}",
+            "correction": "*fp32",
             "numbers": "*i64",
             "shares": "*fp32",
             "num_experts": "i32",
             "per_row": "i32",
+            "groups": "i32",
+            "groups_per_row": "i32",
+            "scale": "fp32",
         },
-        constants={"NORMALISED": normalised, "EXPERTS": most, "RANKS": _MOST_RANKS},
+        constants={
+            "NORMALISED": normalised,
+            "CORRECTED": corrected,
+            "GROUPED": grouped,
+            "EXPERTS": most,
+            "RANKS": _MOST_RANKS,
+        },
         num_warps=1 if most <= 64 else 4,
         num_stages=1,
     )
@@ -302,7 +352,12 @@ def _summing(dtype: torch.dtype, adds: bool) -> Shipped:
 def shipped() -> list[Shipped]:
     both = (False, True)
     return [
-        *(_choosing(dtype, normalised, most) for dtype in TYPE_NAMES for normalised in both for most in _MOST_EXPERTS),
+        *(
+            _choosing(dtype, *kinds, most)
+            for dtype in TYPE_NAMES
+            for kinds in ((False, False, False), (True, False, False), (False, False, True), (True, True, True))
+            for most in _MOST_EXPERTS
+        ),
         *(
             _grouped(dtype, wide, gathers, most, biased)
             for dtype in TYPE_NAMES

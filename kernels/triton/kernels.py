@@ -19,6 +19,7 @@ from kernels.interface import (
     CacheGeometry,
     ExpertChoice,
     GatedMlp,
+    HeadwiseLinear,
     KVSlots,
     Linear,
     PagedAttention,
@@ -27,11 +28,12 @@ from kernels.interface import (
     StandingLimits,
 )
 from kernels.quantised_weight import QuantisedWeight
+from kernels.reference import PlainHeads
 from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
 from kernels.triton.attention.tiles import Operands, architecture
 from kernels.triton.attention.work_lists import AttentionShape
-from kernels.triton.experts import Stacked, pack_experts
+from kernels.triton.experts import Stacked, grouped_matmul, pack_experts
 from kernels.triton.matmul import InvariantLinear
 
 
@@ -49,6 +51,21 @@ class CublasLinear:
         # In place: out of place, torch copies the residual before cuBLAS adds to it.
         total = residual.addmm_(x, self.weight.t())
         return total if self.bias is None else total.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantHeads:
+    """Each head's rows are those of a group in the product that experts have."""
+
+    weight: Tensor  # [Q, out, in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_rows, num_heads, num_inputs = x.shape
+        by_head = torch.arange(num_rows * num_heads, device=x.device).view(num_rows, num_heads).t().flatten()
+        starts = torch.arange(num_heads + 1, device=x.device) * num_rows
+        rows = x.transpose(0, 1).reshape(-1, num_inputs)
+        out = grouped_matmul(rows, Stacked(self.weight, None), by_head, starts, 1, gathers=False)
+        return out.view(num_rows, num_heads, -1)
 
 
 def _stacked(linears: Sequence[Linear]) -> Stacked:
@@ -73,6 +90,10 @@ class GpuKernels:
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
+
+    def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
+        weight = weight.contiguous()
+        return InvariantHeads(weight) if self.batch_invariant else PlainHeads(weight)
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
         gate_up, down = (_stacked([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))

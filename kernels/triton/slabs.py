@@ -1,8 +1,8 @@
 """Between paged blocks and slabs of one layer, on a GPU: moved and digested in one pass, whatever is at the other end.
 
-A slab is `[2, n, h, D]`, K before V, of `h` of the cache's heads: all of them, or those that one process of a group
-holds where the other end has a group of another size. Bytes are moved as 64-bit words and never converted, so the two
-ends may differ in block size and layers per group, but not in type.
+A slab is `[planes, n, h, D]`, K before V, of `h` of the cache's heads: all of them, or those that one process of a
+group holds where the other end has a group of another size. Bytes are moved as 64-bit words and never converted, so the
+two ends may differ in block size and layers per group, but not in type.
 
 A program moves one row of the digest, 8 KiB of the slab, so that every slab is cut alike, whatever its blocks.
 """
@@ -23,18 +23,18 @@ from kernels.triton.shipped import Shipped
 
 @triton.jit
 def cache_addresses(
-    index, table, start, half_words, block_stride,
+    index, table, start, plane_words, block_stride,
     BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Where words `index` (int64) of a slab lie in the layer's rows, and whether the slab has as many words."""
-    live = index < 2 * half_words
-    value = (index >= half_words).to(tl.int64)
-    of_half = (index - value * half_words).to(tl.int32)
-    position = start + of_half // SLAB_TOKEN_WORDS
+    live = index < PLANES * plane_words
+    plane = (index >= plane_words).to(tl.int64) if PLANES == 2 else index * 0
+    of_plane = (index - plane * plane_words).to(tl.int32)
+    position = start + of_plane // SLAB_TOKEN_WORDS
     block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    row = block * block_stride + value
-    slot = (position % BLOCK_SIZE) * TOKEN_WORDS + FIRST_WORD + of_half % SLAB_TOKEN_WORDS
+    row = block * block_stride + plane
+    slot = (position % BLOCK_SIZE) * TOKEN_WORDS + FIRST_WORD + of_plane % SLAB_TOKEN_WORDS
     address = row * (BLOCK_SIZE * TOKEN_WORDS) + slot
     # What the compiler does not see through the division: that many words lie side by side.
     return tl.max_contiguous(tl.multiple_of(address, SIDE_BY_SIDE), SIDE_BY_SIDE), live
@@ -42,19 +42,19 @@ def cache_addresses(
 
 @triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
 def slab_kernel(
-    cache, table, slab, keys, digest, start, half_words, block_stride,
+    cache, table, slab, keys, digest, start, plane_words, block_stride,
     BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr, ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr, ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row of the digest,). `cache` and `slab [2 * half_words]` (int64), `table` (int32), `digest [1]`.
+    """Grid: (row of the digest,). `cache` and `slab [PLANES * plane_words]` (int64), `table` (int32), `digest [1]`.
 
     From cache to slab, or the other way: then the digest is of what stands in the cache afterwards.
     """
     row = tl.program_id(0).to(tl.int64)
     index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
     address, live = cache_addresses(
-        index, table, start, half_words, block_stride,
-        BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE,
+        index, table, start, plane_words, block_stride,
+        BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE, PLANES,
     )  # fmt: skip
     if TO_CACHE:
         tl.store(cache + address, tl.load(slab + index, mask=live, other=0), mask=live)
@@ -70,7 +70,7 @@ def slab_kernel(
 def gather_slab(
     cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
 ) -> Tensor:
-    """Fill `out [2, n, h, D]`, contiguous, with tokens [start, start + n) of `heads` (None: all), and digest it.
+    """Fill `out [planes, n, h, D]`, contiguous, with tokens [start, start + n) of `heads` (None: all), and digest it.
 
     `cache_rows` is a layer as `CacheGeometry` describes it, `table [columns]` (int32) the blocks of its group, all on
     one device. Returns the digest, `[1]` int64, for `as_digest` to wait for.
@@ -81,7 +81,8 @@ def gather_slab(
 def scatter_slab(
     slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
 ) -> Tensor:
-    """Write `slab [2, n, h, D]`, contiguous, to tokens [start, start + n) of `heads`, as `gather_slab` would read it.
+    """Write `slab [planes, n, h, D]`, contiguous, to tokens [start, start + n) of `heads`, as `gather_slab` would read
+    it.
 
     Returns the digest of what then stands in the blocks.
     """
@@ -97,7 +98,9 @@ def _move(
     words = as_words(slab)
     digest = begun_digest(words.numel() * WORD_BYTES, slab.device)
     if words.numel():
-        configuration(to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads).launch(
+        configuration(
+            to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads, geometry.num_planes
+        ).launch(
             (triton.cdiv(words.numel(), ROW_WORDS),),
             cache=as_words(cache_rows),
             table=table,
@@ -105,14 +108,14 @@ def _move(
             keys=keys_on(slab.device),
             digest=digest,
             start=start,
-            half_words=words.numel() // 2,
+            plane_words=words.numel() // geometry.num_planes,
             block_stride=geometry.block_stride,
         )
     return digest
 
 
 def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range) -> None:
-    shape = (2, slab.shape[1], len(heads), geometry.head_dim)
+    shape = (geometry.num_planes, slab.shape[1], len(heads), geometry.head_dim)
     assert slab.shape == shape, f"a slab of {len(heads)} heads has the shape {shape}, not {tuple(slab.shape)}"
     assert slab.dtype == cache_rows.dtype, f"the cache holds {cache_rows.dtype}, the slab {slab.dtype}"
     assert heads.step == 1 and 0 <= heads.start < heads.stop <= geometry.num_kv_heads, heads
@@ -130,7 +133,9 @@ def _head_words(slab: Tensor) -> int:
 
 
 @functools.cache
-def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: int, heads: range) -> Shipped:
+def configuration(
+    to_cache: bool, block_size: int, num_heads: int, head_words: int, heads: range, num_planes: int = 2
+) -> Shipped:
     slab_token_words = len(heads) * head_words
     name = "scatter_slab" if to_cache else "gather_slab"
     constants = {
@@ -139,23 +144,26 @@ def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: i
         "SLAB_TOKEN_WORDS": slab_token_words,
         "FIRST_WORD": heads.start * head_words,
         "SIDE_BY_SIDE": 2 - head_words % 2,  # 16 bytes is the most that a thread loads at once
+        "PLANES": num_planes,
         "ROW_WORDS": ROW_WORDS,
         "TO_CACHE": to_cache,
     }
     pointers = {"cache": "*i64", "table": "*i32", "slab": "*i64", "keys": "*i64", "digest": "*i64"}
     return Shipped(
-        name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}",
+        name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}"
+        + ("" if num_planes == 2 else "-latent"),
         kernel=slab_kernel,
-        types=pointers | {"start": "i32", "half_words": "i64", "block_stride": "i32"},
+        types=pointers | {"start": "i32", "plane_words": "i64", "block_stride": "i32"},
         constants=constants,
         num_warps=4,
         num_stages=1,
-        aligned=frozenset({"half_words"} if slab_token_words % 16 == 0 else ()),
+        aligned=frozenset({"plane_words"} if slab_token_words % 16 == 0 else ()),
     )
 
 
 def shipped() -> list[Shipped]:
-    """Of 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and what half of a group takes."""
+    """Of 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; what half of a group takes; and DeepSeek's
+    latent."""
     every, upper = range(8), range(4, 8)
     return [
         configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES, heads)
@@ -166,4 +174,4 @@ def shipped() -> list[Shipped]:
             (256, 4, every),
             (128, 2, upper),
         )
-    ]
+    ] + [configuration(to_cache, 16, 1, 576 * 2 // WORD_BYTES, range(1), 1) for to_cache in (False, True)]

@@ -1,11 +1,11 @@
 """Between KV blocks and slabs: gather and digest on the way out, scatter and digest on the way in.
 
-A slab holds one layer's tokens as `[2, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they come
-from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
+A slab holds one layer's tokens as `[planes, num_tokens, num_kv_heads, head_dim]`, K before V, whatever blocks they
+come from, so the two ends may differ in block size and in layers per group. Bytes are moved, never converted. Slabs and
 blocks may be in memory of the host or on a GPU (`kv_transfer.handoff.gpu_slab_copy`). The drivers call both ways on the
 KV loop, or, where a device has to be waited for, in `copying_threads`.
 
-Shapes: n tokens, H = num_kv_heads, D = head_dim.
+Shapes: p planes, n tokens, H = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def fill_slab(
     `group_row` is the block-table row of the layer's group; `after`: a device has stored the tokens. Raises ValueError
     if the slab has another size.
     """
-    slab_2nHD = _as_slab(kv_cache, count, view)
+    slab_pnHD = _as_slab(kv_cache, count, view)
     if kv_cache.device.type != "cpu":
         from kv_transfer.handoff.gpu_slab_copy import copies_on
 
         assert isinstance(kv_cache, KVCache | GroupKV), f"{type(kv_cache).__name__} lies on no device"
-        return copies_on(kv_cache.device).fill(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
+        return copies_on(kv_cache.device).fill(kv_cache, group_row, layer, start, slab_pnHD, kind, after)
     if after is not None:
         after.wait()
-    host_2nHD = slab_2nHD if slab_2nHD.device == kv_cache.device else torch.empty_like(slab_2nHD, device="cpu")
-    kv_cache.read_layer(layer, group_row, start, count, host_2nHD)
-    if host_2nHD is not slab_2nHD:
-        slab_2nHD.copy_(host_2nHD)
-    return slab_digest(bytes_of(host_2nHD), kind)
+    host_pnHD = slab_pnHD if slab_pnHD.device == kv_cache.device else torch.empty_like(slab_pnHD, device="cpu")
+    kv_cache.read_layer(layer, group_row, start, count, host_pnHD)
+    if host_pnHD is not slab_pnHD:
+        slab_pnHD.copy_(host_pnHD)
+    return slab_digest(bytes_of(host_pnHD), kind)
 
 
 def write_slab(
@@ -77,32 +77,28 @@ def write_slab(
     while it was read included, shows. `after`: a device no longer uses the blocks for what was in them before.
     Raises ValueError, having written nothing, if the payload has another size.
     """
-    slab_2nHD = _as_slab(kv_cache, count, payload)
+    slab_pnHD = _as_slab(kv_cache, count, payload)
     if kv_cache.device.type != "cpu":
         from kv_transfer.handoff.gpu_slab_copy import copies_on
 
         assert isinstance(kv_cache, KVCache | GroupKV), f"{type(kv_cache).__name__} lies on no device"
-        return copies_on(kv_cache.device).write(kv_cache, group_row, layer, start, slab_2nHD, kind, after)
+        return copies_on(kv_cache.device).write(kv_cache, group_row, layer, start, slab_pnHD, kind, after)
     if after is not None:
         after.wait()
-    kv_cache.write_layer(layer, group_row, start, slab_2nHD.to(kv_cache.device))
-    written_2nHD = torch.empty(_slab_shape(kv_cache, count), dtype=kv_cache.layout.dtype)
-    kv_cache.read_layer(layer, group_row, start, count, written_2nHD)
-    return slab_digest(bytes_of(written_2nHD), kind)
+    kv_cache.write_layer(layer, group_row, start, slab_pnHD.to(kv_cache.device))
+    written_pnHD = torch.empty(kv_cache.layout.slab_shape(count), dtype=kv_cache.layout.dtype)
+    kv_cache.read_layer(layer, group_row, start, count, written_pnHD)
+    return slab_digest(bytes_of(written_pnHD), kind)
 
 
-def bytes_of(host_2nHD: torch.Tensor) -> memoryview:
+def bytes_of(host_pnHD: torch.Tensor) -> memoryview:
     """What a digest is taken of; also in `gpu_slab_copy`."""
-    content: memoryview = host_2nHD.view(torch.uint8).numpy().data
+    content: memoryview = host_pnHD.view(torch.uint8).numpy().data
     return content
 
 
-def _slab_shape(kv_cache: SequenceKV, count: int) -> tuple[int, int, int, int]:
-    return 2, count, kv_cache.layout.num_kv_heads, kv_cache.layout.head_dim
-
-
 def _as_slab(kv_cache: SequenceKV, count: int, view: SlabBytes) -> torch.Tensor:
-    """The buffer as a [2, n, H, D] tensor, without a copy; the caller keeps `view` alive while it uses the tensor."""
+    """The buffer as a [p, n, H, D] tensor, without a copy; the caller keeps `view` alive while it uses the tensor."""
     expected = count * kv_cache.layout.bytes_per_token_layer
     if view.nbytes != expected:
         raise ValueError(
@@ -110,11 +106,11 @@ def _as_slab(kv_cache: SequenceKV, count: int, view: SlabBytes) -> torch.Tensor:
             " header and payload do not belong together"
         )
     if isinstance(view, torch.Tensor):
-        return view.view(kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
+        return view.view(kv_cache.layout.dtype).view(kv_cache.layout.slab_shape(count))
     # By address, since torch has no read-only tensors and warns about each read-only buffer; a payload is only read.
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
     raw = (ctypes.c_uint8 * expected).from_address(address)
-    return torch.frombuffer(raw, dtype=kv_cache.layout.dtype).view(_slab_shape(kv_cache, count))
+    return torch.frombuffer(raw, dtype=kv_cache.layout.dtype).view(kv_cache.layout.slab_shape(count))
 
 
 def copying_threads(name: str) -> ThreadPoolExecutor:

@@ -18,6 +18,15 @@ from kv_transfer.messages.fields import Count, Embedding, Flag, Items, NonNegati
 
 
 @record
+class AdapterRef:
+    """An adapter that a sequence is computed with: by its digest the very one, by its folder where workers find it."""
+
+    name: Text
+    digest: Text
+    folder: Text
+
+
+@record
 class RequestSpec:
     """One sequence to generate. `output_token_ids` were already emitted by earlier attempts. With `pooling` nothing is
     generated: its vector comes in place of the first token, from any worker that computes prompts."""
@@ -36,6 +45,12 @@ class RequestSpec:
     # what the client expects its output to be much like: a guess, which changes only when tokens come
     prediction_token_ids: Items[TokenId] = field(default_factory=list)
     split_at: Count = 0  # who decodes computes the tokens from here on itself, and has the others from another worker
+    adapter: AdapterRef | None = None  # None: the model alone
+
+    @property
+    def prefix_salt(self) -> str:
+        """What keeps its prefixes apart from others': KV of an adapter is no other's, nor the model's."""
+        return self.cache_salt if self.adapter is None else f"{self.adapter.digest} {self.cache_salt}"
 
     @property
     def num_tokens(self) -> int:

@@ -36,6 +36,7 @@ class Place(Message):
     gap_s: NonNegative | None = None
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
+    adapter: Text = ""  # its digest; "": the model alone
 
     @property
     def is_pooled(self) -> bool:
@@ -63,7 +64,8 @@ class Place(Message):
     @property
     def question(self) -> Hashable:
         """A key that is the same whenever the same question is asked again, under whatever id."""
-        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, self.prefix_hashes[-HASH_BYTES:])
+        last = self.prefix_hashes[-HASH_BYTES:]
+        return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, last, self.adapter)
 
 
 @message

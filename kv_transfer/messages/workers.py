@@ -9,7 +9,7 @@ from pydantic import Field
 
 from engine.cost_model.noise import DEVIATES
 from kv_transfer.messages.codec import Message, message, record
-from kv_transfer.messages.fields import Count, Flag, NonNegative, PrefixSource, Role, SourceName, Text, Tier
+from kv_transfer.messages.fields import Count, Flag, Items, NonNegative, PrefixSource, Role, SourceName, Text, Tier
 from kv_transfer.messages.requests import Endpoint
 
 Ratio = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0.0)]
@@ -168,6 +168,8 @@ class WorkerSnapshot:
     num_failed_handoffs: Count = 0  # that came to nothing here, since its start
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
+    adapters: Items[Text] = field(default_factory=list)  # digests of those that are loaded
+    adapter_load_s: NonNegative = 0.0  # that the last one took to load
 
 
 KnownWorker = tuple[WorkerInfo, WorkerSnapshot]

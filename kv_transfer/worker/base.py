@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from engine.kv.allocation import BlockAllocator
 from engine.memory.streams import queued_on
+from engine.model.adapters import AdapterSlot, Need
 from engine.sequence import FinishReason, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate
 from engine.steps.fault_finding import FaultFinder
@@ -29,15 +30,17 @@ from kv_transfer.handoff.layer_stream import LayerStream
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
-from kv_transfer.messages.requests import Endpoint, FailureCause
+from kv_transfer.messages.requests import Endpoint, FailureCause, RequestSpec
 from kv_transfer.messages.workers import StepsReport, TierBlocks, TiersReport, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
+from kv_transfer.worker.adapter_loading import AdapterLoading
 from kv_transfer.worker.cost_report import cost_report
 from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order
 from kv_transfer.worker.prefix_loading import PrefixLoading
+from kv_transfer.worker.sequences import sequence_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class Scheduler(Protocol):
 
     num_host_landings: int
 
+    def adapter_users(self) -> Iterator[tuple[Sequence, Need]]: ...
+
     def abandon_step(self) -> None: ...
 
     def suspect(self, plan: StepPlan) -> list[Sequence]: ...
@@ -139,6 +144,9 @@ class Worker(ABC):
             prefill_s=self._prefill_s,
             on_over=self._on_prefix,
             on_room=self._on_room,
+        )
+        self.adapters = AdapterLoading(
+            model.adapters, users=self._adapter_users, on_loaded=self._on_adapter, on_failed=self._on_no_adapter
         )
         self.gateway_of: dict[SequenceKey, GatewayId] = {}
         self._faults = FaultFinder(model)
@@ -219,6 +227,8 @@ class Worker(ABC):
             host_blocks_available=0 if host_pool is None else host_pool.num_available,
             step_cost=cost_report(self.steps.costs),
             tiers=self._tiers_report(),
+            adapters=self.adapters.loaded,
+            adapter_load_s=self.adapters.load_s,
         )
 
     async def drain(self, timeout_s: float) -> bool:
@@ -243,6 +253,7 @@ class Worker(ABC):
         await self._port.close(f"the {self.role} worker stops")
         await self.steps.stop()
         self.prefix.close()
+        await self.adapters.close()
         self.sender.stop()
         self._close()
         await self._thread.run(self.parts.transport.close())
@@ -368,9 +379,36 @@ class Worker(ABC):
             self.gateway_of.pop(key, None)
             self.sender.cancel(key, "the request ended with its first token")
 
+    def _sequence(self, request: RequestSpec, *, hands_over: bool = False) -> Sequence:
+        """Of a request that is not refused; its adapter is loaded as soon as may be."""
+        seq = sequence_of(request, hands_over=hands_over)
+        if request.adapter is not None:
+            seq.adapter = self.adapters.want(request.adapter)
+        return seq
+
+    def _adapter_users(self) -> Iterator[tuple[Sequence, Need]]:
+        yield from self.scheduler.adapter_users()
+        yield from ((seq, Need.LATER) for seq in self.prefix.loading)
+
+    def _on_adapter(self) -> None:
+        self.steps.wake()
+
+    def _on_no_adapter(self, slot: AdapterSlot, reason: str) -> None:
+        for seq in [seq for seq, _ in self._adapter_users() if seq.adapter is slot]:
+            self._end(seq.key, f"its adapter cannot be loaded: {reason}", "fault")
+
+    def _refused_adapter(self, gateway: GatewayId, request: RequestSpec) -> bool:
+        """Whether the request names an adapter here, where there are none."""
+        is_refused = request.adapter is not None and not self.adapters.is_possible
+        if is_refused:
+            key = SequenceKey(request.request_id, request.attempt)
+            self._port.fail(gateway, key, "adapters are off here (adapters.folder is not set)", retryable=False)
+        return is_refused
+
     def _on_room(self) -> None:
         """Something left, or blocks are free: whoever waits for that may go on, also when no step is going on."""
         self._note_idle()
+        self.adapters.retry()
         self.steps.wake()
 
     def _refused_as_leaving(self, gateway: GatewayId, key: SequenceKey) -> bool:

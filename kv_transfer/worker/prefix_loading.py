@@ -6,7 +6,7 @@ Compares predicted times; the tiers do the work. Both roles' workers have one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import Sequence, SequenceKey, StepPlan
@@ -48,6 +48,11 @@ class PrefixLoading:
     @property
     def num_loading(self) -> int:
         return len(self._loading)
+
+    @property
+    def loading(self) -> Iterator[Sequence]:
+        """Whose prefix is being loaded."""
+        return (seq for seq, _ in self._loading.values())
 
     @property
     def num_loading_tokens(self) -> int:

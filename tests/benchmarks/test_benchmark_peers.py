@@ -18,6 +18,7 @@ import pytest
 from benchmarks.common.quiet import PATIENCE_VARIABLE
 from benchmarks.peers.company import ANSWER_TOKENS, company, questions
 from benchmarks.peers.confirm import confirm, read_output, summed_up
+from benchmarks.peers.drafts import KINDS, NUM_ANSWERS, Both, compared, with_drafts
 from benchmarks.peers.engines import started as starting
 from benchmarks.peers.engines.http_asker import HttpAsker, read_answer
 from benchmarks.peers.engines.installation import Workshop
@@ -53,11 +54,14 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fake:
-    """Answers at once; says how it was asked. `moody`: what it says depends on how many are asked together."""
+    """Answers at once; says how it was asked. `moody`: what it says depends on how many are asked together. `says`:
+    what else it says."""
 
-    def __init__(self, *, moody: bool = False) -> None:
+    def __init__(self, *, moody: bool = False, pace_s: float = 0.25, says: str = "") -> None:
         self.waves: list[list[Request]] = []
         self._moody = moody
+        self._pace_s = pace_s
+        self._says = says
 
     def wave(self, requests: Sequence[Request]) -> list[Answer]:
         self.waves.append(list(requests))
@@ -65,9 +69,9 @@ class Fake:
         return [
             Answer(
                 sent_s=10.0,
-                arrivals_s=[10.5 + 0.25 * token for token in range(request.num_tokens)],
+                arrivals_s=[10.5 + self._pace_s * token for token in range(request.num_tokens)],
                 num_tokens=request.num_tokens,
-                text=f"{request.prompt} {company}",
+                text=f"{request.prompt} {company}{self._says}",
             )
             for request in requests
         ]
@@ -185,6 +189,44 @@ def test_answers_that_change_in_company_are_counted() -> None:
     assert all(len(wave) == 1 for wave in alone) and [len(wave) for wave in among] == [33] * 3
     assert {request.num_tokens for wave in asker.waves for request in wave} == {ANSWER_TOKENS}
     assert len({tuple(question.prompt) for question in questions()}) == 48
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_with_drafts_are_set_beside_the_same_peers_without(kind: str) -> None:
+    drafting, plain = Fake(pace_s=0.125), Fake()
+    figures = compared(kind, Both(drafting, plain), drawing(kind))
+    assert figures == {
+        "drafts_tokens_per_s": pytest.approx(8.0),
+        "plain_tokens_per_s": pytest.approx(4.0),
+        "times": pytest.approx(2.0),
+        "changed": 0,
+        "answers": NUM_ANSWERS,
+    }
+    asked = [[request.prompt for (request,) in fake.waves] for fake in (drafting, plain)]
+    assert asked[0] == asked[1] and len(set(map(tuple, asked[0]))) == NUM_ANSWERS
+    assert compared(kind, Both(Fake(says="other"), Fake()), drawing(kind))["changed"] == NUM_ANSWERS
+
+
+def test_both_are_started_warmed_up_and_ended() -> None:
+    fakes = {name: Fake() for name in ("drafting", "plain")}
+    running: set[str] = set()
+
+    def peer(name: str) -> Peer:
+        @contextmanager
+        def start() -> Iterator[Fake]:
+            running.add(name)
+            yield fakes[name]
+            running.remove(name)
+
+        return Peer(name=name, told=f"told of {name}", works=(), prepare=lambda: None, start=start)
+
+    both = with_drafts("both", peer("drafting"), peer("plain"))
+    with both.start() as asker:
+        assert running == {"drafting", "plain"}
+        asker.wave([Request(prompt=[1], num_tokens=2)])
+    assert not running and fakes["drafting"].waves == fakes["plain"].waves != []
+    assert all(record["work"] != START for record in measured([both], []) if "work" in record)
 
 
 def test_gaps_are_those_that_touch_the_interval() -> None:

@@ -12,6 +12,7 @@ from decode_workers.reservations import Reservations
 from engine.sequence import SequenceKey
 from kv_transfer.handoff.receiver_state import HandoffReceiver
 from kv_transfer.messages.requests import Reserved
+from kv_transfer.worker.sequences import sequence_of
 from tests.decode_workers.test_decode_rules import Bench
 from tests.kv_transfer.handoff.handoff_world.scripted import PREFILL, ScriptedReceiver, request, slab
 
@@ -43,7 +44,7 @@ async def test_what_an_attempt_drains_is_not_taken_over_by_a_later_one() -> None
         model=model, identity=SimpleNamespace(worker_id="d"), transport=quiet, digest_kind="xxh3_64"
     )
     known: Any = (parts, bench.scheduler, port, quiet)
-    reservations = Reservations(*known, wait_s=60.0, listener=quiet)
+    reservations = Reservations(*known, sequence_of=sequence_of, wait_s=60.0, listener=quiet)
     machine: HandoffReceiver = ScriptedReceiver().machine
     reservations.receiver.machine = machine
     gateway: Any = "gateway"

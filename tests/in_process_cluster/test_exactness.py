@@ -9,17 +9,22 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoConfig, DeepseekV2Config, DeepseekV3Config
 
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.drafting.speculation import SpeculationConfig
 from engine.memory.devices import CPU
+from engine.steps.loading import EngineConfig, layout_of, served_config
+from kv_transfer.handoff import receiver
 from kv_transfer.handoff.sender import KvSender
+from kv_transfer.handoff.slab_copy import write_slab
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
@@ -137,7 +142,7 @@ CASES = {
     "transformers, windows and soft caps, overlapped": Case(
         family="gemma2", prefill=blocks(8, 1), decode=blocks(5, 3), chunk_tokens=20, overlap=True, **FEW
     ),
-    "transformers, latent attention": Case(family="deepseek_v2", prefill=blocks(8, 1), chunk_tokens=40, **FEW),
+    "transformers, latent attention": Case(family="youtu", prefill=blocks(8, 1), chunk_tokens=40, **FEW),
     "transformers, two calls of attention a layer": Case(
         family="diffllama", prefill=blocks(8, 3), decode=blocks(4, 2), chunk_tokens=40, **FEW
     ),
@@ -159,6 +164,27 @@ CASES = {
     ),
     "sinks, decoding on the host": Case(
         family="gpt-oss",
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
+    ),
+    "latent, overlapped": Case(
+        family="deepseek-v3",
+        prefill=blocks(8, 1),
+        decode=blocks(5, 2),
+        chunk_tokens=40,
+        slab_bytes=9 * 160,
+        overlap=True,
+        grammars=GRAMMARS[:1],
+    ),
+    "latent in groups, odd blocks over TCP": Case(
+        family="deepseek-v2-grouped", decode=blocks(3, 3), transfer=TCP, chunk_tokens=33, **FEW
+    ),
+    "latent, split in one pool": Case(
+        one_pool=True, family="deepseek-v3-dense", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
+    ),
+    "latent, decoding on the host": Case(
+        family="deepseek-v2",
         decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
@@ -265,6 +291,46 @@ CASES = {
     ),
 }
 Models = Callable[[Case], SmallModel]
+
+
+def in_all_heads(config: Any) -> int:
+    """Numbers of a token's keys and values in one layer, of a config of transformers."""
+    return int(config.num_attention_heads * (config.qk_head_dim + config.v_head_dim))
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+async def test_of_a_latent_model_the_latent_is_handed_over(models: Models, family: str) -> None:
+    """As many bytes as its config says, and a fifth of those of all heads or less."""
+    model, prompt = models(Case(family=family)), random_prompts([100])[0]
+    config = AutoConfig.from_pretrained(model.folder)
+    payloads: list[int] = []
+
+    def counted(kv: Any, row: Any, layer: int, start: int, count: int, payload: Any, *rest: Any, **by_name: Any) -> int:
+        payloads.append(payload.nbytes)
+        return write_slab(kv, row, layer, start, count, payload, *rest, **by_name)
+
+    async with cluster_of(model) as cluster:
+        with mock.patch.object(receiver, "write_slab", counted):
+            assert await tokens(cluster, "r", prompt, greedy(10)) == model.hugging_face(prompt, 10)
+        token_bytes = cluster.models[1].layout.bytes_per_token_layer
+    per_token = config.kv_lora_rank + config.qk_rope_head_dim
+    assert token_bytes == per_token * 4
+    assert sum(payloads) == len(prompt) * config.num_hidden_layers * per_token * 4
+    assert in_all_heads(config) >= 5 * per_token
+
+
+@pytest.mark.parametrize(
+    "config", [DeepseekV3Config(), DeepseekV2Config(num_attention_heads=16)], ids=["V3", "V2-Lite"]
+)
+def test_of_a_published_latent_model_576_numbers_are_cached(config: Any, tmp_path: Path) -> None:
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.num_experts_per_tok = 6
+    config.save_pretrained(tmp_path)
+    engine = EngineConfig(model_ref=str(tmp_path), model_name="model")
+    layout = layout_of(served_config(tmp_path, engine), engine, torch.bfloat16)
+    assert layout.bytes_per_token_layer == 576 * 2
+    assert layout.block_bytes == 576 * 2 * config.num_hidden_layers * layout.block_size
+    assert in_all_heads(config) >= 5 * 576
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ class Case:
     num_heads: int = 2
     num_kv_heads: int = 1
     head_dim: int = 64
+    latent_dim: int | None = None
     shared: int = 0
     seed: int = 0
 
@@ -95,7 +96,8 @@ def build(case: Case, dtype: torch.dtype) -> World:
     for table in tables[1:]:
         num_shared = min(case.shared // case.block_size, table.shape[1] - 1, tables[0].shape[1] - 1)
         table[:, :num_shared] = tables[0][:, :num_shared]
-    shape = (len(blocks) + 3, _LAYERS_PER_GROUP, 2, case.block_size, case.num_kv_heads, case.head_dim)
+    planes = 2 if case.latent_dim is None else 1
+    shape = (len(blocks) + 3, _LAYERS_PER_GROUP, planes, case.block_size, case.num_kv_heads, case.head_dim)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     row, segments = 0, []
     for (queries, context), table in zip(case.segments, tables, strict=True):
@@ -106,11 +108,12 @@ def build(case: Case, dtype: torch.dtype) -> World:
     q = torch.randn(row, case.num_heads + 1, case.head_dim).to(dtype).to(device())[:, 1:]
     geometry = CacheGeometry(
         block_size=case.block_size,
-        block_stride=2 * _LAYERS_PER_GROUP,
+        block_stride=planes * _LAYERS_PER_GROUP,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
+        latent_dim=case.latent_dim,
     )
-    rows = cache.to(device()).view(-1, case.block_size * case.num_kv_heads * case.head_dim)[2:]
+    rows = cache.to(device()).view(-1, case.block_size * case.num_kv_heads * case.head_dim)[planes:]
     return World(case, geometry, segments, q, rows, 1)
 
 

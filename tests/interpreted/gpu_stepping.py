@@ -32,6 +32,7 @@ def stepper_on(kernels: Kernels, folder: Path, dtype: torch.dtype = torch.float3
         layers_per_group=2,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        latent_dim=config.latent_dim,
         block_size=5,
         dtype=dtype,
     )

@@ -39,6 +39,7 @@ def late(world: World, count: int) -> World:
         "three splits": Case(segments=((LATE_TOKENS, 1040),), num_heads=4, head_dim=32),
         "odd heads, soft-capped": Case(segments=((LATE_TOKENS, 540),), num_heads=3, head_dim=96, softcap=3.0),
         "sinks": Case(segments=((LATE_TOKENS, 540),), num_heads=8, has_sinks=True),
+        "latents": Case(segments=((LATE_TOKENS, 560),), num_heads=16, head_dim=40, latent_dim=32),
         "windowed": Case(segments=((LATE_TOKENS, 600),), num_heads=4, head_dim=16, window=530),
     },
     dtype=DTYPES,

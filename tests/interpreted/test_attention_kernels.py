@@ -36,6 +36,11 @@ CASES = {
     "soft-capped, windowed": Case(segments=((1, 4), (1, 600), (2, 37), (40, 60)), softcap=1.5, window=30),
     "sinks": Case(segments=MIXED, head_dim=64, num_heads=16, num_kv_heads=2, has_sinks=True),
     "sinks, windowed": Case(segments=((1, 4), (1, 1300), (3, 200), (40, 90)), window=600, num_heads=4, has_sinks=True),
+    "a latent": Case(segments=MIXED, num_heads=16, head_dim=72, latent_dim=64),
+    "a latent, of odd sizes": Case(segments=MIXED, num_heads=5, head_dim=44, latent_dim=40, block_size=5),
+    "a latent, of more heads than rows of decode": Case(
+        segments=((1, 1), (1, 1100), (2, 40)), num_heads=80, head_dim=48, latent_dim=32
+    ),
     "any order": Case(segments=((40, 50), (1, 700), (8, 9), (70, 70), (1, 3))),
 }
 
@@ -44,7 +49,7 @@ CASES = {
 def test_attention_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     world = build(case, dtype)
     actual = world.actual()
-    assert actual.shape == world.q.shape
+    assert actual.shape == (*world.q.shape[:2], case.latent_dim or case.head_dim)
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     assert_like_twin(actual, world.expected())

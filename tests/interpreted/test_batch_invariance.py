@@ -15,7 +15,7 @@ from tests.support.model_families import build_oracle
 NUM_NEW_TOKENS = 3
 
 
-@pytest.fixture(scope="module", params=["qwen2-windowed", "mixtral"])
+@pytest.fixture(scope="module", params=["qwen2-windowed", "mixtral", "deepseek-v3"])
 def invariant_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     changes = {"max_window_layers": 1} if request.param == "qwen2-windowed" else {}

@@ -27,6 +27,7 @@ CASES = {
     "beside others": Case(segments=((1, 600), (40, 600), (1, 30), (3, 630), (1, 580)), shared=SHARED, head_dim=40),
     "blocks across splits": Case(segments=((1, 700), (1, 650)), shared=600, block_size=48),
     "sinks": Case(segments=((1, 600), (1, 620)), shared=SPLIT_TOKENS, has_sinks=True),
+    "latents": Case(segments=((1, 600), (1, 620)), shared=SPLIT_TOKENS, head_dim=40, latent_dim=32),
     "soft-capped": Case(segments=((1, 600), (1, 620)), shared=SPLIT_TOKENS, softcap=2.0),
 }
 OFTEN = ("two splits", "two queries each", "more members than a tile has rows for", "blocks across splits")

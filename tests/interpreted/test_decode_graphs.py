@@ -147,7 +147,10 @@ def check_alike(actual: RecordingSampler, expected: RecordingSampler) -> None:
         torch.testing.assert_close(torch.stack(actual.sampled[request_id]), torch.stack(logits), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2-windowed", *in_test_long("llama-tied-biased-llama3", "mixtral")])
+LONG = ("llama-tied-biased-llama3", "mixtral", "deepseek-v3")
+
+
+@pytest.mark.parametrize("family", ["qwen2-windowed", *in_test_long(*LONG)])
 def test_replayed_steps_generate_what_others_do(family: str, tmp_path: Path) -> None:
     build_oracle(family, tmp_path)
     plain, plain_sampler = stepper_on(reference, tmp_path)

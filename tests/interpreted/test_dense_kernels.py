@@ -119,6 +119,19 @@ def test_rotation_and_storage(dtype: torch.dtype, head_dim: int, heads: tuple[in
     assert torch.equal(into.keys.isnan(), twin.keys.isnan()), "no other slot may be written"
 
 
+def test_a_latent_and_what_is_rotated_lie_side_by_side() -> None:
+    qk, v = random(4, 6, 8, dtype=torch.float32), random(4, 1, 24, dtype=torch.float32)
+    slots, rotation = torch.tensor([3, -1, 0, 5], device=device()), angles(4, 8, torch.float32)
+    caches = [torch.full((7, 1, 32), torch.nan, device=device()) for _ in range(2)]
+    for cache, rotate_and_store in zip(caches, (reference, elementwise), strict=True):
+        rotate_and_store.rotate_and_store(qk.clone(), v, *rotation, KVSlots(cache[..., 24:], cache[..., :24], slots))
+    torch.testing.assert_close(*caches, equal_nan=True, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="values of 24 elements"):
+        elementwise.rotate_and_store(
+            qk.view(4, 3, 16), v, *angles(4, 16, torch.float32), KVSlots(caches[0], caches[0], slots)
+        )
+
+
 def test_what_stands_in_values_does_not_reach_other_elements() -> None:
     qk, v = torch.randn(1, 2, 64, device=device()), torch.zeros(1, 1, 64, device=device())
     v[0, 0, 40] = torch.inf

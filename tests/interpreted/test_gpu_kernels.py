@@ -34,7 +34,8 @@ FAMILIES = (
     "qwen2-windowed",
     "gemma3",
     "qwen3-moe",
-    *in_test_long("mistral", "qwen3", "mixtral"),
+    "deepseek-v3",
+    *in_test_long("deepseek-v2-grouped", "mistral", "qwen3", "mixtral"),
 )
 
 

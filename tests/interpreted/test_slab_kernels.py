@@ -45,9 +45,23 @@ class Paged:
 
     @staticmethod
     def make(
-        num_tokens: int, *, heads: int, head_dim: int, block_size: int, stride: int, dtype: torch.dtype, seed: int
+        num_tokens: int,
+        *,
+        heads: int,
+        head_dim: int,
+        block_size: int,
+        stride: int,
+        dtype: torch.dtype,
+        seed: int,
+        latent_dim: int | None = None,
     ) -> Paged:
-        geometry = CacheGeometry(block_size=block_size, block_stride=stride, num_kv_heads=heads, head_dim=head_dim)
+        geometry = CacheGeometry(
+            block_size=block_size,
+            block_stride=stride,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            latent_dim=latent_dim,
+        )
         columns = -(-num_tokens // block_size)
         rows = noise(((columns + 3) * stride, block_size * heads * head_dim), dtype, seed)
         table = torch.randperm(columns + 3, generator=torch.Generator().manual_seed(seed))[:columns]
@@ -66,14 +80,21 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("latent_dim", [None, 3])
 @pytest.mark.parametrize(("count", "start", "heads", "head_dim", "dtype", "blocks"), SHAPES)
 def test_slabs_are_the_twins(
-    count: int, start: int, heads: int, head_dim: int, dtype: torch.dtype, blocks: tuple[int, int]
+    count: int,
+    start: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    blocks: tuple[int, int],
+    latent_dim: int | None,
 ) -> None:
-    shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype}
+    shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "latent_dim": latent_dim}
     source = Paged.make(start + count, block_size=blocks[0], stride=2, seed=1, **shape)  # type: ignore[arg-type]
     target = Paged.make(start + count, block_size=blocks[1], stride=6, seed=2, **shape)  # type: ignore[arg-type]
-    slab = noise((2, count, heads, head_dim), dtype, seed=3)
+    slab = noise((source.geometry.num_planes, count, heads, head_dim), dtype, seed=3)
     expected, before = slab.clone(), source.rows.clone()
     digest = gather_slab(source.rows, source.geometry, source.table, start, slab)
     assert as_digest(digest) == reference.gather_slab(source.rows, source.geometry, source.table, start, expected)

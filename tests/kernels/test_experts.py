@@ -85,3 +85,21 @@ def test_experts_of_which_some_are_quantised_are_computed_one_by_one(native: Nat
     assert isinstance(mixed, PlainExperts)
     x = mixture.rows(9, torch.bfloat16)
     torch.testing.assert_close(mixed(x).float(), whole(x).float(), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "native"][: len(KERNELS)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 40, 16), (16, 512, 128), (5, 6, 33)])
+def test_each_head_has_a_projection_of_its_own(kernels: Kernels, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    num_heads, num_outputs, num_inputs = shape
+    weight = (torch.randn(shape) / num_inputs**0.5).to(dtype)
+    x = torch.randn(30, num_heads + 1, num_inputs).to(dtype)[:, 1:]
+    packed = kernels.pack_heads(weight)
+    actual = packed(x)
+    assert actual.shape == (30, num_heads, num_outputs)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    expected = reference.pack_heads(weight.float())(x.float())
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+    if kernels is not cpu and num_inputs % 2 == 0:
+        assert torch.equal(torch.cat([packed(x[row : row + 1]) for row in range(30)]), actual)

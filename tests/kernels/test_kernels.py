@@ -55,6 +55,7 @@ class Case:
     num_heads: int = 9
     num_kv_heads: int = 3
     head_dim: int = 64
+    latent_dim: int | None = None
 
     @property
     def sinks(self) -> Tensor | None:
@@ -87,6 +88,10 @@ CASES = {
     "sinks, soft-capped": Case(segments=((1, 3), (1, 60), (17, 20)), has_sinks=True, softcap=1.5),
     "one key head": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=4, num_kv_heads=1, head_dim=256),
     "no grouping": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=3, num_kv_heads=3, head_dim=8, block_size=1),
+    "latent": Case(segments=((1, 3), (1, 60), (17, 17), (8, 50)), num_kv_heads=1, head_dim=40, latent_dim=32),
+    "latent, of DeepSeek's sizes": Case(
+        segments=((1, 3), (1, 90), (9, 50)), num_heads=16, num_kv_heads=1, head_dim=576, latent_dim=512
+    ),
 }
 
 
@@ -111,6 +116,7 @@ def build_world(case: Case, dtype: torch.dtype, layers_per_group: int = 2) -> Wo
         head_dim=case.head_dim,
         block_size=case.block_size,
         dtype=dtype,
+        latent_dim=case.latent_dim,
     )
     columns = [-(-context // case.block_size) + 1 for _, context in case.segments]
     kv_cache = KVCache(layout, layout.num_layer_groups * sum(columns) + 3)
@@ -119,15 +125,15 @@ def build_world(case: Case, dtype: torch.dtype, layers_per_group: int = 2) -> Wo
     tables = np.array(blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1)
     num_tokens = sum(queries for queries, _ in case.segments)
     q = torch.randn(num_tokens, case.num_heads + 1, case.head_dim).to(dtype)[:, 1:]  # not contiguous, as in the model
-    kv = torch.randn(num_tokens, 2, case.num_kv_heads, case.head_dim).to(dtype)
+    kv = torch.randn(num_tokens, layout.num_planes, case.num_kv_heads, case.head_dim).to(dtype)
     layer, row, segments = 1, 0, []
     for (queries, context), table in zip(case.segments, np.split(tables, np.cumsum(columns)[:-1], axis=1), strict=True):
-        slab = torch.randn(2, context, case.num_kv_heads, case.head_dim).to(dtype)
+        slab = torch.randn(layout.slab_shape(context)).to(dtype)
         slab[:, context - queries :] = kv[row : row + queries].transpose(0, 1)
         kv_cache.write_layer(layer, table[layer // layers_per_group], 0, slab)
         segments.append(Segment(first_row=row, num_queries=queries, context_len=context, block_table=table))
         row += queries
-    return World(kv_cache, segments, q, kv[:, 0], kv[:, 1], layer)
+    return World(kv_cache, segments, q, kv[:, 0], kv[:, -1, :, : case.latent_dim], layer)
 
 
 def run_attention(kernels: Kernels, case: Case, world: World) -> Tensor:
@@ -150,7 +156,7 @@ def run_attention(kernels: Kernels, case: Case, world: World) -> Tensor:
 def test_attention_is_its_twin_and_sees_live_slots_only(kernels: Kernels, case: Case, dtype: torch.dtype) -> None:
     world = build_world(case, dtype)
     actual = run_attention(kernels, case, world)
-    assert actual.shape == world.q.shape
+    assert actual.shape == (*world.q.shape[:2], case.latent_dim or case.head_dim)
     assert actual.is_contiguous()
     assert_like_twin(actual, run_attention(reference, case, world))
 

@@ -89,6 +89,8 @@ CASES = {
     "heads of 128, groups of 8": Case(segments=((1, 600), (30, 400)), num_heads=16, num_kv_heads=2, head_dim=128),
     "heads of 80, no groups": Case(segments=((1, 600), (30, 400)), num_heads=3, num_kv_heads=3, head_dim=80),
     "heads of 256, groups of 7": Case(segments=((1, 300), (30, 270)), num_heads=7, num_kv_heads=1, head_dim=256),
+    "latent": Case(segments=((1, 600), (30, 400)), num_heads=16, num_kv_heads=1, head_dim=576, latent_dim=512),
+    "narrow latent": Case(segments=((1, 90), (3, 400)), num_heads=4, num_kv_heads=1, head_dim=64, latent_dim=40),
     "more heads of a key head than an item has rows": Case(
         segments=((1, 300), (5, 270)), num_heads=200, num_kv_heads=1, head_dim=16
     ),

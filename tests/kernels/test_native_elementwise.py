@@ -59,6 +59,20 @@ def _turns(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_latent_and_what_is_rotated_lie_side_by_side(native: NativeCpuKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_tokens, num_heads, rotary_dim, latent_dim = 5, 3, 16, 40
+    qk = torch.randn(num_tokens, num_heads + 2, rotary_dim).to(dtype)[:, 1:]
+    v, turns = torch.randn(num_tokens, 1, latent_dim).to(dtype), _turns(num_tokens, rotary_dim, dtype)
+    slots = torch.tensor([4, 0, -1, 7, 2])
+    expected = torch.full((9, 1, latent_dim + rotary_dim), torch.nan, dtype=dtype)
+    actual = expected.clone()
+    for kernels, cache in ((reference, expected), (native, actual)):
+        kernels.rotate_and_store(qk, v, *turns, KVSlots(cache[..., latent_dim:], cache[..., :latent_dim], slots))
+    assert_like_twin(actual.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 6, 70])
 @pytest.mark.parametrize("head_dim", [2, 64, 80])
 def test_rotation_leaves_keys_and_values_in_their_slots_and_nowhere_else(

@@ -17,6 +17,7 @@ from cluster.batch.database import Database
 from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
+from cluster.gateway.adapter_folder import AdapterFolder
 from cluster.gateway.orchestrator import Orchestrator
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
@@ -47,6 +48,7 @@ def scripted_api(
     limits: HttpLimits = LIMITS,
     reasoning_format: ReasoningFormatName = "auto",
     storage: Path | None = None,
+    adapters: AdapterFolder | None = None,
 ) -> Api:
     settings = settings or GatewaySettings()
     account = SloAccount(slo, model=MODEL)
@@ -68,6 +70,7 @@ def scripted_api(
         batches=None
         if storage is None
         else BatchService(Database(storage), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE),
+        adapters=adapters,
     )
 
 
@@ -82,10 +85,13 @@ def running_server(
     limits: HttpLimits = LIMITS,
     reasoning_format: ReasoningFormatName = "auto",
     storage: Path | None = None,
+    adapters: AdapterFolder | None = None,
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
     much as it likes. Files and batches: in the folder `storage`, or none."""
-    app = create_app(scripted_api(generator, tokenizer, settings, slo, on_ended, limits, reasoning_format, storage))
+    app = create_app(
+        scripted_api(generator, tokenizer, settings, slo, on_ended, limits, reasoning_format, storage, adapters)
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by what it accepts

@@ -20,6 +20,21 @@ class Mixture:
     normalised: bool = True
     activation: Activation = "silu"
     biased: bool = False  # experts have biases: their weights' first columns
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_row: int = 1
+    corrected: bool = False
+
+    def choice(self, device: torch.device) -> ExpertChoice:
+        correction = torch.linspace(0.3, -0.4, self.num_experts)[torch.arange(self.num_experts) * 7 % self.num_experts]
+        return ExpertChoice(
+            per_row=self.per_row,
+            normalised=self.normalised,
+            scale=self.scale,
+            groups=self.groups,
+            groups_per_row=self.groups_per_row,
+            correction=correction.to(device) if self.corrected else None,
+        )
 
     def rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """The first inputs of a row are its logits: all numbers from 0 on in steps of 1/8, in some order."""
@@ -50,8 +65,7 @@ class Mixture:
             )
             for gate_up, down in zip(weights[1::2], weights[2::2], strict=True)
         ]
-        choice = ExpertChoice(per_row=self.per_row, normalised=self.normalised)
-        return kernels.pack_experts(kernels.pack_linear(weights[0], None), experts, choice)
+        return kernels.pack_experts(kernels.pack_linear(weights[0], None), experts, self.choice(weights[0].device))
 
 
 MIXTURES = {
@@ -60,6 +74,13 @@ MIXTURES = {
     "four of eight, biased": Mixture(per_row=4, activation="swigluoai", biased=True),
     "one": Mixture(num_experts=1, per_row=1),
     "seven of sixty": Mixture(num_experts=60, per_row=7, hidden=96, width=16, normalised=False, activation="gelu_tanh"),
+    "three of two groups of four": Mixture(
+        num_experts=20, per_row=3, normalised=False, scale=1.5, groups=4, groups_per_row=2
+    ),
+    "four by corrected sigmoids": Mixture(num_experts=18, per_row=4, scale=1.25, corrected=True),
+    "four of three groups of six, by corrected sigmoids": Mixture(
+        num_experts=18, per_row=4, normalised=False, scale=0.5, groups=6, groups_per_row=3, corrected=True
+    ),
 }
 
 

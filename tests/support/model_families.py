@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -132,6 +136,33 @@ def _gpt_oss(**changes: Any) -> Any:
     return GptOssForCausalLM(config)
 
 
+# Of keys and values of all heads, 768 numbers a layer; of the latent and what is rotated beside it, 40.
+_LATENT: dict[str, Any] = _COMMON | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+
+
+def _deepseek_v2(**changes: Any) -> Any:
+    """As DeepSeek-V2-Lite: queries are projected at once."""
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**_LATENT | {"q_lora_rank": None} | changes))
+
+
+def _deepseek_v3(**changes: Any) -> Any:
+    config = _LATENT | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**config | changes))
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "llama-tied-biased-llama3": lambda: _llama(
@@ -149,6 +180,19 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3-moe": _qwen3_moe,
     "gpt-oss": _gpt_oss,
     "qwen3-moe-normalised": lambda: _qwen3_moe(norm_topk_prob=True, tie_word_embeddings=True, num_experts_per_tok=8),
+    "deepseek-v2": _deepseek_v2,
+    "deepseek-v2-grouped": lambda: _deepseek_v2(
+        q_lora_rank=20,
+        attention_bias=True,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        rope_parameters=_YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "deepseek-v3": _deepseek_v3,
+    "deepseek-v3-dense": lambda: _deepseek_v3(
+        first_k_dense_replace=4, q_lora_rank=None, rope_interleave=False, attention_bias=True, tie_word_embeddings=True
+    ),
 }
 
 
@@ -157,7 +201,7 @@ def build_oracle(family: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(sum(family.encode()))
     model = FAMILIES[family](**changes).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or name.endswith(("bias", "sinks")):  # as they are initialised, they do nothing
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder, safe_serialization=True)

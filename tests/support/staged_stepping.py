@@ -34,6 +34,7 @@ def staged_runner(
         layers_per_group=layers_per_group,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        latent_dim=config.latent_dim,
         block_size=block_size,
         dtype=dtype,
     )

@@ -24,7 +24,9 @@ LAYER_TOKEN_BYTES: Final = {
     "mixtral": 256,
     "gpt-oss": 512,
     "phi3": 256,
-    "deepseek_v2": 768,
+    "youtu": 768,
+    "deepseek-v2": 160,
+    "deepseek-v3": 160,
 }
 Models = Callable[[str], SmallModel]
 

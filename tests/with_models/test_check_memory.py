@@ -118,14 +118,14 @@ def test_a_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_model_by_the_code_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = SmallModel("deepseek_v2", tmp_path)
+    model = SmallModel("youtu", tmp_path)
     config = configured(model.folder)
     said, found = worker_memory("decode", config, model.folder), loaded(config)
     assert said.weight_bytes == found.runner.weight_bytes and said.context == found.max_model_len
     assert said.kv_bytes == found.runner.num_pool_blocks * found.layout.block_bytes
     monkeypatch.setattr("sys.argv", ["legato", "check", str(model.folder)])
     assert main() == 0
-    assert "the code of transformers computes it: DeepseekV2ForCausalLM." in capsys.readouterr().out
+    assert "the code of transformers computes it: YoutuForCausalLM." in capsys.readouterr().out
     changed = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(changed))
     assert main() == 1

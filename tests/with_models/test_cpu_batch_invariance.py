@@ -70,7 +70,7 @@ def test_logits_are_the_same_after_a_recovery(folder: Path, dtype: torch.dtype) 
 # --- bfloat16 through workers ---
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "deepseek-v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16")
 

@@ -76,6 +76,7 @@ LOCAL: list[tuple[str, Shape, int]] = [
     ("gemma3", Shape(block_size=16, layers_per_group=2, ring=1, device=112, staging=96), 192),
     ("mixtral", Shape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("gpt-oss", Shape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("deepseek-v3", Shape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
 ]
 
 

@@ -1,6 +1,6 @@
 """The child of `child_asker`: an engine that answers waves of requests until its input ends.
 
-python -m benchmarks.peers.engines.in_process legato|transformers DTYPE|int8|int4
+python -m benchmarks.peers.engines.in_process legato|legato-drafts|transformers DTYPE|int8|int4
 """
 
 from __future__ import annotations
@@ -27,16 +27,23 @@ Wave = Callable[[list[Request]], list[Answer]]
 def main() -> None:
     engine, weights = sys.argv[1:]
     torch.set_num_threads(THREADS)
-    wave = {"legato": legato, "transformers": transformers}[engine](weights)
+    wave = {"legato": legato, "legato-drafts": legato_drafts, "transformers": transformers}[engine](weights)
     print("ready", flush=True)
     for line in sys.stdin:
         answers = wave([Request(**fields) for fields in json.loads(line)])
         print(json.dumps([dataclasses.asdict(answer) for answer in answers]), flush=True)
 
 
-def legato(weights: Any) -> Wave:
-    """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16."""
+def legato_drafts(weights: Any) -> Wave:
+    return legato(weights, drafts=True)
+
+
+def legato(weights: Any, *, drafts: bool = False) -> Wave:
+    """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16. `drafts`:
+    with those of a worker's default settings."""
     from benchmarks.common.local import KV_BYTES, local_engine
+    from engine.drafting.speculation import Speculation, SpeculationConfig
+    from engine.steps.calibration import calibrate
     from engine.steps.loading import EngineConfig, load_model
 
     quantised = weights in get_args(QuantisationName)
@@ -49,7 +56,11 @@ def legato(weights: Any) -> Wave:
         share_weights="auto",  # as workers do by default
         quantisation=Quantisation.of(weights) if quantised else None,
     )
-    engine = local_engine(load_model(config))
+    model = load_model(config)
+    if drafts:
+        model.costs.seed(calibrate(model))
+    speculation = Speculation.of(SpeculationConfig(), model.costs, model.runner.sampler.masks) if drafts else None
+    engine = local_engine(model, speculation)
 
     def wave(requests: list[Request]) -> list[Answer]:
         sent_s = time.perf_counter()

@@ -79,6 +79,7 @@ def child_engine(*arguments: str) -> Iterator[ChildAsker]:
 
 _DECODE: Json = {"max_num_seqs": MAX_CONCURRENT}
 COLOCATED: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS}}
+PLAIN_STEPS: Json = {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": THREADS, "speculation": "off"}}
 APART: Json = {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}
 
 
@@ -97,7 +98,7 @@ def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer
 
 
 def in_process(name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16") -> Peer:
-    """`engine`: legato or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
+    """`engine`: legato, legato-drafts or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
     return Peer(
         name=name,
         told=f"{told}, in a process of its own without a server",

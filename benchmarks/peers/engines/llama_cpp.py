@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.peers.engines.http_asker import HttpAsker
@@ -29,14 +29,15 @@ _LEFT_OUT = [
 ]
 
 
-def llama_cpp(name: str, kind: str, works: tuple[str, ...]) -> Peer:
-    """`kind` as llama.cpp calls it: BF16, Q8_0, Q4_0."""
+def llama_cpp(name: str, kind: str, works: tuple[str, ...], *more: str) -> Peer:
+    """`kind` as llama.cpp calls it: BF16, Q8_0, Q4_0; `more` settings for its command line."""
+    settings = (*_SETTINGS, *more)
     return Peer(
         name=name,
-        told=f"llama.cpp b{VERSION.partition('.')[0]}, its server, {kind}, {' '.join(_SETTINGS)}",
+        told=f"llama.cpp b{VERSION.partition('.')[0]}, its server, {kind}, {' '.join(settings)}",
         works=works,
         prepare=functools.partial(_prepare, kind),
-        start=functools.partial(_start, name, kind),
+        start=functools.partial(_start, name, kind, settings),
     )
 
 
@@ -76,10 +77,10 @@ def _weights(shop: Workshop, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _start(name: str, kind: str) -> Iterator[HttpAsker]:
+def _start(name: str, kind: str, settings: Sequence[str]) -> Iterator[HttpAsker]:
     shop = Workshop("llama.cpp")
     port = free_port()
     server = shop.folder / "build" / "bin" / "llama-server"
-    command = [server, "-m", _weights(shop, kind), "--host", "127.0.0.1", "--port", str(port), *_SETTINGS]
+    command = [server, "-m", _weights(shop, kind), "--host", "127.0.0.1", "--port", str(port), *settings]
     with started(name, command, ready="listening on http", folder=shop.folder):
         yield HttpAsker(port, "llama")

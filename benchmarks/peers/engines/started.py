@@ -84,7 +84,7 @@ def await_listening(name: str, port: int, timeout_s: float = LISTEN_TIMEOUT_S) -
 def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.Queue[bool]) -> None:
     """To the end of its output, or it would block. True when it is ready, False at its end."""
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8") as file:
+    with log.open("a", encoding="utf-8") as file:  # a pair of servers shares it
         for line in process.stdout:
             print(line, end="", file=file, flush=True)
             if ready in line:

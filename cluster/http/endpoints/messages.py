@@ -284,7 +284,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> dict[str, Any]:
-    api.require_model(body.model)
+    await api.adapter_of(body.model)
     chat = await _chat(body, request, api)
     return {"input_tokens": len(await chat_token_ids(chat.messages, chat, api, told_tools(chat)))}
 

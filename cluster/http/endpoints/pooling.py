@@ -120,7 +120,7 @@ async def _pooled(
     terms = terms_of(request, body, api.slo.classes, api.tenants)
     timeline = RequestTimeline(endpoint=endpoint, terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
-        api.require_model(body.model)
+        adapter = await api.adapter_of(body.model)
         if api.pooling.refusal:
             raise InvalidRequestError(
                 f"The model {api.model_name!r} gives no vectors: {api.pooling.refusal}. Use another model.",
@@ -140,10 +140,11 @@ async def _pooled(
                 params=_NOTHING_SAMPLED,
                 cache_salt=salt,
                 pooling=api.pooling.method,
+                adapter=adapter,
             )
             for index, ids in enumerate(token_ids)
         ]
-    job = PoolingJob(id=job_id, model=api.model_name, specs=specs, shape=shape, num_bytes=num_bytes)
+    job = PoolingJob(id=job_id, model=body.model, specs=specs, shape=shape, num_bytes=num_bytes)
     return PoolingResponse(api, timeline, job)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -16,18 +17,34 @@ from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
 from cluster.http.server.body import JsonRoute
 
+if TYPE_CHECKING:
+    from cluster.gateway.adapter_folder import Listed
+
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models", response_model=None)
 async def list_models(api: ApiOf) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(api)]}
+    return {"object": "list", "data": [_model_card(api), *(_adapter_card(api, told) for told in await _listed(api))]}
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
 async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
-    api.require_model(model)
+    told = next((told for told in await _listed(api) if told.name == model), None)
+    if told is not None and model != api.model_name:
+        return _adapter_card(api, told)
+    await api.adapter_of(model)
     return _model_card(api)
+
+
+async def _listed(api: Api) -> list[Listed]:
+    """The adapters that there are."""
+    return [] if api.adapters is None else await asyncio.to_thread(api.adapters.listed)
+
+
+def _adapter_card(api: Api, told: Listed) -> dict[str, Any]:
+    card = {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": api.model_name}
+    return _model_card(api) | card
 
 
 def _model_card(api: Api) -> dict[str, Any]:
@@ -38,13 +55,14 @@ def _model_card(api: Api) -> dict[str, Any]:
         "created": api.created,
         "owned_by": "legato",
         "max_model_len": None if limits is None else limits.max_model_len,
+        "parent": None,
     }
 
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     if body.model is not None:
-        api.require_model(body.model)
+        await api.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -69,7 +87,7 @@ async def _json(answer: dict[str, Any], api: Api) -> Response:
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     if body.model is not None:
-        api.require_model(body.model)
+        await api.adapter_of(body.model)
     return await _json({"prompt": await token_text(body.tokens, api)}, api)
 
 

@@ -264,3 +264,18 @@ class RoleBody(Body):
 
     role: Role
     drain_s: float = Field(20.0, ge=0, le=600)
+
+
+class LoadAdapterBody(Body):
+    """`POST /v1/load_lora_adapter`. `load_inplace`: in the place of another one that was loaded under the name."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """`POST /v1/unload_lora_adapter`. The id is vLLM's own number, and is not looked at."""
+
+    lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = None

@@ -176,13 +176,13 @@ class Admission:
 
     def _share(self, query: Place, now: float) -> float:
         """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then; and
-        whole for those whose length or tenant is below its floor. A tenant that is ahead of another which falls
-        short has none."""
+        whole for those whose length or tenant is below its floor. Another tenant's that is ahead of one which falls
+        short have none."""
         kept = 0.0
-        if self._is_ahead(query.tenant, now):
-            kept = 1.0
-        elif any(self.attainment.is_below_floor(group) for group in self._groups(query)):
+        if any(self.attainment.is_below_floor(group) for group in self._groups(query)):
             pass
+        elif self._is_ahead(query.tenant, now):
+            kept = 1.0
         elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
             kept = self._calendar.return_rate
         return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)

@@ -24,7 +24,7 @@ _RESIDUALS: Final = 64
 _RECENT_OVERHEADS: Final = 32
 _ENOUGH_OVERHEADS: Final = 4
 _DEMAND_SMOOTHING: Final = 0.01  # about the last hundred requests
-_GROUP_SMOOTHING: Final = 0.1  # about a group's last ten requests
+_GROUP_SMOOTHING: Final = 0.1  # about a group's last ten requests, at most
 FLOOR: Final = 0.8  # of what all get in time: a group that gets less leaves nobody room
 
 
@@ -134,7 +134,8 @@ class Attainment:
     def __init__(self, max_groups: int = 10_000) -> None:
         self.overall = 1.0
         self._max_groups = max_groups
-        self._of: OrderedDict[Hashable, float] = OrderedDict()
+        self._num_seen = 0
+        self._of: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()  # with how many were seen of it
 
     def __len__(self) -> int:
         """Groups that are remembered."""
@@ -143,16 +144,22 @@ class Attainment:
     def observe(self, groups: Iterable[Hashable], in_time: float) -> None:
         """What became of a request of these groups: the chance that it is in time, 0 where it was turned away."""
         self.overall += _DEMAND_SMOOTHING * (in_time - self.overall)
+        self._num_seen += 1
         for group in groups:
-            share = self._of.get(group, self.overall)
-            self._of[group] = share + _GROUP_SMOOTHING * (in_time - share)
+            share, num_seen = self._of.get(group, (self.overall, 0))
+            # Who is nearly all of them looks as far back as these: else it is below its floor now and then by chance.
+            weight = min(_GROUP_SMOOTHING, _DEMAND_SMOOTHING * self._num_seen / (num_seen + 1))
+            self._of[group] = share + weight * (in_time - share), num_seen + 1
             self._of.move_to_end(group)
         while len(self._of) > self._max_groups:
             self._of.popitem(last=False)
 
     def falls_short(self, group: Hashable) -> bool:
         """Whether less of it than `FLOOR` is served, whatever the others get."""
-        return self._of.get(group, self.overall) < FLOOR
+        return self._share(group) < FLOOR
 
     def is_below_floor(self, group: Hashable) -> bool:
-        return self._of.get(group, self.overall) < FLOOR * self.overall
+        return self._share(group) < FLOOR * self.overall
+
+    def _share(self, group: Hashable) -> float:
+        return self._of[group][0] if group in self._of else self.overall

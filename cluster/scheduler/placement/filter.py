@@ -9,7 +9,7 @@ All arrays are by row of the `WorkerTable`: prefill workers first, then decode w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Final
 
@@ -30,9 +30,9 @@ _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either
 
 @dataclass(frozen=True, slots=True)
 class PromptForecast:
-    """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to bring up the hits that lie
-    in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`: of that, what it
-    adds to steps that they have in any case; `pace`: seconds for each that it adds.
+    """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to load its adapter, to bring
+    up the hits that lie in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`:
+    of that, what it adds to steps that they have in any case; `pace`: seconds for each that it adds.
 
     Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
     in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
@@ -79,6 +79,9 @@ def filter_workers(
     _, decodes = table.pools()
     tiers = (policy.host_token_s, policy.disk_token_s)
     prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
+    if query.adapter:  # who decodes loads it while the prompt is computed
+        adapter_s = table.adapter_s(query.adapter)
+        prompt = replace(prompt, work_s=prompt.work_s + adapter_s, first_s=prompt.first_s + adapter_s)
     facts = table.rows[:, decodes]
     alone_s = facts[Row.BASE_S] + facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * query.num_tokens
     return Filtered(
@@ -243,7 +246,8 @@ def _first(score: Floats, count: int) -> list[int]:
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
     """Choose among the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
     facts = table.rows[:, pool]
-    has_room = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens <= facts[Row.KV_TOKENS]
+    held = facts[Row.BOOKED_CONTEXT] + facts[Row.LENT_TOKENS] + facts[Row.EXTRA_CONTEXT]
+    has_room = held + query.num_tokens <= facts[Row.KV_TOKENS]
     ready_s = np.where(has_room, ready_s[pool], np.inf)
     fewest = np.where(ready_s < np.inf, facts[Row.BOOKED] + facts[Row.EXTRA_DECODES], np.inf)
     return [pool.start + row for row in {*_first(ready_s, _NUM_IN_POOL), *_first(fewest, _NUM_IN_POOL)}]

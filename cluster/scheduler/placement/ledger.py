@@ -202,13 +202,13 @@ class Ledger:
         `rest_tokens`: of its prompt, those at the end that `decode` computes in `rest_s`; `prefill` the others."""
         booking = self._take_slot(query, prefill or decode, decode, uncached_tokens, prefill_s, weight, now)
         computing, decoding = self._workers[booking.computing], self._workers[decode]
+        booking.rest_tokens, booking.rest_s = rest_tokens, rest_s
         is_idle = self._join_queue(computing, booking, now)
         booking.is_first = is_idle and computing.extra_s == 0.0 and not rest_tokens
         num_first = query.num_tokens - rest_tokens
         row = self.table.row(booking.computing)
         self.table.count_prompt(row, uncached_tokens, num_first - uncached_tokens, now)
         if rest_tokens:
-            booking.rest_tokens, booking.rest_s = rest_tokens, rest_s
             decoding.coming[query.request_id] = booking
             self.table.count_prompt(self.table.row(decode), rest_tokens, num_first, now)
             self._plan_queue(decoding, now)
@@ -355,7 +355,14 @@ class Ledger:
         if is_idle:  # begins now, or when the unknown work is done
             computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
         computing.queue[booking.query.request_id] = booking
+        self._lend(booking, 1)
         return is_idle
+
+    def _lend(self, booking: Booking, sign: int) -> None:
+        """Memory of the worker that computes a prompt for another one."""
+        if booking.computing != booking.decode:
+            lent = booking.query.num_tokens - booking.rest_tokens
+            self.table.rows[Row.LENT_TOKENS, self.table.row(booking.computing)] += sign * lent
 
     def _known(self, booking: Booking, num_emitted: int) -> None:
         """Take a request out of the unknown load, EXTRA_DECODES and EXTRA_CONTEXT: the worker's report includes it, and
@@ -378,6 +385,7 @@ class Ledger:
             self.table.set_cost(row, cost or _ASSUMED_COST)
             worker.is_measured = cost is not None
         self.table.rows[Row.DRAINING, row] = snapshot.draining
+        self.table.set_adapters(snapshot.worker_id, snapshot.adapters, snapshot.adapter_load_s)
         self.table.set_tokens_per_step(row, snapshot.tokens_per_step / max(1.0, snapshot.drafts_stretch))
         self._correct_queue(worker, now)
         self._correct_decodes(worker, row, context_tokens)
@@ -399,7 +407,7 @@ class Ledger:
 
     def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
         was_first = next(iter(computing.queue)) == request_id
-        del computing.queue[request_id]
+        self._lend(computing.queue.pop(request_id), -1)
         if was_first or computed:
             computing.busy_since, computing.extra_s = now, 0.0 if computed else computing.extra_s
         self._plan_queue(computing, now)

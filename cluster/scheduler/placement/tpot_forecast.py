@@ -100,7 +100,7 @@ def forecast_decode(
     return DecodeForecast(
         tpot_s=(before_s + own_s)[:, same],
         gap_s=gap_s[:, same],
-        room_s=_room_s(facts, others, query.num_tokens + 1)[same],
+        room_s=_room_s(facts, others, query.num_tokens + 1, now)[same],
         kv_share=_kv_share(facts, others, query.num_tokens, num_output)[:, same],
         slo_loss=slo_loss[:, same],
     )
@@ -228,20 +228,24 @@ def _kv_share(facts: Floats, others: _CoBatched, num_tokens: int, num_output: fl
     return share
 
 
-def _room_s(facts: Floats, others: _CoBatched, num_tokens: int) -> Floats:
+def _room_s(facts: Floats, others: _CoBatched, num_tokens: int, now: float) -> Floats:
     """Seconds until enough of those who decode have left, for the newcomer's tokens and for itself; inf where not even
-    an empty worker has the room. Whole blocks, and for each one more, which a worker keeps for its growth."""
+    an empty worker has the room. Whole blocks, and for each one more, which a worker keeps for its growth. Prompts that
+    the worker computes for others leave when its queue is done."""
     block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)
     held = np.where(others.live, (np.ceil(others.held / block[:, None]) + 1.0) * block[:, None], 0.0)
     needed = np.ceil(num_tokens / block) * block
-    lacking = held.sum(axis=1) + facts[Row.EXTRA_CONTEXT] + needed - facts[Row.KV_TOKENS]
+    lent = facts[Row.LENT_TOKENS]
+    lacking = held.sum(axis=1) + lent + facts[Row.EXTRA_CONTEXT] + needed - facts[Row.KV_TOKENS]
     too_many = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
     if max(lacking.max(), too_many.max()) <= 0.0:
         return np.zeros_like(lacking)
-    ends = np.where(others.live, others.ends, np.inf)
+    drained = np.maximum(facts[Row.DRAINED_AT] - now, 0.0) / np.maximum(facts[Row.STEP_S], 1e-9)
+    ends = np.column_stack([np.where(others.live, others.ends, np.inf), drained])
+    held, live = np.column_stack([held, lent]), np.column_stack([others.live, np.zeros_like(lent, dtype=bool)])
     order = ends.argsort(axis=1, kind="stable")
     freed = np.take_along_axis(held, order, axis=1).cumsum(axis=1)
-    gone = np.take_along_axis(others.live, order, axis=1).cumsum(axis=1)
+    gone = np.take_along_axis(live, order, axis=1).cumsum(axis=1)
     enough = (freed >= lacking[:, None]) & (gone >= too_many[:, None])
     steps = np.take_along_axis(ends, order, axis=1)[np.arange(len(order)), enough.argmax(axis=1)]
     at_once = (lacking <= 0.0) & (too_many <= 0.0)

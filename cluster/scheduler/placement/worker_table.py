@@ -6,7 +6,7 @@ Knows numbers only; who may write them, and when, is the ledger's business. Time
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
 _MOST_TOKENS_PER_STEP: Final = 16.0
+_ADAPTER_S: Final = 0.02  # of 10 MB, from a file that is in memory
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -53,6 +54,8 @@ class _Facts(NamedTuple):
     PREFILL_BASE_S: int = 24  # of its step cost, too
     LIMIT_S: int = 25  # of its steps with prompts, by what those booked there were promised; inf: nothing
     TOKENS_PER_STEP: int = 26  # that a decoding sequence has in the time of a step without drafts: 1 and more
+    ADAPTER_S: int = 27  # to load an adapter
+    LENT_TOKENS: int = 28  # of prompts to be computed there for other workers: it keeps room for them until they are
 
 
 class _SlotFacts(NamedTuple):
@@ -77,14 +80,16 @@ class WorkerTable:
     """Its rows are in order, so that a pool is a slice: the prefill workers, then the decode workers, each by id. Rows
     move as workers come and go; whoever keeps a worker keeps its id. Grows by doubling.
 
-    `num_prefills`: of its rows. `ids`: by row. `kinds`: the different values of COMPATIBILITY. `residuals`: what an
-    output still has to come after 0, 1, 2... times `RESIDUAL_STEP` of its expected length, as a share of that.
+    `adapters`: digests of those that are loaded, by worker. `num_prefills`: of its rows. `ids`: by row. `kinds`: the
+    different values of COMPATIBILITY. `residuals`: what an output still has to come after 0, 1, 2... times
+    `RESIDUAL_STEP` of its expected length, as a share of that.
     """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
         self.rows = np.zeros((len(Row), num_rows))
         self.slots = np.zeros((len(Slot), num_rows, num_slots))
         self.ids: list[str] = []
+        self.adapters: dict[str, frozenset[str]] = {}
         self.kinds: list[float] = []
         self.residuals = np.ones(1)
         self._order: list[tuple[bool, str]] = []  # whether it decodes, and its id
@@ -144,6 +149,7 @@ class WorkerTable:
             facts[:, row : end - 1] = facts[:, row + 1 : end]
             facts[:, end - 1] = 0.0
         del self._order[row]
+        self.adapters.pop(worker_id, None)
         self._number()
 
     def has_targets(self) -> bool:
@@ -214,6 +220,17 @@ class WorkerTable:
         """Note what the worker says of its tokens per step. What nobody can have is a mistake, and moves no more than
         what somebody can."""
         self.rows[Row.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
+
+    def set_adapters(self, worker_id: str, loaded: Sequence[str], load_s: float) -> None:
+        """As its worker says. `load_s` 0: it has not loaded any yet."""
+        self.adapters[worker_id] = frozenset(loaded)
+        self.rows[Row.ADAPTER_S, self.row(worker_id)] = load_s or _ADAPTER_S
+
+    def adapter_s(self, digest: str) -> Floats:
+        """By row, what loading this adapter takes there; 0 where it is loaded."""
+        lacks = [digest not in self.adapters.get(worker_id, ()) for worker_id in self.ids]
+        seconds: Floats = self.rows[Row.ADAPTER_S, : len(self)] * lacks
+        return seconds
 
     def cost(self, row: int) -> StepCost:
         base, token, pair, decode, context, error = self.rows[: Row.CHUNK_TOKENS, row].tolist()

@@ -49,7 +49,7 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
     if (is_in_place(layer, num_rows)) return attend_rest<T, kInPlaceRows>(in_place, rows, layer.exponents, num_rows);
   }
   pack_keys(tokens, at, layer.words(), buffers.keys);
-  pack_values(tokens, at, steps, layer.plan.head_dim, layer.width(), buffers.values);
+  pack_values(tokens, at, steps, layer.plan.value_dim, layer.width(), buffers.values);
   const PackedTile packed{tile, layer.words(), layer.width(), steps, kKeyVectors, buffers.keys, buffers.values};
   attend_tile<T>(packed, rows, num_rows, layer.exponents, ahead);
 }
@@ -73,7 +73,7 @@ void sum_split(const Layer<T>& layer, const Item& item, const Item& next, int64_
     const Tokens<T> later = look_ahead(layer, item, next, tile, buffers.zeros);
     const Item& asked = is_last(item, tile) ? next : item;
     const int64_t first_number = asked.first_key_head * layer.plan.head_dim;
-    Ahead ahead(later, first_number, asked.num_key_heads * layer.plan.head_dim, num_asks);
+    Ahead ahead(later, first_number, asked.num_key_heads * layer.plan.head_dim, layer.plan.value_offset != 0, num_asks);
     for (int64_t head = 0; head < item.num_key_heads; ++head) {
       const Row* rows = buffers.rows.data() + head * num_rows;
       attend_key_head(layer, item.first_key_head + head, tile, tokens, rows, num_rows, buffers, ahead);
@@ -84,7 +84,7 @@ void sum_split(const Layer<T>& layer, const Item& item, const Item& next, int64_
 
 template <typename T>
 T* result_of(const Layer<T>& layer, const Item& item, int64_t place) {
-  return layer.out + (item.first_row() * layer.num_heads + place) * layer.plan.head_dim;
+  return layer.out + (item.first_row() * layer.num_heads + place) * layer.plan.value_dim;
 }
 
 // Where the partial sums of an item of one split lie: [queries, heads].
@@ -109,7 +109,7 @@ void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Bu
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t place = buffers.rows[row].place;
     const Sums& sums = sums_at(buffers.sums, row, stride);
-    finish(sums, layer.sink_weight(place, sums), layer.plan.head_dim, result_of(layer, item, place));
+    finish(sums, layer.sink_weight(place, sums), layer.plan.value_dim, result_of(layer, item, place));
   }
 }
 
@@ -130,7 +130,7 @@ void join_splits(const Layer<T>& layer, Item item, int64_t place, float* partial
     item.partial += item.num_queries;
     merge(sums, partial_sums(layer, item, place, partials), layer.width());
   }
-  finish(sums, layer.sink_weight(place, sums), layer.plan.head_dim, result_of(layer, item, place));
+  finish(sums, layer.sink_weight(place, sums), layer.plan.value_dim, result_of(layer, item, place));
 }
 
 template <typename T>

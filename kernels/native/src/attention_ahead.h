@@ -12,15 +12,18 @@ namespace legato {
 // other.
 class Ahead {
  public:
-  // Of each token numbers [at, at + count), in `num_asks` parts.
+  // Of each token numbers [at, at + count) of the keys, and if they lie elsewhere, of the values, in `num_asks` parts.
   template <typename T>
-  Ahead(const Tokens<T>& next, int64_t at, int64_t count, int64_t num_asks)
-      : row_(reinterpret_cast<const char* const*>(next.rows)), first_byte_(at * sizeof(T)), num_asks_(num_asks) {
+  Ahead(const Tokens<T>& next, int64_t at, int64_t count, bool values_too, int64_t num_asks)
+      : row_(reinterpret_cast<const char* const*>(next.rows)),
+        first_byte_(at * sizeof(T)),
+        num_asks_(num_asks),
+        rows_left_(values_too ? 2 * kTileKeys : kTileKeys) {
     const int64_t num_lines = (count * sizeof(T) + 63) / 64, pieces_per_row = (num_lines + 3) / 4;
     byte_ = first_byte_;
     stop_byte_ = first_byte_ + num_lines * 64;
     piece_bytes_ = (num_lines + pieces_per_row - 1) / pieces_per_row * 64;
-    num_pieces_ = 2 * kTileKeys * pieces_per_row;
+    num_pieces_ = rows_left_ * pieces_per_row;
   }
 
   void ask() {
@@ -37,7 +40,7 @@ class Ahead {
  private:
   const char* const* row_;
   int64_t first_byte_, stop_byte_, byte_, piece_bytes_;
-  int64_t num_pieces_, num_asks_, rows_left_ = 2 * kTileKeys;
+  int64_t num_pieces_, num_asks_, rows_left_;
   int64_t due_ = 0;  // pieces times `num_asks_`
 };
 

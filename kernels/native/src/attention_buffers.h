@@ -70,7 +70,7 @@ Tokens<T> locate(const Layer<T>& layer, const Item& item, int64_t tile, const T*
     const int64_t block_stop = std::min(tokens.stop, at + plan.block_size - slot);
     for (; at < block_stop; ++at, token += layer.token_stride()) {
       tokens.rows[at] = token;
-      tokens.rows[kTileKeys + at] = token + plan.block_size * layer.token_stride();
+      tokens.rows[kTileKeys + at] = token + plan.value_offset;
     }
   }
   return tokens;

@@ -239,10 +239,10 @@ inline void merge(Sums& sums, const Sums& later, int64_t width) {
 
 // `more`: a weight of nothing.
 template <typename T>
-void finish(const Sums& sums, float more, int64_t head_dim, T* out) {
+void finish(const Sums& sums, float more, int64_t value_dim, T* out) {
   const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_loadu_ps(sums.weights)) + more);
-  for (int64_t at = 0; at < head_dim; at += 16) {
-    const __mmask16 lanes = first_lanes(head_dim - at);
+  for (int64_t at = 0; at < value_dim; at += 16) {
+    const __mmask16 lanes = first_lanes(value_dim - at);
     store(out + at, lanes, _mm512_div_ps(_mm512_loadu_ps(sums.values + at), total));
   }
 }

@@ -87,11 +87,11 @@ void pack_keys(const Tokens<T>& tokens, int64_t at, int64_t words, int32_t* into
 }
 
 // `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies.
-inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t head_dim, int64_t width,
+inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
                         int32_t* into) {
   for (int64_t step = 0; step < steps; ++step) {
-    for (int64_t at = 0; at < head_dim; at += 16) {
-      const __m512 value = load(tokens.values()[step] + first + at, first_lanes(head_dim - at));
+    for (int64_t at = 0; at < value_dim; at += 16) {
+      const __m512 value = load(tokens.values()[step] + first + at, first_lanes(value_dim - at));
       _mm512_storeu_ps(into + step * width + at, value);
     }
   }
@@ -111,11 +111,11 @@ struct Interleaved {
 
 constexpr Interleaved kLow(0), kHigh(16);
 
-inline void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t head_dim, int64_t width,
+inline void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
                         int32_t* into) {
   for (int64_t step = 0; step < steps; ++step) {
-    for (int64_t at = 0; at < head_dim; at += 32) {
-      const int64_t count = head_dim - at;
+    for (int64_t at = 0; at < value_dim; at += 32) {
+      const int64_t count = value_dim - at;
       const __mmask32 lanes = count >= 32 ? ~0u : (1u << count) - 1u;
       const __m512i a = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step] + first + at);
       const __m512i b = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step + 1] + first + at);

@@ -23,7 +23,8 @@ struct Plan {
   const Segment* segments;
   const int32_t* tables;  // [layer groups, num_columns]
   int64_t num_segments, num_columns, block_size, block_stride, num_kv_heads, head_dim;
-  int64_t window;  // tokens that a query sees at most
+  int64_t value_dim, value_offset;  // of a value; numbers from a token's keys to its values, 0 where they begin alike
+  int64_t window;                   // tokens that a query sees at most
 };
 
 template <typename T>
@@ -39,7 +40,7 @@ struct Layer {
 
   int64_t heads_per_key_head() const { return num_heads / plan.num_kv_heads; }
   int64_t words() const { return plan.head_dim / Words<T>::kNumbers; }
-  int64_t width() const { return (plan.head_dim + 15) / 16 * 16; }
+  int64_t width() const { return (plan.value_dim + 15) / 16 * 16; }
   int64_t token_stride() const { return plan.num_kv_heads * plan.head_dim; }
   int64_t sums_stride() const { return sums_size(width()); }
   // What the sink of a row's head adds to the row's weights; `place` is the row's among [queries, num_heads].

@@ -24,8 +24,10 @@ struct Projection {
 struct Experts {
   Projection router;
   const Projection *gate_up, *down;  // [count]; if quantised, by groups of one size
-  int64_t count, per_row;
+  int64_t count, per_row, groups, groups_per_row;
   Activation activation;
+  const float* correction;  // [count] or null
+  float scale;
   bool normalised;
 };
 
@@ -35,6 +37,48 @@ struct RowGroups {
   const int64_t* starts;
   int64_t count;
 };
+
+// Rows of `x [rows, inputs]` by a projection, and to them `residual`, if there is one, which `out` may be.
+struct Product {
+  const Projection* by;
+  const void* x;
+  int64_t rows;
+  const void* residual;
+  void* out;
+};
+
+// Any number of them, of any sizes, that do not depend on each other; the last argument names their type.
+void products(const Product* products, int64_t count, bf16);
+void products(const Product* products, int64_t count, float);
+
+// This and the following: those of kernels/native/adapters.py, field by field. What an adapter adds to a projection, or
+// to several side by side: to the outputs from `first_output` on what is made of the ranks from `first_rank` on.
+struct Up {
+  Projection by;
+  int64_t first_rank, first_output;
+};
+
+struct LowRank {
+  Projection down;
+  const Up* ups;  // [num_ups], none where the adapter leaves the projection alone
+  int64_t num_ups;
+};
+
+// The projections of a layer that adapters add to.
+enum Place : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces };
+
+// Which adapter each row of a step has; -1: none.
+struct Adapters {
+  const int64_t* of_row;
+  const LowRank* const* low_ranks;  // of each adapter, [layers, kPlaces]
+  int64_t count;
+};
+
+// To `y [rows, outputs]`, in place, what the adapters of the step's rows from `first_row` on make of `x [rows, ..]`.
+void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const bf16* x,
+                  bf16* y, int64_t outputs);
+void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const float* x,
+                  float* y, int64_t outputs);
 
 // Each group's rows of `x [rows, inputs]` by its projection.
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out);

@@ -25,9 +25,10 @@ LEGATO_NORMS(f32_by_f32, float, float)
 #define LEGATO_ROTATION(NAME, X)                                                                             \
   void rotate_and_store_##NAME(const X* qk, int64_t qk_stride, const X* v, int64_t v_stride, const X* cos,   \
                                const X* signed_sin, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, \
-                               int64_t head_dim, const int64_t* slots, X* q, X* k, X* keys, X* values) {     \
+                               int64_t head_dim, int64_t value_width, const int64_t* slots, X* q, X* k,      \
+                               X* keys, X* values, int64_t slot_stride) {                                    \
     legato::rotate_and_store<X>({qk, v, cos, signed_sin, qk_stride, v_stride, num_heads, num_kv_heads,       \
-                                 head_dim, slots, q, k, keys, values},                                       \
+                                 head_dim, value_width, slots, q, k, keys, values, slot_stride},             \
                                 tokens);                                                                     \
   }
 

@@ -40,12 +40,13 @@ void add_rms_norm(const X* residual, const X* y, int64_t rows, int64_t width, co
 
 template <typename X>
 struct Rotation {
-  const X *qk, *v, *cos, *signed_sin;  // [T, Q + H, D], [T, H, D], [T, D], [T, D]
+  const X *qk, *v, *cos, *signed_sin;  // [T, Q + H, D], [T, value_width], [T, D], [T, D]
   int64_t qk_stride, v_stride;         // from token to token
-  int64_t num_heads, num_kv_heads, head_dim;
-  const int64_t* slots;  // [T]
-  X *q, *k;              // [T, Q, D], [T, H, D]
-  X *keys, *values;      // [slots, H, D]
+  int64_t num_heads, num_kv_heads, head_dim, value_width;
+  const int64_t* slots;    // [T]
+  X *q, *k;                // [T, Q, D], [T, H, D]
+  X *keys, *values;        // [slots, H, D], [slots, value_width]
+  int64_t slot_stride;     // from slot to slot of either
 
   void rotate(int64_t token, int64_t head, X* out) const {
     const int64_t at = token * head_dim;
@@ -58,8 +59,8 @@ struct Rotation {
     X* own = k + token * kv_width;
     for (int64_t head = 0; head < num_kv_heads; ++head) rotate(token, num_heads + head, own + head * head_dim);
     if (slots[token] < 0) return;  // nobody's row
-    std::memcpy(keys + slots[token] * kv_width, own, kv_width * sizeof(X));
-    std::memcpy(values + slots[token] * kv_width, v + token * v_stride, kv_width * sizeof(X));
+    std::memcpy(keys + slots[token] * slot_stride, own, kv_width * sizeof(X));
+    std::memcpy(values + slots[token] * slot_stride, v + token * v_stride, value_width * sizeof(X));
   }
 };
 

@@ -26,7 +26,34 @@ struct Memory {
   std::vector<int64_t> starts;                        // [experts + 1]: where an expert's rows begin
 };
 
-// The largest logits of a row, of equal ones the first, and their softmax.
+// Leaves the best groups' values, and no others: those of the largest value, or, with a correction, of the largest two.
+void leave_best_groups(const Experts& experts, float* values) {
+  static thread_local std::vector<float> scores;
+  static thread_local std::vector<bool> kept;
+  scores.resize(experts.groups);
+  kept.assign(experts.groups, false);
+  const int64_t size = experts.count / experts.groups;
+  for (int64_t group = 0; group < experts.groups; ++group) {
+    const float *first = values + group * size, *best = std::max_element(first, first + size);
+    scores[group] = *best;
+    if (!experts.correction) continue;
+    float second = -INFINITY;
+    for (const float* value = first; value < first + size; ++value) {
+      if (value != best) second = std::max(second, *value);
+    }
+    scores[group] += second;
+  }
+  for (int64_t rank = 0; rank < experts.groups_per_row; ++rank) {
+    const auto best = std::max_element(scores.begin(), scores.end());
+    kept[best - scores.begin()] = true;
+    *best = -INFINITY;
+  }
+  for (int64_t group = 0; group < experts.groups; ++group) {
+    if (!kept[group]) std::fill_n(values + group * size, size, -INFINITY);
+  }
+}
+
+// The largest logits of a row, of equal ones the first, and their softmax; see `kernels.interface.ExpertChoice`.
 template <typename X>
 void choose(const Experts& experts, const X* logits, int64_t* numbers, float* shares) {
   static thread_local std::vector<float> kept;
@@ -37,12 +64,21 @@ void choose(const Experts& experts, const X* logits, int64_t* numbers, float* sh
     _mm512_storeu_ps(values + at, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, load(logits + at, lanes)));
   }
   const __m512 largest = _mm512_set1_ps(*std::max_element(values, values + experts.count));
-  float total = 0;
+  float total = experts.correction ? 1 : 0;
   for (int64_t at = 0; at < experts.count; at += 16) {
-    const __m512 power = accurate_exp(_mm512_sub_ps(_mm512_loadu_ps(values + at), largest));
-    _mm512_storeu_ps(powers + at, power);
-    total += _mm512_mask_reduce_add_ps(first_lanes(experts.count - at), power);
+    const __mmask16 lanes = first_lanes(experts.count - at);
+    const __m512 value = _mm512_loadu_ps(values + at);
+    if (experts.correction) {
+      const __m512 score = sigmoid(value);
+      _mm512_storeu_ps(powers + at, score);
+      _mm512_storeu_ps(values + at, _mm512_add_ps(score, load(experts.correction + at, lanes)));
+    } else {
+      const __m512 power = accurate_exp(_mm512_sub_ps(value, largest));
+      _mm512_storeu_ps(powers + at, power);
+      total += _mm512_mask_reduce_add_ps(lanes, power);
+    }
   }
+  if (experts.groups > 1) leave_best_groups(experts, values);
   float chosen = 0;
   for (int64_t rank = 0; rank < experts.per_row; ++rank) {
     const int64_t number = std::max_element(values, values + experts.count) - values;
@@ -51,7 +87,9 @@ void choose(const Experts& experts, const X* logits, int64_t* numbers, float* sh
     chosen += powers[number];
     values[number] = -INFINITY;
   }
-  for (int64_t rank = 0; rank < experts.per_row; ++rank) shares[rank] /= experts.normalised ? chosen : total;
+  for (int64_t rank = 0; rank < experts.per_row; ++rank) {
+    shares[rank] = shares[rank] / (experts.normalised ? chosen : total) * experts.scale;
+  }
 }
 
 template <typename X>

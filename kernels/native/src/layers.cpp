@@ -45,6 +45,7 @@ struct Step {
   void* cache;
   void *x, *normed;  // [T, E]: the residual stream, and its norm by the first layer's weight or the following one's
   void* scratch;
+  const legato::Adapters* adapters;  // null: no row has one
 };
 
 void project(const Projection& projection, const bf16* x, int64_t rows, const bf16* residual, bf16* out) {
@@ -124,6 +125,7 @@ class Pass {
         widths_(widths),
         step_(step),
         layer_(layer),
+        index_(index),
         group_(index / shape.layers_per_group),
         keys_(static_cast<X*>(step.cache) + index % shape.layers_per_group * shape.layer_numbers),
         scratch_(widths, step.rows, step.scratch) {}
@@ -132,6 +134,7 @@ class Pass {
   void begin(const Part& part) const {
     X* projected = scratch_.projected + part.at * widths_.projected;
     project(layer_.qkv, row(step_.normed, part), part.rows, nullptr, projected);
+    adapt(part, legato::kQkv, row(step_.normed, part), projected, layer_.qkv.outputs);
     rotate_and_store(part, projected);
   }
 
@@ -142,8 +145,8 @@ class Pass {
   }
 
   void finish_attention(const Part& part) const {
-    add(part, layer_.output, scratch_.attended + part.first * widths_.attended, layer_.attention_output_norm,
-        static_cast<const W*>(layer_.mlp_norm));
+    add(part, layer_.output, legato::kOutput, scratch_.attended + part.first * widths_.attended,
+        layer_.attention_output_norm, static_cast<const W*>(layer_.mlp_norm));
   }
 
   // An expert's weights are read once for all rows.
@@ -161,13 +164,19 @@ class Pass {
     X* activated = scratch_.activated + part.at * widths_.activated;
     finish_attention(part);
     project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected);
+    adapt(part, legato::kGateUp, row(step_.normed, part), projected, layer_.gate_up.outputs);
     activate(projected, part.rows, activated);
-    add(part, layer_.down, activated, layer_.mlp_output_norm, following);
+    add(part, layer_.down, legato::kDown, activated, layer_.mlp_output_norm, following);
   }
 
  private:
   // Of the residual stream or its norm.
   X* row(void* rows, const Part& part) const { return static_cast<X*>(rows) + part.first * layer_.output.outputs; }
+
+  // What the rows' adapters, if there are any, add to a projection of `x`.
+  void adapt(const Part& part, legato::Place place, const X* x, X* y, int64_t outputs) const {
+    if (step_.adapters) legato::add_adapters(*step_.adapters, index_, place, part.first, part.rows, x, y, outputs);
+  }
 
   void rotate_and_store(const Part& part, const X* qkv) const {
     const int64_t rotated_heads = shape_.num_heads + shape_.num_kv_heads, stride = layer_.qkv.outputs;
@@ -186,9 +195,9 @@ class Pass {
     X *q = scratch_.rotated, *k = q + step_.rows * heads_width;
     legato::rotate_and_store<X>(
         {qk, v, static_cast<const X*>(rotary.cos) + turned, static_cast<const X*>(rotary.signed_sin) + turned,
-         qk_stride, stride, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,
+         qk_stride, stride, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, kv_width,
          step_.slots + group_ * step_.rows + part.first, q + part.first * heads_width, k + part.first * kv_width, keys_,
-         keys_ + shape_.layer_numbers / 2},
+         keys_ + shape_.layer_numbers / 2, kv_width},
         part.rows);
   }
 
@@ -197,15 +206,18 @@ class Pass {
   }
 
   // To the residual stream the projection of `y`, which has its own norm in some families; then the stream's norm.
-  void add(const Part& part, const Projection& projection, const X* y, const void* norm, const W* following) const {
+  void add(const Part& part, const Projection& projection, legato::Place place, const X* y, const void* norm,
+           const W* following) const {
     const int64_t width = projection.outputs;
     X *x = row(step_.x, part), *normed = row(step_.normed, part);
     if (!norm) {
       project(projection, y, part.rows, x, x);
+      adapt(part, place, y, x, width);
       return legato::rms_norm(x, part.rows, width, 1, width, following, shape_.eps, normed);
     }
     X* own = scratch_.normed + part.at * widths_.normed;
     project(projection, y, part.rows, nullptr, own);
+    adapt(part, place, y, own, width);
     legato::rms_norm(own, part.rows, width, 1, width, static_cast<const W*>(norm), shape_.eps, own);
     legato::add_rms_norm(x, own, part.rows, width, following, shape_.eps, normed, x);
   }
@@ -214,7 +226,7 @@ class Pass {
   const Widths& widths_;
   const Step& step_;
   const Layer& layer_;
-  int64_t group_;
+  int64_t index_, group_;
   X* keys_;
   Scratch<X> scratch_;
 };

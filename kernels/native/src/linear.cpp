@@ -98,14 +98,19 @@ void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   }
 }
 
-// One projection, or several of equal sizes.
+// One projection, or several, whose panels the threads share as if they were one's.
 template <typename T>
 void compute(const Linear<T>* jobs, int64_t count) {
-  const int64_t panels = num_panels(jobs->to.outputs), threads = team_size();
+  static thread_local std::vector<int64_t> kept;  // the caller's, in every thread
+  std::vector<int64_t>& ends = kept;              // of each job's panels among all
+  ends.clear();
+  for (int64_t i = 0; i < count; ++i) ends.push_back((i ? ends.back() : 0) + num_panels(jobs[i].to.outputs));
+  const int64_t threads = team_size();
   const bool few_rows = std::all_of(jobs, jobs + count, [](const Linear<T>& job) { return job.rows <= kTile; });
-  share(count * panels, panels_at_once(count * panels, few_rows), [&](int64_t at) {
-    const int64_t panel = at % panels;
-    compute_panel(jobs[at / panels], panel, std::min(panel + threads, panels - 1));
+  share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
+    const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
+    const int64_t panels = num_panels(jobs[i].to.outputs), panel = at - (ends[i] - panels);
+    compute_panel(jobs[i], panel, std::min(panel + threads, panels - 1));
   });
 }
 
@@ -121,6 +126,31 @@ void compute_groups(const RowGroups& groups, const T* x, T* out) {
     kept.push_back({x + first * by.inputs, static_cast<const T*>(by.weight), rows, by.inputs, to});
   }
   if (!kept.empty()) compute(kept.data(), static_cast<int64_t>(kept.size()));
+}
+
+template <typename T>
+void compute_products(const Product* products, int64_t count) {
+  static thread_local std::vector<Linear<T>> kept;
+  kept.clear();
+  for (const Product* product = products; product < products + count; ++product) {
+    const Projection& by = *product->by;
+    const Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product->residual),
+                        static_cast<T*>(product->out), by.outputs};
+    kept.push_back({static_cast<const T*>(product->x), static_cast<const T*>(by.weight), product->rows, by.inputs, to});
+  }
+  if (!kept.empty()) compute(kept.data(), static_cast<int64_t>(kept.size()));
+}
+
+template <typename T>
+void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, const T* weights, int64_t outputs, T* out) {
+  static thread_local std::vector<Linear<T>> kept;
+  kept.clear();
+  for (int64_t head = 0; head < heads; ++head) {
+    const Outputs<T> to{nullptr, nullptr, out + head * rows * outputs, outputs};
+    kept.push_back(
+        {x + head * rows * inputs, weights + head * num_panels(outputs) * kPanel * inputs, rows, inputs, to});
+  }
+  compute(kept.data(), heads);
 }
 
 template <typename T>
@@ -146,6 +176,10 @@ namespace legato {
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out) { compute_groups(groups, x, out); }
 
 void linear_groups(const RowGroups& groups, const float* x, float* out) { compute_groups(groups, x, out); }
+
+void products(const Product* products, int64_t count, bf16) { compute_products<bf16>(products, count); }
+
+void products(const Product* products, int64_t count, float) { compute_products<float>(products, count); }
 
 }  // namespace legato
 
@@ -173,6 +207,17 @@ void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weigh
                 const float* residual, float* out) {
   const Linear<float> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
   compute(&job, 1);
+}
+
+// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other; `out [heads, rows, outputs]`.
+void heads_bf16(const bf16* x, int64_t heads, int64_t rows, int64_t inputs, const bf16* weights, int64_t outputs,
+                bf16* out) {
+  compute_heads(x, heads, rows, inputs, weights, outputs, out);
+}
+
+void heads_f32(const float* x, int64_t heads, int64_t rows, int64_t inputs, const float* weights, int64_t outputs,
+               float* out) {
+  compute_heads(x, heads, rows, inputs, weights, outputs, out);
 }
 
 }  // extern "C"

@@ -45,7 +45,8 @@ def _cascade_split(
     q, cache, table, segments, members, num_members, split, kv_head, partial, partial_stats, slot_rows, q_row_stride,
     group, scale, squeeze,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """One split for its `members`, segments with as many queries each, by way of the first one's blocks."""
@@ -57,17 +58,20 @@ def _cascade_split(
     segment = segments + tl.load(members + member, mask=live, other=0) * SEGMENT_FIELDS
     own_row = row % member_rows
     token = tl.load(segment + FIRST_ROW) + own_row // group
-    rows = load_queries(q, token, kv_head * group + own_row % group, live, q_row_stride, HEAD_DIM, HEAD_TILE)
+    rows, rest = load_queries(
+        q, token, kv_head * group + own_row % group, live, q_row_stride, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE
+    )
     acc, greatest, weight = empty_sums(ROWS, HEAD_TILE)
     # Every row sees the whole split, so that positions and limits say nothing.
     acc, greatest, weight = attend_tiles(
-        acc, greatest, weight, rows, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + TABLE_START),
+        acc, greatest, weight, rows, rest, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + TABLE_START),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, 0, 0, 0, scale, squeeze,
-        False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+        False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+        BLOCK_STRIDE,
     )  # fmt: skip
     slot = (tl.load(segment + FIRST_SLOT) + split - tl.load(segment + FIRST_SPLIT)).to(tl.int64)
     place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + own_row
-    store_sums(partial, partial_stats, place, acc, greatest, weight, live, HEAD_DIM, HEAD_TILE)
+    store_sums(partial, partial_stats, place, acc, greatest, weight, live, VALUE_DIM, HEAD_TILE)
 
 
 @triton.jit(do_not_specialize=["group", "slot_rows"])
@@ -75,7 +79,8 @@ def cascade_attention_kernel(
     q, cache, table, segments, items, num_items, members, partial, partial_stats, slot_rows, q_row_stride, group,
     scale, squeeze,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. `items [.., 3]`: first of its members, how many, split; `num_items [1]` of them count."""
@@ -84,8 +89,8 @@ def cascade_attention_kernel(
         _cascade_split(
             q, cache, table, segments, members + tl.load(item), tl.load(item + 1), tl.load(item + 2),
             work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, scale, squeeze,
-            ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SOFTCAPPED,
-            SEGMENT_FIELDS, SPLIT_TILES,
+            ROWS, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+            SOFTCAPPED, SEGMENT_FIELDS, SPLIT_TILES,
         )  # fmt: skip
 
 

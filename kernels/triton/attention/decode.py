@@ -51,7 +51,8 @@ WIDE_ROWS = 32
 """Rows of a program in the two configurations: of the smallest matrix instruction, and of two of them."""
 
 MAX_ROWS = 64
-"""Rows of a segment (query tokens times query heads of a key head) that are worth a second reading of its keys."""
+"""Rows of a segment (query tokens times query heads of a key head) that are worth a second reading of its keys. One
+token's may be more: see `AttentionShape.most_rows`."""
 
 
 @triton.jit
@@ -69,8 +70,8 @@ def _decode_split(
     q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
     window, scale, squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
@@ -86,20 +87,23 @@ def _decode_split(
     lowest = before + first // group
     highest = before + tl.minimum((first + ROWS - 1) // group, num_queries - 1)
     query_head = kv_head * group + row % group
-    rows = load_queries(q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE)
+    rows, rest = load_queries(
+        q, first_row + query, query_head, live, q_row_stride, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE
+    )
     acc, greatest, weight = attend_span(
-        rows, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + TABLE_START),
+        rows, rest, position, lowest, highest, cache + kv_head * HEAD_DIM, table + tl.load(segment + TABLE_START),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, window, scale, squeeze,
-        WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+        WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+        BLOCK_STRIDE,
     )  # fmt: skip
     if num_splits == 1:
         place = (first_row + query).to(tl.int64) * (NUM_KV_HEADS * group) + query_head
         ended = normalised(acc, greatest, weight, sinks, query_head, live, scale)
-        store_rows(out, place, ended, live, HEAD_DIM, HEAD_TILE)
+        store_rows(out, place, ended, live, VALUE_DIM, HEAD_TILE)
     else:
         slot = (first_slot + split - first_split).to(tl.int64)
         place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + row
-        store_sums(partial, partial_stats, place, acc, greatest, weight, live, HEAD_DIM, HEAD_TILE)
+        store_sums(partial, partial_stats, place, acc, greatest, weight, live, VALUE_DIM, HEAD_TILE)
 
 
 @triton.jit(do_not_specialize=["window", "group", "slot_rows"])
@@ -107,8 +111,8 @@ def decode_attention_kernel(
     q, out, cache, table, segments, items, num_items, partial, partial_stats, slot_rows, q_row_stride, group,
     window, scale, squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. `items [.., 3]`: segment, split, first row; `num_items [1]` of them count.
@@ -120,8 +124,8 @@ def decode_attention_kernel(
         _decode_split(
             q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), tl.load(item + 2),
             work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze, sinks,
-            WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
-            SPLIT_TILES,
+            WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+            BLOCK_STRIDE, SPLIT_TILES,
         )  # fmt: skip
 
 
@@ -171,7 +175,8 @@ def wide_tile(operands: Operands) -> Tile:
 def narrow_tile(operands: Operands) -> Tile:
     large = operands.dtype.itemsize > 2 or operands.head_tile > 128
     num_stages = 3 if large else 4 if operands.head_tile > 64 else 5
-    return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=4, num_stages=num_stages)
+    num_warps = 4 if operands.head_tile <= 256 else 8
+    return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=num_warps, num_stages=num_stages)
 
 
 @lru_cache(maxsize=256)
@@ -214,8 +219,9 @@ def merge_configuration(dtype: torch.dtype, head_dim: int, num_kv_heads: int, ha
 
 def shipped() -> list[Shipped]:
     splits = [configuration(operands, wide) for operands in shipped_operands() for wide in (False, True)]
-    merges = {(operands.dtype, operands.geometry.head_dim, operands.has_sinks) for operands in shipped_operands()}
-    return splits + [merge_configuration(dtype, head_dim, 8, has_sinks) for dtype, head_dim, has_sinks in merges]
+    shapes = ((operands.dtype, operands.geometry, operands.has_sinks) for operands in shipped_operands())
+    merges = dict.fromkeys((dtype, g.value_dim, g.num_kv_heads, has_sinks) for dtype, g, has_sinks in shapes)
+    return splits + [merge_configuration(*merge) for merge in merges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +235,7 @@ class PartialSums:
     def of(cls, num_slots: int, geometry: CacheGeometry, slot_rows: int, device: torch.device) -> PartialSums:
         shape = (num_slots, geometry.num_kv_heads, slot_rows)
         return cls(
-            torch.empty((*shape, geometry.head_dim), dtype=torch.float32, device=device),
+            torch.empty((*shape, geometry.value_dim), dtype=torch.float32, device=device),
             torch.empty((*shape, 2), dtype=torch.float32, device=device),
         )
 
@@ -267,7 +273,7 @@ def decode_attention(
 ) -> None:
     """Sums over the splits that `items [.., 3]` name, of which the first `num_items [1]` count (int32, on the device).
 
-    Rows of `q`, `out [T, Q, D]`, `table` and `segments`: see `prefill_attention`.
+    Rows of `q [T, Q, D]`, `out [T, Q, Dv]`, `table` and `segments`: see `prefill_attention`.
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
@@ -303,9 +309,9 @@ def merge_splits(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Fill the rows of `out [T, Q, D]` that belong to `segments` of several splits."""
+    """Fill the rows of `out [T, Q, Dv]` that belong to `segments` of several splits."""
     exponent_scale, _ = softmax_scales(scale, softcap)
-    merge_configuration(out.dtype, geometry.head_dim, geometry.num_kv_heads, sinks is not None).launch(
+    merge_configuration(out.dtype, geometry.value_dim, geometry.num_kv_heads, sinks is not None).launch(
         (num_segments, partials.slot_rows, geometry.num_kv_heads),
         out=out,
         partial=partials.sums,

@@ -23,7 +23,6 @@ from torch import Tensor
 from kernels.interface import CacheGeometry, Segment, StandingLimits
 from kernels.triton.attention.cascade import cascade_attention
 from kernels.triton.attention.decode import (
-    MAX_ROWS,
     NARROW_ROWS,
     WIDE_ROWS,
     PartialSums,
@@ -110,10 +109,10 @@ class DeviceWork:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One layer of layer group `group`, `[T, Q, D]`. Rows of no segment hold anything."""
+        """One layer of layer group `group`, `[T, Q, Dv]`. Rows of no segment hold anything."""
         shape = self.shape
         geometry, window = shape.operands.geometry, shape.window
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:-1], geometry.value_dim)
         lists, partials = self.lists, self.partials
         table, segments, counts = lists["table"][group], lists["segments"], lists["counts"]
         if self.tiles:
@@ -185,7 +184,7 @@ class DecodeBuffers:
 
     @property
     def most_queries(self) -> int:
-        return MAX_ROWS // self._shape.group
+        return self._shape.most_rows // self._shape.group
 
     def fill(self, segments: Sequence[Segment], num_queries: int) -> None:
         """Put a step in, before it is replayed and on the stream of the replay. Raises ValueError beyond the limits."""

@@ -7,7 +7,11 @@ Products that feed a sum are spelled as `fma`, so that the compiler has no choic
 
 Rows of a tile: `row // group` is the query token, `row % group` the query head among those of the program's key head.
 
-Shape legend: R rows, N tokens of a tile of keys, D head size; the padded head size is `head_tile(D)`.
+With a latent, a key is the latent, which is its value, too, and the rest: two products of a tile, of which the first is
+over what is read for the second anyway. Without one, the rest is empty, and names of it mean nothing.
+
+Shape legend: R rows, N tokens of a tile of keys, D head size, Dv that of a value (D, but for a latent); the padded size
+of a value is `head_tile(Dv)`.
 """
 
 from __future__ import annotations
@@ -97,7 +101,13 @@ class Operands:
 
     @property
     def head_tile(self) -> int:
-        return head_tile(self.geometry.head_dim)
+        return head_tile(self.geometry.value_dim)
+
+    @property
+    def rest_tile(self) -> int:
+        """Of a key, what is no part of its value; 0: they are of one size."""
+        rest = self.geometry.head_dim - self.geometry.value_dim
+        return head_tile(rest) if rest else 0
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Those that all kernels over keys have."""
@@ -107,6 +117,8 @@ class Operands:
             "TOKENS": tile.tokens,
             "HEAD_DIM": self.geometry.head_dim,
             "HEAD_TILE": self.head_tile,
+            "VALUE_DIM": self.geometry.value_dim,
+            "REST_TILE": self.rest_tile,
             "NUM_KV_HEADS": self.geometry.num_kv_heads,
             "BLOCK_SIZE": self.geometry.block_size,
             "BLOCK_STRIDE": self.geometry.block_stride,
@@ -153,6 +165,8 @@ def shipped_operands() -> Iterator[Operands]:
             has_sinks=has_sinks,
             architecture=90,
         )
+    latent = CacheGeometry(block_size=16, block_stride=1, num_kv_heads=1, head_dim=576, latent_dim=512)  # DeepSeek's
+    yield Operands(dtype=torch.bfloat16, geometry=latent, softcapped=False, windowed=False, architecture=90)
 
 
 def softmax_scales(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -182,11 +196,19 @@ def types_of(kernel: Any, dtype: torch.dtype, has_sinks: bool = False) -> Mappin
 
 
 @triton.jit
-def load_queries(q, token, query_head, live, q_row_stride, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr):
-    """`[R, D]` of `q` at (`token`, `query_head`) `[R]`; zeros where not `live [R]`, and beyond D."""
+def load_queries(
+    q, token, query_head, live, q_row_stride,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+):  # fmt: skip
+    """`[R, Dv]` of `q` at (`token`, `query_head`) `[R]`, and the rest; zeros where not `live [R]`, and beyond them."""
     dims = tl.arange(0, HEAD_TILE)
     rows = token.to(tl.int64) * q_row_stride + query_head * HEAD_DIM
-    return tl.load(q + rows[:, None] + dims[None, :], mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    queries = tl.load(q + rows[:, None] + dims[None, :], mask=live[:, None] & (dims < VALUE_DIM)[None, :], other=0.0)
+    rest = queries
+    if REST_TILE > 0:
+        at = VALUE_DIM + tl.arange(0, REST_TILE)
+        rest = tl.load(q + rows[:, None] + at[None, :], mask=live[:, None] & (at < HEAD_DIM)[None, :], other=0.0)
+    return queries, rest
 
 
 @triton.jit
@@ -233,10 +255,10 @@ def _capped(score, squeeze):
 @triton.jit
 def _load_tile(
     cache, table, tokens, live, MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values `[N, D]` of `tokens [N]`. What is not `live [N]` is not read, and zero.
+    """Keys and values `[N, Dv]` of `tokens [N]`, and the keys' rest. What is not `live [N]` is not read, and zero.
 
     `cache` points at the key head of the first slot, `table` at the block of the sequence's first token.
     """
@@ -247,24 +269,35 @@ def _load_tile(
         blocks = tl.load(table + tokens // BLOCK_SIZE)
     slots = blocks.to(tl.int64) * (BLOCK_STRIDE * BLOCK_SIZE) + tokens % BLOCK_SIZE
     places = cache + (slots * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
-    value_places = places + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
-    if MASKED:
-        wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
-        return tl.load(places, mask=wanted, other=0.0), tl.load(value_places, mask=wanted, other=0.0)
-    if HEAD_DIM != HEAD_TILE:
-        inside = (dims < HEAD_DIM)[None, :]
-        return tl.load(places, mask=inside, other=0.0), tl.load(value_places, mask=inside, other=0.0)
-    return tl.load(places), tl.load(value_places)
+    if REST_TILE > 0:
+        at = VALUE_DIM + tl.arange(0, REST_TILE)
+        rest_places = cache + (slots * (NUM_KV_HEADS * HEAD_DIM))[:, None] + at[None, :]
+        seen = live[:, None] if MASKED else tokens[:, None] >= 0
+        keys = tl.load(places, mask=seen & (dims < VALUE_DIM)[None, :], other=0.0)
+        values, rest = keys, tl.load(rest_places, mask=seen & (at < HEAD_DIM)[None, :], other=0.0)
+    else:
+        value_places = places + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+        if MASKED:
+            wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
+            keys, values = tl.load(places, mask=wanted, other=0.0), tl.load(value_places, mask=wanted, other=0.0)
+        elif HEAD_DIM != HEAD_TILE:
+            inside = (dims < HEAD_DIM)[None, :]
+            keys, values = tl.load(places, mask=inside, other=0.0), tl.load(value_places, mask=inside, other=0.0)
+        else:
+            keys, values = tl.load(places), tl.load(value_places)
+        rest = keys
+    return keys, values, rest
 
 
 @triton.jit
 def attend_tiles(
-    acc, greatest, weight, q, position, cache, table, first_tile, stop_tile, seen_from, seen_to, window, scale, squeeze,
+    acc, greatest, weight, q, q_rest, position, cache, table, first_tile, stop_tile, seen_from, seen_to, window,
+    scale, squeeze,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles `[first_tile, stop_tile)` of keys to the sums of rows `q [R, D]` at `position [R]`.
+    """Add tiles `[first_tile, stop_tile)` of keys to the sums of rows `q [R, Dv]`, `q_rest` at `position [R]`.
 
     Where not MASKED, every row sees every token of these tiles. Online softmax as in FlashAttention-2
     (arXiv:2307.08691, algorithm 1).
@@ -272,10 +305,13 @@ def attend_tiles(
     for tile in range(first_tile, stop_tile):
         tokens = tile * TOKENS + tl.arange(0, TOKENS)
         live = (tokens >= seen_from) & (tokens < seen_to)
-        keys, values = _load_tile(
-            cache, table, tokens, live, MASKED, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE
-        )
+        keys, values, rest = _load_tile(
+            cache, table, tokens, live, MASKED, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+            BLOCK_STRIDE,
+        )  # fmt: skip
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if REST_TILE > 0:
+            score = tl.dot(q_rest, tl.trans(rest), score, input_precision="ieee")
         if SOFTCAPPED:
             score = _capped(score, squeeze)
         if MASKED:
@@ -295,12 +331,12 @@ def attend_tiles(
 
 @triton.jit
 def attend_span(
-    q, position, lowest, highest, cache, table, first_tile, stop_tile, window, scale, squeeze,
+    q, q_rest, position, lowest, highest, cache, table, first_tile, stop_tile, window, scale, squeeze,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of rows `q [R, D]` over those keys in tiles `[first_tile, stop_tile)` that each may see.
+    """Sums of rows `q [R, Dv]`, `q_rest` over those keys in tiles `[first_tile, stop_tile)` that each may see.
 
     `position [R]` are the rows' places in the sequence, from `lowest` to `highest`; rows at -1 see nothing and count
     for nothing. A row sees itself and, if WINDOWED, the `window - 1` tokens before it, else all before it.
@@ -314,11 +350,13 @@ def attend_span(
         seen_from = 0
         edge = tl.maximum(tl.minimum((lowest + 1) // TOKENS, stop_tile), first_tile)
         acc, greatest, weight = attend_tiles(
-            acc, greatest, weight, q, position, cache, table, first_tile, edge, 0, 0, 0, scale, squeeze,
-            False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+            acc, greatest, weight, q, q_rest, position, cache, table, first_tile, edge, 0, 0, 0, scale, squeeze,
+            False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+            BLOCK_STRIDE,
         )  # fmt: skip
     return attend_tiles(
-        acc, greatest, weight, q, position, cache, table, edge, stop_tile, seen_from, highest + 1, window,
+        acc, greatest, weight, q, q_rest, position, cache, table, edge, stop_tile, seen_from, highest + 1, window,
         scale, squeeze,
-        True, WINDOWED, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
+        True, WINDOWED, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+        BLOCK_STRIDE,
     )  # fmt: skip

@@ -38,9 +38,20 @@ class AttentionShape:
         return self.num_heads // self.operands.geometry.num_kv_heads
 
     @property
+    def most_rows(self) -> int:
+        """Of a segment that the decode kernel takes: a single query's in any case."""
+        return max(MAX_ROWS, self.group)
+
+    @property
     def split_bytes(self) -> int:
         geometry = self.operands.geometry
-        return 2 * SPLIT_TOKENS * geometry.num_kv_heads * geometry.head_dim * self.operands.dtype.itemsize
+        return (
+            geometry.num_planes
+            * SPLIT_TOKENS
+            * geometry.num_kv_heads
+            * geometry.head_dim
+            * self.operands.dtype.itemsize
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +77,8 @@ class AttentionWork:
 
 
 def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWork:
-    decodes = [segment for segment in segments if segment.num_queries * shape.group <= MAX_ROWS]
-    prefills = [segment for segment in segments if segment.num_queries * shape.group > MAX_ROWS]
+    decodes = [segment for segment in segments if segment.num_queries * shape.group <= shape.most_rows]
+    prefills = [segment for segment in segments if segment.num_queries * shape.group > shape.most_rows]
     ordered = decodes + prefills
     records, table = _records(ordered, shape)
     num_decodes = len(decodes)

@@ -82,7 +82,14 @@ CASES = {
         family="phi3", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048, chunk_tokens=32
     ),
     "disk, latent attention by transformers": Case(
-        family="deepseek_v2", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048
+        family="youtu", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048
+    ),
+    "disk, latent": Case(family="deepseek-v3", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048),
+    "host, latent, split prompt": Case(
+        family="deepseek-v2", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048
+    ),
+    "neighbour, latent": Case(
+        family="deepseek-v3", source="neighbour", prefill=Shape(), decode=Shape(device=240, staging=256), host=2048
     ),
     "neighbour": Case(
         family="gemma3", source="neighbour", prefill=Shape(), decode=Shape(device=240, staging=256), host=2048

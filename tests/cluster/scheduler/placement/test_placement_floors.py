@@ -107,12 +107,34 @@ def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_
     assert (verdict.outcome is Outcome.PLACED) == (of_the_other == 1.0)
 
 
+def test_a_length_below_its_floor_leaves_no_room_to_another_tenant_either() -> None:
+    admission = _lacking(_busy())
+    for tenant in ("a", "b"):
+        admission._shares.ask(tenant, 0.0)
+    admission._shares.serve("a", 100_000, 0)
+    for _ in range(20):
+        admission.attainment.observe(["b"], 0.2)
+    long = {"tenant": "a", "num_tokens": 4000, "ttft_s": 15.0}
+    assert _ask(admission, "first", 0.0, **long).outcome is not Outcome.PLACED
+    admission.attainment.overall = 0.4
+    for _ in range(30):
+        admission.attainment.observe([(4000).bit_length()], 0.0)
+    assert _ask(admission, "second", 0.0, **long).outcome is Outcome.PLACED
+
+
+def test_a_group_that_is_nearly_all_of_them_is_not_below_its_floor_by_chance() -> None:
+    shares = Attainment()
+    for number in range(1000):
+        shares.observe(["all"], float(number % 20 < 10))  # ten in time, ten not
+        assert not shares.is_below_floor("all")
+
+
 def test_a_floor_is_a_share_of_what_all_get() -> None:
     shares = Attainment()
     for overall in (0.9, 0.4):
         for relative, is_below in ((0.7, True), (0.9, False)):
             group = f"{relative} of {overall}"
-            for _ in range(100):
+            for _ in range(1000):
                 shares.observe([group], relative * overall)
             shares.overall = overall
             assert shares.is_below_floor(group) is is_below

@@ -305,6 +305,8 @@ class LedgerRules(RuleBasedStateMachine):
                 assert _drained_at(self.ledger, worker) >= latest + coming_s - 1e-9 >= 0.0 - 1e-9
             if latest is not None and not coming_s:
                 assert _drained_at(self.ledger, worker) == latest
+            lent = sum(b.query.num_tokens - b.rest_tokens for b in queued if b.decode != worker)
+            assert self.ledger.table.rows[Row.LENT_TOKENS, self.ledger.table.row(worker)] == lent
             work_s = sum(b.prefill_s for b in queued) + coming_s
             assert _drained_at(self.ledger, worker) <= self.now + work_s + 6.0  # at most 5000 unknown tokens
 

@@ -183,6 +183,16 @@ def test_where_there_is_no_room_it_comes_when_others_leave() -> None:
     assert _decode(ledger, num_tokens=5000).room_s[0] == math.inf
 
 
+def test_there_is_room_again_once_prompts_are_computed_that_a_worker_computes_for_others() -> None:
+    ledger = ledger_of("d1", "d2", num_blocks=100, block_size=16)
+    for name in "ab":
+        book(ledger, name, prefill="d1", decode="d2", num_tokens=700, prefill_s=2.0)
+    assert _decode(ledger, num_tokens=150).room_s[0] == 0.0
+    assert _decode(ledger, num_tokens=700).room_s[0] == pytest.approx(4.0)
+    ledger.first_token("a", 2.0)
+    assert _decode(ledger, num_tokens=700, now=2.0).room_s[0] == 0.0
+
+
 def test_the_loss_is_what_the_others_chances_lose() -> None:
     ledger = ledger_of("p1", "d1")
     decoding(ledger, "a", tpot_s=0.013)

@@ -1,0 +1,142 @@
+"""The folder that adapters are in: what clients name as `model` beside the model itself.
+
+It is all there is to know, and is looked at whenever an adapter is named. So what is put there, replaced or taken away
+is so from the next request on, at every gateway that sees the folder, and after a restart. An adapter is a folder below
+it, or a link to one elsewhere, which is what `register` makes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter
+from engine.model.config import Backend, ModelConfig, read_config
+from kv_transfer.messages.requests import AdapterRef
+
+MAX_NAME: Final = 200
+_MOST_KNOWN: Final = 10_000  # digests that are remembered
+
+_Identity = tuple[tuple[int, int, int, int], ...]
+"""Of an adapter's files, as far as can be told without reading them."""
+
+
+class Listed(NamedTuple):
+    """An adapter that is in the folder, whether or not it can be computed."""
+
+    name: str
+    folder: str
+    changed_at: int  # in seconds since 1970
+
+
+class AdapterFolder:
+    """Adapters of one model. May be used by several threads: all of it waits for a disk."""
+
+    def __init__(self, folder: Path, model: ModelConfig, *, max_rank: int) -> None:
+        """Makes the folder where there is none. Raises OSError."""
+        self._folder = folder
+        self._model = model
+        self._max_rank = max_rank
+        self._known: dict[Path, tuple[_Identity, str]] = {}  # what was checked, with its digest
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of(cls, folder: str, model_folder: Path, backend: Backend, max_rank: int) -> AdapterFolder:
+        """Raises ValueError where the model is not computed by Legato's own code."""
+        config = read_config(model_folder, backend)
+        if not isinstance(config, ModelConfig):
+            raise ValueError(
+                f"the model in {model_folder} is computed by transformers' {config.architecture}, for which adapters is"
+                " not built; leave adapters.folder out, or use a model with the backend native"
+            )
+        return cls(Path(folder).expanduser().absolute(), config, max_rank=max_rank)
+
+    def find(self, name: str) -> AdapterRef | None:
+        """The adapter of this name as it is now; None: there is none. Raises ValueError for one that cannot be
+        computed."""
+        if not _is_name(name) or not (self._folder / name).is_dir():
+            return None
+        folder = (self._folder / name).resolve()
+        return AdapterRef(name=name, digest=self._digest(folder), folder=str(folder))
+
+    def listed(self) -> list[Listed]:
+        """By name."""
+        with os.scandir(self._folder) as entries:
+            names = sorted(entry.name for entry in entries if _is_name(entry.name) and entry.is_dir())
+        found = []
+        for name in names:
+            folder = (self._folder / name).resolve()
+            if (folder / CONFIG_NAME).is_file():
+                found.append(Listed(name, str(folder), int(folder.stat().st_mtime)))
+        return found
+
+    def register(self, name: str, folder: Path, *, replace: bool) -> None:
+        """The adapter in a folder elsewhere is named so from now on. Raises ValueError where it cannot be, or where
+        there is one of the name and it is not to be replaced."""
+        if not _is_name(name):
+            raise ValueError(
+                f"{name[:MAX_NAME]!r} is no name for an adapter: write up to {MAX_NAME} characters without a slash, the"
+                " first of which is no dot"
+            )
+        if not folder.is_absolute() or not folder.is_dir():
+            raise ValueError(f"{folder} is no folder on the gateway's machine; give an absolute path")
+        link, folder = self._folder / name, folder.resolve()
+        self._digest(folder)
+        if link.is_symlink() if replace else not os.path.lexists(link):
+            new = self._folder / f".{secrets.token_hex(8)}"
+            new.symlink_to(folder)
+            new.replace(link)
+        elif replace and not os.path.lexists(link):
+            link.symlink_to(folder)
+        else:
+            raise ValueError(
+                f"there is an adapter {name!r} already"
+                + (", a folder that was put there by hand; replace that by hand" if replace else "")
+            )
+
+    def unregister(self, name: str) -> bool:
+        """Nobody can name it any more; False: nobody could. Raises ValueError for one that was put there by hand."""
+        path = self._folder / name
+        if not _is_name(name) or not os.path.lexists(path):
+            return False
+        if not path.is_symlink():
+            raise ValueError(f"the adapter {name!r} is a folder that was put into {self._folder}; take it out by hand")
+        path.unlink()
+        return True
+
+    def _digest(self, folder: Path) -> str:
+        """Raises ValueError for what cannot be computed."""
+        identity = _identity(folder)
+        known = self._known.get(folder)
+        if known is not None and known[0] == identity:
+            return known[1]
+        check_adapter(folder, self._model, self._max_rank)
+        digest = adapter_digest(folder)
+        if _identity(folder) != identity:
+            raise ValueError(f"the adapter in {folder} is being written; ask again when it is whole")
+        with self._lock:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[folder] = identity, digest
+        return digest
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME and "/" not in name and name[0] != "." and name.isprintable()
+
+
+def _identity(folder: Path) -> _Identity:
+    """Raises ValueError for what is no adapter."""
+    found = []
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            adapter_digest(folder)  # says what lacks
+            raise ValueError(f"{folder / name} is there again by now; ask again") from None
+        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""What adapters add to the projections of a model's layers: low-rank products, each for its own rows of a step.
+
+A row's result depends on its own adapter alone: each adapter's rows are computed by products of their own, and kernels
+whose projections give a row the same bits in any company give them here, too.
+
+Shape legend: T packed tokens, N rows of one adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.interface import GatedMlp, Layer, Linear
+
+if TYPE_CHECKING:
+    from kernels.native.adapters import NativeAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """To these `outputs` of a projection it adds what it makes of these `ranks`."""
+
+    linear: Linear  # rank -> out
+    ranks: slice
+    outputs: slice
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a projection, or to several side by side, by their ranks, which lie side by side, too."""
+
+    down: Linear  # in -> all ranks
+    ups: tuple[Up, ...]
+
+    def add_to(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
+        """To these rows `[N]` of `y [T, out]`, in place, what is made of those of `x [T, in]`."""
+        ranks = self.down(x[rows])
+        for up in self.ups:
+            y[rows, up.outputs] = up.linear.add_to(y[rows, up.outputs], ranks[:, up.ranks])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayer:
+    """Of one layer, by its packed projections. None: the adapter leaves that one alone."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Ready to be computed with, `num_bytes` of a device's memory. `native`: for layers in one call of the C++ kernels;
+    None: there are none."""
+
+    layers: tuple[AdapterLayer, ...]
+    num_bytes: int
+    native: NativeAdapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A projection with what adapters add to it."""
+
+    base: Linear
+    added: Sequence[tuple[LowRank, Tensor]]  # each with its rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._add(self.base(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._add(self.base.add_to(residual, x), x)
+
+    def _add(self, y: Tensor, x: Tensor) -> Tensor:
+        for low_rank, rows in self.added:
+            low_rank.add_to(y, x, rows)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapters:
+    """Which adapter each row of a step is computed with: row t with `adapters[of_row[t]]`, or with none where that is
+    -1."""
+
+    adapters: tuple[Adapter, ...]
+    of_row: Tensor  # [T] int64, on the CPU
+    device: torch.device  # where the rows are
+    _rows: tuple[Tensor, ...] = field(init=False)  # of each adapter, rising
+
+    def __post_init__(self) -> None:
+        rows = [(self.of_row == number).nonzero().flatten().to(self.device) for number in range(len(self.adapters))]
+        object.__setattr__(self, "_rows", tuple(rows))
+
+    def selected(self, rows: Tensor) -> RowAdapters:
+        """Of these rows of the step, in this order."""
+        return replace(self, of_row=self.of_row[rows.cpu()])
+
+    def adapted(self, layer: Layer, number: int) -> Layer:
+        """Layer `number` with what the adapters add."""
+        of_layer = [adapter.layers[number] for adapter in self.adapters]
+        mlp = layer.mlp
+        if isinstance(mlp, GatedMlp):
+            mlp = replace(
+                mlp,
+                gate_up=self._around(mlp.gate_up, [of.gate_up for of in of_layer]),
+                down=self._around(mlp.down, [of.down for of in of_layer]),
+            )
+        return replace(
+            layer,
+            qkv=self._around(layer.qkv, [of.qkv for of in of_layer]),
+            output=self._around(layer.output, [of.output for of in of_layer]),
+            mlp=mlp,
+        )
+
+    def _around(self, base: Linear, low_ranks: Sequence[LowRank | None]) -> Linear:
+        added = [
+            (low_rank, rows)
+            for low_rank, rows in zip(low_ranks, self._rows, strict=True)
+            if low_rank is not None and len(rows)
+        ]
+        return _Adapted(base, added) if added else base

@@ -1,0 +1,179 @@
+"""Folders of adapters: what is read of them, and the one sentence for each that cannot be computed exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter, read_adapter
+from engine.model.config import LayerConfig, ModelConfig
+from engine.model.rope import RopeConfig
+
+LAYER = LayerConfig(window=None, rope=RopeConfig(theta=10_000.0))
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=30,
+    hidden_size=8,
+    intermediate_size=12,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    layers=(LAYER, LAYER),
+    max_position_embeddings=64,
+    eos_token_ids=(2,),
+    rms_norm_eps=1e-5,
+    activation="silu",
+    tied_embeddings=True,
+    attention_scale=0.5,
+)
+Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
+SHAPES = {Q: (8, 8), V: (4, 8)}
+
+
+def write(folder: Path, rank: int = 4, **config: Any) -> Path:
+    """With PEFT's own defaults beside what is given."""
+    tensors = {}
+    for module, (outputs, inputs) in SHAPES.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank)
+    save_file(tensors, folder / WEIGHTS_NAME)
+    told = {
+        "alpha_pattern": {},
+        "base_model_name_or_path": "some/model",
+        "bias": "none",
+        "corda_config": None,
+        "eva_config": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "qalora_group_size": 16,
+        "r": rank,
+        "rank_pattern": {},
+        "runtime_config": {"ephemeral_gpu_offload": False},
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(told | config))
+    return folder
+
+
+def rename(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / WEIGHTS_NAME)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / WEIGHTS_NAME)
+
+
+@pytest.mark.parametrize(
+    ("config", "scales"),
+    [
+        ({}, (2.0, 2.0)),
+        ({"use_rslora": True}, (4.0, 4.0)),
+        ({"alpha_pattern": {"v_proj": 2}}, (2.0, 0.5)),
+        ({"alpha_pattern": {"layers.0.self_attn.q_proj": 6.0, "q_proj": 1}}, (1.5, 2.0)),
+    ],
+)
+def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scales: tuple[float, float]) -> None:
+    found = read_adapter(write(tmp_path, **config), MODEL, 64, torch.float32)
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    assert set(found) == {Q, V}
+    for module, scale in zip((Q, V), scales, strict=True):
+        down, up = (stored[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+        assert torch.equal(found[module].down, down)
+        assert torch.allclose(found[module].up, scale * up)
+
+
+def test_it_is_read_in_the_models_type(tmp_path: Path) -> None:
+    found = read_adapter(write(tmp_path), MODEL, 64, torch.bfloat16)
+    assert {part.dtype for low in found.values() for part in (low.down, low.up)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"peft_type": "IA3"}, "of the kind 'IA3'"),
+        ({"bias": "lora_only"}, "has biases"),
+        ({"use_dora": True}, "sets use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
+        ({"fan_in_fan_out": True}, "sets fan_in_fan_out"),
+        ({"some_new_method": {"x": 1}}, "sets some_new_method"),
+        ({"init_lora_weights": "pissa"}, "was begun by 'pissa'"),
+        ({"lora_alpha": None}, "the lora_alpha None"),
+        ({"lora_alpha": math.nan}, "the lora_alpha nan"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "an alpha_pattern that is not by modules' names"),
+    ],
+)
+def test_what_cannot_be_computed_exactly_is_refused(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match="the adapter in") as refused:
+        check_adapter(write(tmp_path, **config), MODEL, 64)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("model.layers.0.self_attn.q_proj", "lm_head", "lm_head.lora_A.weight, which is of no projection"),
+        ("q_proj.lora_A", "q_proj.lora_magnitude_vector", "which is of no projection"),
+        ("layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj", "which the model does not have"),
+        ("self_attn.q_proj", "mlp.down_proj", "it is for another one"),
+        ("1.self_attn.v_proj.lora_B", "0.self_attn.k_proj.lora_B", "lacks"),
+    ],
+)
+def test_tensors_of_anything_else_are_refused(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    rename(write(tmp_path), old, new)
+    with pytest.raises(ValueError, match="the adapter in") as refused:
+        check_adapter(tmp_path, MODEL, 64)
+    assert sentence in str(refused.value)
+
+
+def test_a_rank_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+    check_adapter(write(tmp_path, rank=8), MODEL, 8)
+    with pytest.raises(ValueError, match=r"the rank 8, more than the 7 of adapters\.max_rank"):
+        check_adapter(tmp_path, MODEL, 7)
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    (write(tmp_path) / WEIGHTS_NAME).rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match="is a pickle"):
+        check_adapter(tmp_path, MODEL, 64)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    for of_folder in (adapter_digest, lambda folder: check_adapter(folder, MODEL, 64)):
+        with pytest.raises(ValueError, match=f"holds no {CONFIG_NAME}"):
+            of_folder(tmp_path)
+
+
+def test_half_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        check_adapter(tmp_path, MODEL, 64)
+    (tmp_path / CONFIG_NAME).write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        check_adapter(tmp_path, MODEL, 64)
+
+
+def test_the_digest_is_of_weights_and_config(tmp_path: Path) -> None:
+    first, second = write(tmp_path), tmp_path / "other"
+    second.mkdir()
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        (second / name).write_bytes((first / name).read_bytes())
+    assert adapter_digest(first) == adapter_digest(second)
+    (second / CONFIG_NAME).write_text((second / CONFIG_NAME).read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    assert adapter_digest(first) != adapter_digest(second)
+    write(second)
+    assert adapter_digest(first) != adapter_digest(second)

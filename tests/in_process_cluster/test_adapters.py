@@ -1,0 +1,183 @@
+"""Adapters in whole clusters: in float32 the tokens of the merged models, whatever lies between prompt and token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import FailedError
+from decode_workers.worker import DecodeWorkerConfig
+from engine.checkpoint.adapters import adapter_digest
+from engine.sequence import SequenceKey, StepPlan
+from kv_transfer.messages.requests import AdapterRef
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.adapters import merged, merged_tokens, write_adapter
+from tests.support.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.mini_requests import PROMPT, busy, tokens_of
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import eventually
+
+NUM_TOKENS = 16
+SHAPES = {"one worker": {"num_prefill": 0}, "1 + 1": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def refs(model: SmallModel, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef]:
+    root = tmp_path_factory.mktemp("adapters")
+    folders = [write_adapter(root / f"{n}", model.folder, seed=n, rank=(4, 3, 16)[n]) for n in range(3)]
+    return [ref_of(folder) for folder in folders]
+
+
+def ref_of(folder: Path) -> AdapterRef:
+    return AdapterRef(name=folder.name, digest=adapter_digest(folder), folder=str(folder))
+
+
+def adapting(max_adapters: int, **changes: Any) -> dict[str, Any]:
+    """Both ends' engines, with so many adapters at once."""
+    engine = {"max_adapters": max_adapters, **changes}
+    return {"prefill_engine": engine, "decode_engine": engine}
+
+
+def expected(model: SmallModel, ref: AdapterRef | None, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    return merged_tokens(model.folder, None if ref is None else Path(ref.folder), prompt, num_tokens)
+
+
+async def generated(
+    cluster: MiniCluster, name: str, prompt: list[int], ref: AdapterRef | None, num_tokens: int = NUM_TOKENS
+) -> list[int]:
+    return tokens_of(await cluster.generate(name, prompt, greedy(num_tokens), adapter=ref))
+
+
+def has_generated(num_tokens: int) -> Callable[[StepPlan], bool]:
+    return lambda plan: any(item.seq.num_output_tokens > num_tokens for item in plan.items)
+
+
+def assert_nothing_is_left(cluster: MiniCluster, max_adapters: int) -> None:
+    for model in cluster.models:
+        assert model.adapters is not None
+        model.adapters.check()
+        assert len(model.adapters.loaded) <= max_adapters
+        assert model.adapters.num_waiting == 0
+
+
+@pytest.mark.parametrize("max_adapters", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_tokens_are_the_merged_models(
+    model: SmallModel, refs: list[AdapterRef], shape: str, max_adapters: int
+) -> None:
+    """Of three adapters and none, at once, in chunks; where one has room, they take turns."""
+    prompts = random_prompts([1, 15, 16, 40, 70, 129, 33, 100])
+    asked = [(prompt, [None, *refs][n % 4]) for n, prompt in enumerate(prompts)]
+    engines = adapting(max_adapters)
+    chunks: dict[str, Any] = {"prefill": PrefillWorkerConfig(chunk_tokens=32)}
+    async with cluster_of(model, **engines, **chunks, **SHAPES[shape]) as cluster:
+        found = await asyncio.gather(*(generated(cluster, f"r{n}", *request) for n, request in enumerate(asked)))
+        assert found == [expected(model, ref, prompt) for prompt, ref in asked]
+        snapshots = [worker.snapshot() for worker in cluster.workers]
+        assert all(len(snapshot.adapters) == min(3, max_adapters) for snapshot in snapshots)
+        assert all(snapshot.adapter_load_s > 0 for snapshot in snapshots)
+        assert_nothing_is_left(cluster, max_adapters)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_prefix_is_found_by_its_own_adapter_alone(
+    model: SmallModel, refs: list[AdapterRef], shape: str
+) -> None:
+    async with cluster_of(model, **adapting(3), **SHAPES[shape]) as cluster:
+        hits = []
+        for number, ref in enumerate([None, *refs, None, *refs]):
+            events = await cluster.generate(f"r{number}", PROMPT, greedy(NUM_TOKENS), adapter=ref)
+            assert tokens_of(events) == expected(model, ref, PROMPT)
+            hits.append(events[0].num_cached_tokens)
+    assert hits == [0] * 4 + [len(PROMPT) // 16 * 16] * 4
+
+
+async def test_a_stream_goes_on_where_decode_was_killed(model: SmallModel, refs: list[AdapterRef]) -> None:
+    for ref in refs:
+        async with cluster_of(model, num_decode=2, **adapting(2)) as cluster:
+            events = []
+            async for event in cluster.stream("r", PROMPT, greedy(40), adapter=ref):
+                events.append(event)
+                if len(events) == 8:
+                    await cluster.remove(busy(cluster))
+            assert tokens_of(events) == expected(model, ref, PROMPT, 40)
+
+
+async def test_who_is_preempted_goes_on_with_its_adapter(model: SmallModel, refs: list[AdapterRef]) -> None:
+    prompts = random_prompts([90] * 8, seed=3)
+    async with cluster_of(
+        model,
+        num_prefill=0,
+        decode=DecodeWorkerConfig(max_num_seqs=8),
+        decode_engine={"max_adapters": 2, "kv_blocks": 44},
+    ) as cluster:
+        asked = [(prompt, refs[n % 3]) for n, prompt in enumerate(prompts)]
+        found = await asyncio.gather(*(generated(cluster, f"r{n}", *one, 60) for n, one in enumerate(asked)))
+        assert found == [expected(model, ref, prompt, 60) for prompt, ref in asked]
+        assert cluster.decodes[0].snapshot().tiers.num_preemptions > 0
+        assert_nothing_is_left(cluster, 2)
+
+
+async def test_one_that_was_replaced_is_another_one_and_who_runs_keeps_the_old(
+    model: SmallModel, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "mine", model.folder, seed=8)
+    old = ref_of(folder)
+    before = expected(model, old, PROMPT, 40)
+    async with cluster_of(model, **adapting(2)) as cluster:
+        decode = cluster.decodes[0]
+        with brake(decode.model.runner, has_generated(4)) as held:
+            running = asyncio.create_task(generated(cluster, "old", PROMPT, old, 40))
+            await held.reached()
+            write_adapter(folder, model.folder, seed=9)
+            new = ref_of(folder)
+            assert new.digest != old.digest
+        assert await running == before
+        merged.cache_clear()
+        assert await generated(cluster, "new", PROMPT, new, 40) == expected(model, new, PROMPT, 40)
+        assert await generated(cluster, "again", PROMPT, new, 40) == expected(model, new, PROMPT, 40)
+
+
+async def test_one_that_is_gone_fails_its_requests_and_no_others(
+    model: SmallModel, refs: list[AdapterRef], tmp_path: Path
+) -> None:
+    gone = AdapterRef(name="gone", digest="0" * 64, folder=str(tmp_path / "gone"))
+    async with cluster_of(model, **adapting(2)) as cluster:
+        with pytest.raises(FailedError):
+            await generated(cluster, "gone", PROMPT, gone)
+        assert await generated(cluster, "other", PROMPT, refs[0]) == expected(model, refs[0], PROMPT)
+        assert_nothing_is_left(cluster, 2)
+
+
+async def test_who_asks_for_an_adapter_where_there_are_none_is_told(model: SmallModel, refs: list[AdapterRef]) -> None:
+    async with cluster_of(model) as cluster:
+        with pytest.raises(FailedError):
+            await generated(cluster, "r", PROMPT, refs[0])
+        assert await generated(cluster, "s", PROMPT, None) == expected(model, None, PROMPT)
+
+
+async def test_a_cancelled_request_wants_its_adapter_no_more(model: SmallModel, refs: list[AdapterRef]) -> None:
+    async with cluster_of(model, num_prefill=0, decode_engine={"max_adapters": 1}) as cluster:
+        worker = cluster.decodes[0]
+        pool = worker.model.adapters
+        assert pool is not None
+        with brake(worker.model.runner, has_generated(2)) as held:
+            running = asyncio.create_task(generated(cluster, "a", PROMPT, refs[0]))
+            await held.reached()
+            other = asyncio.create_task(generated(cluster, "b", PROMPT, refs[1]))
+            await eventually(lambda: pool.num_waiting == 1, what="nobody waits for the second adapter")
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+            await eventually(lambda: SequenceKey("b", 0) not in worker.scheduler, what="it is still here")
+        assert await running == expected(model, refs[0], PROMPT)
+        await eventually(lambda: pool.num_waiting == 0, what="it is still wanted")
+        assert pool.loaded == [refs[0].digest]

@@ -1,0 +1,81 @@
+"""Random LoRA adapters as PEFT saves them, and what Hugging Face generates with one merged into the model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME
+from engine.checkpoint.weights import expected_shapes
+from engine.model.config import ModelConfig
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    seed: int,
+    rank: int = 4,
+    targets: Sequence[str] = ALL,
+    layers: Sequence[int] | None = None,
+    size: float = 0.4,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """For the model in a folder; `config` changes fields of the adapter's. Large enough to change what is generated."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in expected_shapes(ModelConfig.from_folder(model)).items():
+        module = name.removesuffix(".weight")
+        is_wanted = module.rpartition(".")[2] in targets and ".experts." not in module
+        if is_wanted and (layers is None or int(module.split(".")[2]) in layers):
+            for part, part_shape in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+                values = torch.randn(part_shape, generator=generator) * size / math.sqrt(part_shape[1])
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values.to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    (folder / CONFIG_NAME).write_text(json.dumps(told | config))
+    return folder
+
+
+@functools.lru_cache(maxsize=8)
+def merged(model: Path, adapter: Path | None) -> Any:
+    """Hugging Face's model in float32 with `W + scale * B A` in place of each W, as PEFT merges."""
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made.generation_config.eos_token_id = None
+    if adapter is None:
+        return made
+    tensors, config = load_file(adapter / WEIGHTS_NAME), json.loads((adapter / CONFIG_NAME).read_text())
+    for name, down in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        up = tensors[name.replace(".lora_A.", ".lora_B.")]
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        alphas = config.get("alpha_pattern", {})
+        alpha = next((alphas[key] for key in alphas if module.endswith(f".{key}")), config["lora_alpha"])
+        scale = alpha / (math.sqrt(len(down)) if config.get("use_rslora") else len(down))
+        with torch.no_grad():
+            made.get_submodule(module).weight += scale * up.float() @ down.float()
+    return made
+
+
+def merged_tokens(model: Path, adapter: Path | None, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy, of the merged model; None: of the model alone."""
+    with torch.inference_mode():
+        output = merged(model, adapter).generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

@@ -1,0 +1,150 @@
+"""Adapters on one runner: in float32 the tokens of the merged model, and a row's bits are the same in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint.adapters import adapter_digest, read_adapter
+from engine.model.adapters import AdapterSlot
+from engine.model.config import ModelConfig
+from engine.model.transformer import Model
+from engine.sequence import Sequence
+from engine.steps.threads import StepThreads
+from kernels import reference
+from kernels.cpu import kernels as cpu
+from kernels.interface import Kernels
+from kernels.native.library import native_library
+from tests.support.adapters import ALL, ATTENTION, merged_tokens, write_adapter
+from tests.support.model_families import FAMILIES, build_oracle
+from tests.support.small_models import random_prompts
+from tests.support.stepping import RecordingSampler, Stepper, recording_runner
+
+LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
+NUM_NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model, and the folders of its adapters, which differ in all that they may differ in."""
+
+    folder: Path
+    adapters: tuple[Path, ...]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    root = tmp_path_factory.mktemp(request.param)
+    build_oracle(request.param, root / "model")
+    model, is_mixture = root / "model", request.param in ("mixtral", "qwen3-moe")
+    targets = ATTENTION if is_mixture else ALL
+    adapters = (
+        write_adapter(root / "whole", model, seed=1, rank=4, targets=targets),
+        write_adapter(root / "odd", model, seed=2, rank=7, use_rslora=True, targets=("q_proj", "v_proj", "o_proj")),
+        write_adapter(
+            root / "wide", model, seed=3, rank=40, layers=(1, 3), alpha_pattern={"v_proj": 9}, targets=targets
+        ),
+        write_adapter(root / "half", model, seed=4, rank=2, dtype=torch.bfloat16, lora_alpha=5, targets=targets),
+    )
+    return Adapted(model, adapters)
+
+
+def slots(model: Model, adapted: Adapted) -> list[AdapterSlot | None]:
+    """All of them, and none."""
+    config = ModelConfig.from_folder(adapted.folder)
+    with torch.inference_mode():
+        loaded = [model.adapter(read_adapter(folder, config, 64, model.dtype)) for folder in adapted.adapters]
+    found = zip(adapted.adapters, loaded, strict=True)
+    return [None, *(AdapterSlot(adapter_digest(folder), folder, adapter) for folder, adapter in found)]
+
+
+def drive(
+    adapted: Adapted, dtype: torch.dtype, kernels: Kernels | ModuleType | None = None, *, fused: bool = True
+) -> tuple[Stepper, RecordingSampler, list[AdapterSlot | None]]:
+    runner, sampler = recording_runner(
+        adapted.folder, layers_per_group=3, block_size=5, dtype=dtype, num_blocks=900, kernels=kernels
+    )
+    assert isinstance(runner.model, Model)
+    if not fused:
+        runner.model.fused = None
+    return Stepper(runner, seed=3), sampler, slots(runner.model, adapted)
+
+
+def with_adapters(stepper: Stepper, found: list[AdapterSlot | None], lengths: list[int]) -> list[Sequence]:
+    """A sequence of each length, with the adapters in turn."""
+    seqs = [stepper.add(prompt, str(number)) for number, prompt in enumerate(random_prompts(lengths))]
+    for number, seq in enumerate(seqs):
+        seq.adapter = found[number % len(found)]
+    return seqs
+
+
+def expected(adapted: Adapted, seq: Sequence) -> list[int]:
+    adapter = None if seq.adapter is None else seq.adapter.folder
+    return merged_tokens(adapted.folder, adapter, seq.prompt_token_ids, NUM_NEW_TOKENS)
+
+
+def test_many_in_one_batch_bring_the_merged_models_tokens(adapted: Adapted) -> None:
+    stepper, _, found = drive(adapted, torch.float32)
+    seqs = with_adapters(stepper, found, [3, 17, 40, 1, 25, 33, 9, 20, 5, 12])
+    stepper.generate_mixed(seqs, NUM_NEW_TOKENS)
+    merged = [expected(adapted, seq) for seq in seqs]
+    assert [seq.output_token_ids[:NUM_NEW_TOKENS] for seq in seqs] == merged
+    alone = [merged_tokens(adapted.folder, None, seq.prompt_token_ids, NUM_NEW_TOKENS) for seq in seqs]
+    changed = {seq.adapter for seq, tokens, others in zip(seqs, merged, alone, strict=True) if tokens != others}
+    assert changed == set(found) - {None}, "an adapter that changes nothing shows nothing"
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference], ids=["torch", "reference"])
+def test_so_does_any_other_set_of_kernels(adapted: Adapted, kernels: ModuleType) -> None:
+    stepper, _, found = drive(adapted, torch.float32, kernels)
+    seqs = with_adapters(stepper, found, [3, 17, 4, 9, 12])
+    stepper.generate_mixed(seqs, NUM_NEW_TOKENS)
+    for seq in seqs:
+        assert seq.output_token_ids[:NUM_NEW_TOKENS] == expected(adapted, seq)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=["native"] * len(LIBRARIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequences_bits_are_the_same_in_any_company(adapted: Adapted, library: object, dtype: torch.dtype) -> None:
+    """Alone, beside others with and without adapters, in any chunks, in one call of the layers or in several."""
+    lengths = [3, 17, 40, 1, 25, 33, 9, 20, 5, 12]
+    alone: dict[str, Tensor] = {}
+    for number in range(len(lengths)):
+        stepper, sampler, found = drive(adapted, dtype)
+        seq = with_adapters(stepper, found, lengths)[number]
+        stepper.generate(seq, NUM_NEW_TOKENS)
+        alone[seq.request_id] = torch.stack(sampler.sampled[seq.request_id])
+    for fused in (True, False):
+        stepper, sampler, found = drive(adapted, dtype, fused=fused)
+        stepper.generate_mixed(with_adapters(stepper, found, lengths), NUM_NEW_TOKENS)
+        for request_id, logits in alone.items():
+            assert torch.equal(torch.stack(sampler.sampled[request_id])[:NUM_NEW_TOKENS], logits)
+            assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=["native"] * len(LIBRARIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
+    adapted: Adapted, library: object, dtype: torch.dtype
+) -> None:
+    """In steps of several hundred rows."""
+    lengths = [220, 150, 61, 200, 120, 90]
+    seen = []
+    for num_threads in (1, 2, 3):
+        runner, sampler = recording_runner(
+            adapted.folder, layers_per_group=3, dtype=dtype, num_blocks=1500, threads=StepThreads(num_threads)
+        )
+        assert isinstance(runner.model, Model)
+        stepper = Stepper(runner, seed=3)
+        seqs = with_adapters(stepper, slots(runner.model, adapted), lengths)
+        stepper.step([(seq, seq.num_uncomputed - 7) for seq in seqs])
+        stepper.step([(seq, 7) for seq in seqs])
+        stepper.step([(seq, 1) for seq in seqs])
+        seen.append(torch.stack([row for seq in seqs for row in sampler.sampled[seq.request_id]]))
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert seen[0].isfinite().all()
