@@ -103,6 +103,11 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.d
 
 def _weights(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype | None) -> dict[str, LowRankWeights]:
     """`dtype` None: checked, and not read."""
+    if model.latent is not None:
+        raise ValueError(
+            f"the adapter in {folder} is for a model whose attention is by a latent, {model.architecture}, for which"
+            " adapters are not computed"
+        )
     config = _config(folder)
     path = _file(folder, WEIGHTS_NAME)
     shapes = expected_shapes(model)

@@ -41,6 +41,7 @@ CASES = {
     "a latent, of more heads than rows of decode": Case(
         segments=((1, 1), (1, 1100), (2, 40)), num_heads=80, head_dim=48, latent_dim=32
     ),
+    "a latent, sinks": Case(segments=MIXED, num_heads=16, head_dim=72, latent_dim=64, has_sinks=True),
     "any order": Case(segments=((40, 50), (1, 700), (8, 9), (70, 70), (1, 3))),
 }
 

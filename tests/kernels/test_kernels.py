@@ -89,6 +89,9 @@ CASES = {
     "one key head": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=4, num_kv_heads=1, head_dim=256),
     "no grouping": Case(segments=((1, 3), (1, 60), (17, 20)), num_heads=3, num_kv_heads=3, head_dim=8, block_size=1),
     "latent": Case(segments=((1, 3), (1, 60), (17, 17), (8, 50)), num_kv_heads=1, head_dim=40, latent_dim=32),
+    "latent, sinks": Case(
+        segments=((1, 3), (1, 60), (17, 17), (8, 50)), num_kv_heads=1, head_dim=40, latent_dim=32, has_sinks=True
+    ),
     "latent, of DeepSeek's sizes": Case(
         segments=((1, 3), (1, 90), (9, 50)), num_heads=16, num_kv_heads=1, head_dim=576, latent_dim=512
     ),

@@ -78,8 +78,8 @@ MIXTURES = {
         num_experts=20, per_row=3, normalised=False, scale=1.5, groups=4, groups_per_row=2
     ),
     "four by corrected sigmoids": Mixture(num_experts=18, per_row=4, scale=1.25, corrected=True),
-    "four of three groups of six, by corrected sigmoids": Mixture(
-        num_experts=18, per_row=4, normalised=False, scale=0.5, groups=6, groups_per_row=3, corrected=True
+    "four of three groups of six, by corrected sigmoids, biased": Mixture(
+        num_experts=18, per_row=4, normalised=False, scale=0.5, groups=6, groups_per_row=3, corrected=True, biased=True
     ),
 }
 

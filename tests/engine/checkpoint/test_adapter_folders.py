@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter, read_adapter
-from engine.model.config import LayerConfig, ModelConfig
+from engine.model.config import LatentConfig, LayerConfig, ModelConfig
 from engine.model.rope import RopeConfig
 
 LAYER = LayerConfig(window=None, rope=RopeConfig(theta=10_000.0))
@@ -137,6 +138,12 @@ def test_tensors_of_anything_else_are_refused(tmp_path: Path, old: str, new: str
     with pytest.raises(ValueError, match="the adapter in") as refused:
         check_adapter(tmp_path, MODEL, 64)
     assert sentence in str(refused.value)
+
+
+def test_an_adapter_for_a_latent_is_refused(tmp_path: Path) -> None:
+    latent = LatentConfig(rank=4, query_rank=None, plain_dim=2, rotary_dim=2, value_dim=4, interleaved=True)
+    with pytest.raises(ValueError, match="whose attention is by a latent, LlamaForCausalLM"):
+        check_adapter(write(tmp_path), replace(MODEL, latent=latent), 64)
 
 
 def test_a_rank_beyond_the_bound_is_refused(tmp_path: Path) -> None:
