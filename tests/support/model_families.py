@@ -194,6 +194,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         first_k_dense_replace=4, q_lora_rank=None, rope_interleave=False, attention_bias=True, tie_word_embeddings=True
     ),
 }
+WITH_HEADS = tuple(family for family in FAMILIES if not family.startswith("deepseek"))
+"""Those that cache keys and values of heads. The others, with a latent, have no ranks, adapters or fused layers."""
 
 
 def build_oracle(family: str, folder: Path, **changes: Any) -> Any:

@@ -21,7 +21,7 @@ from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
 from kernels.native.library import native_library
 from tests.support.adapters import ALL, ATTENTION, merged_tokens, write_adapter
-from tests.support.model_families import FAMILIES, build_oracle
+from tests.support.model_families import WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import RecordingSampler, Stepper, recording_runner
 
@@ -37,7 +37,7 @@ class Adapted:
     adapters: tuple[Path, ...]
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if not family.startswith("deepseek")])
+@pytest.fixture(scope="module", params=WITH_HEADS)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     root = tmp_path_factory.mktemp(request.param)
     build_oracle(request.param, root / "model")

@@ -19,7 +19,7 @@ from kernels.native.layers import NativeLayers
 from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainLinear
-from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper, recording_runner
 
@@ -72,7 +72,7 @@ def _assert_same(folder: Path, kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_HEADS)
 def test_the_same_bits_as_separate_calls(library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     build_oracle(family, tmp_path)
     _assert_same(tmp_path, NativeCpuKernels(library), dtype)
@@ -104,7 +104,7 @@ def _logits_of_many_rows(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_HEADS)
 def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
     library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype, num_threads: int
 ) -> None:

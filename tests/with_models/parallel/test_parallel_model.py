@@ -22,7 +22,7 @@ from engine.parallel.group import RankGroup
 from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
-from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
 from tests.with_models.parallel.rank_threads import on_ranks
 
 BLOCK_SIZE = 4
@@ -30,7 +30,7 @@ NUM_BLOCKS = 40
 NUM_TOKENS = 30
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=WITH_HEADS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, build_oracle(request.param, folder)
