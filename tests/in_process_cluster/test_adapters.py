@@ -118,13 +118,13 @@ async def test_who_is_preempted_goes_on_with_its_adapter(model: SmallModel, refs
         model,
         num_prefill=0,
         decode=DecodeWorkerConfig(max_num_seqs=8),
-        decode_engine={"max_adapters": 2, "kv_blocks": 44},
+        decode_engine={"max_adapters": 3, "kv_blocks": 44},
     ) as cluster:
         asked = [(prompt, refs[n % 3]) for n, prompt in enumerate(prompts)]
         found = await asyncio.gather(*(generated(cluster, f"r{n}", *one, 60) for n, one in enumerate(asked)))
         assert found == [expected(model, ref, prompt, 60) for prompt, ref in asked]
         assert cluster.decodes[0].snapshot().tiers.num_preemptions > 0
-        assert_nothing_is_left(cluster, 2)
+        assert_nothing_is_left(cluster, 3)
 
 
 async def test_one_that_was_replaced_is_another_one_and_who_runs_keeps_the_old(
