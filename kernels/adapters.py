@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """To these `outputs` of a projection it adds what it makes of these `ranks`."""
+    """One projection's share of an adapter: to these `outputs` it adds what it makes of these `ranks`."""
 
     linear: Linear  # rank -> out
     ranks: slice
@@ -38,7 +38,7 @@ class LowRank:
     ups: tuple[Up, ...]
 
     def add_to(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
-        """To these rows `[N]` of `y [T, out]`, in place, what is made of those of `x [T, in]`."""
+        """Add in place, to these rows `[N]` of `y [T, out]`, what is made of those of `x [T, in]`."""
         ranks = self.down(x[rows])
         for up in self.ups:
             y[rows, up.outputs] = up.linear.add_to(y[rows, up.outputs], ranks[:, up.ranks])
@@ -46,7 +46,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLayer:
-    """Of one layer, by its packed projections. None: the adapter leaves that one alone."""
+    """What an adapter adds in one layer, by the layer's packed projections. None: the adapter leaves that one alone."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -56,8 +56,8 @@ class AdapterLayer:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Ready to be computed with, `num_bytes` of a device's memory. `native`: for layers in one call of the C++ kernels;
-    None: there are none."""
+    """An adapter that is ready to be computed with, `num_bytes` of a device's memory. `native`: for layers in one call
+    of the C++ kernels; None: there are none."""
 
     layers: tuple[AdapterLayer, ...]
     num_bytes: int
@@ -98,7 +98,7 @@ class RowAdapters:
         object.__setattr__(self, "_rows", tuple(rows))
 
     def selected(self, rows: Tensor) -> RowAdapters:
-        """Of these rows of the step, in this order."""
+        """The adapters of these rows of the step, in this order."""
         return replace(self, of_row=self.of_row[rows.cpu()])
 
     def adapted(self, layer: Layer, number: int) -> Layer:

@@ -163,7 +163,7 @@ class Kernels(Protocol):
         ...
 
     def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
-        """From `weight [Q, out, in]`."""
+        """Pack a projection of each head, from `weight [Q, out, in]`."""
         ...
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:

@@ -31,7 +31,7 @@ WHO: Final = (STEPS, *dict.fromkeys([*_PROCESSES.values(), _REST]))
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process, since it began. `threads_s`: of a worker's threads, by number."""
+    """What one process has used since it began. `threads_s`: of a worker's threads, by number."""
 
     who: str
     cpu_s: float
@@ -39,7 +39,7 @@ class Usage:
 
 
 def usage(port: int) -> dict[int, Usage]:
-    """Of each process of the cluster at this port, which this process has started."""
+    """The usage of each process of the cluster at this port, which this process has started."""
     root = next(child for child in psutil.Process().children() if str(port) in child.cmdline())
     found: dict[int, Usage] = {}
     for process in (root, *root.children(recursive=True)):

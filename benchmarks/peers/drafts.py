@@ -23,7 +23,7 @@ _CODE: Final = ROOT / "engine" / "kv" / "block_pool.py"
 
 
 def work_of(kind: str) -> str:
-    """Its name in the report."""
+    """The name of this kind of work in the report."""
     return f"{kind}, with drafts and without"
 
 
@@ -83,7 +83,7 @@ def compared(kind: str, asker: Asker, draw: Draw) -> Json:
 
 
 def _passage(path: Path, num_chars: int, draw: Draw) -> str:
-    """From anywhere in the text."""
+    """A passage of the text, from anywhere in it."""
     text = _read(path)
     start = draw(1)[0] % (len(text) - num_chars)
     return text[start : start + num_chars]

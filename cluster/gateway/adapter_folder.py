@@ -64,7 +64,7 @@ class AdapterFolder:
         return AdapterRef(name=name, digest=self._digest(folder), folder=str(folder))
 
     def listed(self) -> list[Listed]:
-        """By name."""
+        """The adapters in the folder, by name."""
         with os.scandir(self._folder) as entries:
             names = sorted(entry.name for entry in entries if _is_name(entry.name) and entry.is_dir())
         found = []

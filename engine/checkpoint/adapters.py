@@ -66,7 +66,7 @@ _PROJECTIONS: Final = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and do
 
 @dataclass(frozen=True, slots=True)
 class LowRankWeights:
-    """Of one projection: it adds `up @ (down @ x)`."""
+    """What an adapter adds to one projection: `up @ (down @ x)`."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank], with the scale
@@ -235,7 +235,8 @@ def _floats(folder: Path, module: str, tensor: Tensor) -> Tensor:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """As PEFT has it: a pattern names modules by the end of their names, and the first one counts."""
+    """The scale of one projection, as PEFT has it: a pattern names modules by the end of their names, and the first one
+    counts."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     matching = (alpha for key, alpha in patterns.items() if f".{module}".endswith(f".{key}"))
     alpha = next(matching, config["lora_alpha"])

@@ -64,7 +64,7 @@ class AdapterPool:
 
     @property
     def loaded(self) -> list[str]:
-        """Their digests."""
+        """The digests of the adapters that are loaded."""
         return [slot.digest for slot in self._slots.values() if slot.loaded is not None]
 
     @property
@@ -74,11 +74,11 @@ class AdapterPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are loaded."""
+        """Bytes of all adapters that are loaded."""
         return sum(slot.loaded.num_bytes for slot in self._slots.values() if slot.loaded is not None)
 
     def want(self, digest: str, folder: Path) -> AdapterSlot:
-        """For a sequence that is to be computed with it; `next_load` may follow."""
+        """The slot of this adapter, for a sequence that is to be computed with it; `next_load` may follow."""
         slot = self._slots.setdefault(digest, AdapterSlot(digest, folder))
         if slot.loaded is not None:
             self._slots.move_to_end(digest)
@@ -110,7 +110,7 @@ class AdapterPool:
         self._slots.move_to_end(slot.digest)
 
     def has_failed(self, slot: AdapterSlot) -> None:
-        """It is forgotten; who wants it again is given another one."""
+        """Forget a slot that could not be loaded; who wants that adapter again is given another slot."""
         self._loading = None
         del self._slots[slot.digest]
 
@@ -147,7 +147,7 @@ class AdapterPool:
 
 
 def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank: int) -> AdapterPool:
-    """For one model."""
+    """The pool of one model's adapters."""
 
     def load(digest: str, folder: Path) -> Adapter:
         with torch.inference_mode():

@@ -208,7 +208,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Of a head."""
+        """The number of a head's values that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property

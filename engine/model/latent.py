@@ -24,8 +24,8 @@ _NORM_EPS = 1e-6  # of the norms of latents, whatever the model's other norms ha
 
 
 def first_projection_rows(config: LatentConfig, num_heads: int) -> Tensor:
-    """In which order a layer's first projection has the outputs of queries (or of their latent), then of the latent and
-    what is rotated beside it: the rotated ones between the others, next to those of queries."""
+    """The order in which a layer's first projection has the outputs of queries (or of their latent), then of the latent
+    and what is rotated beside it: the rotated ones between the others, next to those of queries."""
     queries = query_rows(config, num_heads) if config.query_rank is None else torch.arange(config.query_rank)
     latent = torch.arange(config.rank) + len(queries)
     rotated = _rotated(config) + len(queries) + config.rank
@@ -33,7 +33,7 @@ def first_projection_rows(config: LatentConfig, num_heads: int) -> Tensor:
 
 
 def query_rows(config: LatentConfig, num_heads: int) -> Tensor:
-    """In which order the projection of queries has its outputs: of all heads what is not rotated, then what is."""
+    """The order in which the projection of queries has its outputs: of all heads what is not rotated, then what is."""
     heads = torch.arange(num_heads).unsqueeze(1) * (config.plain_dim + config.rotary_dim)
     plain, rotated = heads + torch.arange(config.plain_dim), heads + config.plain_dim + _rotated(config)
     return torch.cat((plain.flatten(), rotated.flatten()))
@@ -48,7 +48,8 @@ def _rotated(config: LatentConfig) -> Tensor:
 def pack_keys_and_values(
     weight: Tensor, config: LatentConfig, num_heads: int, kernels: Kernels
 ) -> tuple[HeadwiseLinear, HeadwiseLinear]:
-    """From `weight [Q * (P + V), L]`, which makes a latent each head's key and value: P -> L for queries, L -> V."""
+    """Pack the projections that make a latent each head's key and value, from `weight [Q * (P + V), L]`: P -> L for
+    queries, L -> V."""
     heads = torch.unflatten(weight, 0, (num_heads, -1))
     keys, values = heads[:, : config.plain_dim], heads[:, config.plain_dim :]
     return kernels.pack_heads(keys.transpose(1, 2)), kernels.pack_heads(values)
@@ -75,8 +76,8 @@ class LatentOutput:
 def project(
     normed: Tensor, layer: Layer, config: LatentConfig, num_heads: int, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, what is not rotated, in the latent's space `[T, Q, L]`; what will be rotated of queries and key
-    `[T, Q + 1, R]`; the latent `[T, 1, L]`."""
+    """Project a layer's input. Returns, of queries, what is not rotated, in the latent's space `[T, Q, L]`; what will
+    be rotated of queries and key `[T, Q + 1, R]`; the latent `[T, 1, L]`."""
     latent = layer.latent
     assert latent is not None
     plain_width = num_heads * config.plain_dim

@@ -227,7 +227,8 @@ class Model:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def adapter(self, weights: AdapterWeights) -> Adapter:
-        """Ready for batches of this model, in memory of its own that goes with it. For a model without ranks."""
+        """Pack an adapter for batches of this model, in memory of its own that goes with it. For a model without
+        ranks."""
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
         kernels = self._kernels
         if isinstance(kernels, NativeCpuKernels):

@@ -36,12 +36,12 @@ class NativeAdapter:
 
     @property
     def address(self) -> int:
-        """Of the records, while this lives."""
+        """The address of the records, while this lives."""
         return ctypes.addressof(self._records)
 
 
 def native_adapter(layers: Sequence[AdapterLayer]) -> NativeAdapter | None:
-    """None where a weight is none of the C++ kernels'."""
+    """The adapter for the C++ kernels. None where these have no form for a weight."""
     low_ranks = [low for layer in layers for name in _PROJECTIONS if (low := getattr(layer, name)) is not None]
     linears = [linear for low in low_ranks for linear in (low.down, *(up.linear for up in low.ups))]
     return NativeAdapter(layers) if all(isinstance(linear, NativeLinear) for linear in linears) else None
@@ -55,7 +55,7 @@ def _record(low_rank: LowRank | None) -> _LowRank:
 
 
 def adapters_record(rows: RowAdapters) -> AdaptersRecord:
-    """Of a step whose adapters are all for the C++ kernels, good while `rows` live."""
+    """The record of a step whose adapters are all for the C++ kernels, good while `rows` live."""
     addresses = []
     for adapter in rows.adapters:
         assert adapter.native is not None

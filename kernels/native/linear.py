@@ -118,7 +118,7 @@ class NativeHeads:
 
 
 def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = private_memory) -> NativeHeads:
-    """From `weight [Q, out, in]`."""
+    """Pack a projection of each head, from `weight [Q, out, in]`."""
     num_outputs = weight.shape[1]
     # Each head begins a panel.
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))

@@ -46,17 +46,17 @@ class AdapterLoading:
 
     @property
     def loaded(self) -> list[str]:
-        """Their digests."""
+        """The digests of the adapters that are loaded."""
         return [] if self._pool is None else self._pool.loaded
 
     def want(self, adapter: AdapterRef) -> AdapterSlot:
-        """For a sequence that is among the users when this turn of the loop is over."""
+        """The slot of this adapter, for a sequence that is among the users when this turn of the loop is over."""
         assert self._pool is not None, "who asks for an adapter here is refused"
         asyncio.get_running_loop().call_soon(self.retry)
         return self._pool.want(adapter.digest, Path(adapter.folder))
 
     def retry(self) -> None:
-        """One may be needed, or there may be room."""
+        """Load the next adapter that is needed, if there is room for it."""
         if self._pool is None or self._task is not None:
             return
         slot = self._pool.next_load(self._users())
@@ -64,7 +64,7 @@ class AdapterLoading:
             self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
 
     async def close(self) -> None:
-        """Nobody is called back any more."""
+        """Close: nobody is called back any more."""
         self._on_loaded, self._on_failed = lambda: None, lambda slot, reason: None
         if self._task is not None:
             await self._task

@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/load_lora_adapter", response_model=None)
 async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
-    """From now on the adapter in that folder is served under that name, by every gateway and after a restart."""
+    """Serve the adapter in that folder under that name from now on, at every gateway and after a restart."""
     adapters = _adapters(api)
     if body.lora_name == api.model_name:
         raise InvalidRequestError(f"{body.lora_name!r} is the model itself. Use another name.", param="lora_name")
@@ -36,13 +36,13 @@ async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
 
 @router.post("/v1/unload_lora_adapter", response_model=None)
 async def unload(body: UnloadAdapterBody, api: ApiOf) -> PlainTextResponse:
-    """Requests that name it are refused from now on; those that run with it go on."""
+    """Refuse requests that name it from now on; those that run with it go on."""
     return await _unload(body.lora_name, api)
 
 
 @router.delete("/v1/load_lora_adapter", response_model=None)
 async def delete(lora_name: Annotated[str, Query(min_length=1)], api: ApiOf) -> PlainTextResponse:
-    """The same, with `lora_name` in the query."""
+    """Take an adapter away as `unload` does, with `lora_name` in the query."""
     return await _unload(lora_name, api)
 
 
