@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,8 +15,6 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.server.connection import note_connection
-
-logger = logging.getLogger(__name__)
 
 _ON_BEHALF: Final = "legato.on_behalf"
 
@@ -68,29 +65,8 @@ async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str
         "server": None,
         _ON_BEHALF: whose,
     }
-    status, answered_headers = await _run(_forgiven(app), scope, content, answer.extend)
+    status, answered_headers = await _run(app, scope, content, answer.extend)
     return Answered(status, answered_headers, bytes(answer))
-
-
-def _forgiven(app: ASGIApp) -> ASGIApp:
-    """The application, but for what it raises once it has answered, with 500: that is for a server to log."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await app(scope, receive, noted)
-        except Exception:
-            if not has_begun:
-                raise
-            logger.exception("a request from inside failed")
-
-    return answer
 
 
 async def run_inside(answer: ASGIApp, take: Callable[[bytes], None]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from cluster.batch.batches import Batch
 from cluster.batch.files import StoredFile
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
-from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.errors import FailedError, InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
 from cluster.http.inside import OnBehalf, on_behalf, post_inside
 from cluster.http.openai.fields import Metadata
@@ -28,6 +29,8 @@ from cluster.http.server.body import JsonRoute
 from cluster.http.server.request_id import OneRequestId
 from cluster.http.terms import Tenants
 from cluster.slo.classes import CLASS_HEADER, SloConfig
+
+logger = logging.getLogger(__name__)
 
 PURPOSE: Final = "batch"
 FILES_PATH: Final = "/v1/files"
@@ -245,7 +248,12 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
         whose = OnBehalf(batch.tenant, batch.salt, batch.owner)
-        answered = await post_inside(named, line.url, line.body, headers, whose)
+        try:
+            answered = await post_inside(named, line.url, line.body, headers, whose)
+        except Exception:  # it has been answered with 500, and is raised for a server to log
+            logger.exception("line %d of batch %s failed", line.number, batch.id)
+            error = FailedError("The server failed to answer; the fault is its own. Try again.")
+            return LineAnswer(status=error.status, body=error.body())
         retry_after_s = None
         with suppress(KeyError, ValueError):
             retry_after_s = float(answered.headers["retry-after"])
