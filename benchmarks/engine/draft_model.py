@@ -23,7 +23,8 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL
-from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, QUESTIONS, Work, chat, compared
+from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, Work, chat, compared
+from benchmarks.texts import QUESTIONS
 from engine.checkpoint.store import resolve_model
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.speculation import Speculation

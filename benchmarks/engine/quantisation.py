@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.common.local import local_engine, local_wave
 from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.provenance import ROOT
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.waves import throughputs
 from benchmarks.common.workload import MODEL, Load, sequences
+from benchmarks.texts import TEXT
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
@@ -30,7 +30,6 @@ from engine.text.tokenizer import Tokenizer
 from kernels.quantised_weight import ActivationBits
 
 NUM_THREADS = 2
-TEXT = ROOT / "benchmarks" / "texts" / "decisions.txt"
 SINGLE = Load(num_requests=1, prompt_tokens=128, output_tokens=128)
 PREFILL = Load(num_requests=1, prompt_tokens=512, output_tokens=2)
 CONCURRENT = Load(num_requests=8, prompt_tokens=256, output_tokens=64)

@@ -27,10 +27,10 @@ import torch
 
 from benchmarks.common.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model
 from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.provenance import ROOT
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.workload import MODEL, greedy
+from benchmarks.texts import CODE, QUESTIONS, TEXT
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 from engine.drafting.drafter import DrafterName
@@ -46,18 +46,6 @@ STREAMS = (1, 8, 32)
 NUM_TOKENS = 160
 EDITED_EVERY = 33
 REPEATS = 3
-TEXT = ROOT / "benchmarks" / "texts" / "decisions.txt"
-CODE = ROOT / "engine" / "kv" / "block_pool.py"
-QUESTIONS = (
-    "Tell me about the history of tea.",
-    "Why is the sky blue?",
-    "Write a story about a fox.",
-    "Explain how a bicycle works.",
-    "What is a good way to learn to cook?",
-    "Describe the city of Lisbon.",
-    "How do plants grow?",
-    "Write a letter to a friend about a journey.",
-)
 
 _TEXT = {"type": "string", "maxLength": 12}
 RECORDS = {

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json
 from benchmarks.peers.company import chat_prompt
 from benchmarks.peers.peer import Answer, Asker, Draw, Peer, Request
+from benchmarks.texts import CODE, QUESTIONS, TEXT
 
 NUM_ANSWERS, ANSWER_TOKENS = 10, 64
-_TEXT: Final = ROOT / "benchmarks" / "texts" / "decisions.txt"
-_CODE: Final = ROOT / "engine" / "kv" / "block_pool.py"
 
 
 def work_of(kind: str) -> str:
@@ -95,32 +93,22 @@ def _read(path: Path) -> str:
 
 
 def _copy(draw: Draw, number: int) -> str:
-    return f"Repeat this text word for word:\n{_passage(_TEXT, 700, draw)}"
+    return f"Repeat this text word for word:\n{_passage(TEXT, 700, draw)}"
 
 
 def _summary(draw: Draw, number: int) -> str:
-    return f"Summarise this text:\n{_passage(_TEXT, 1500, draw)}"
+    return f"Summarise this text:\n{_passage(TEXT, 1500, draw)}"
 
 
 def _code(draw: Draw, number: int) -> str:
-    return f"Improve this code:\n{_passage(_CODE, 1200, draw)}"
+    return f"Improve this code:\n{_passage(CODE, 1200, draw)}"
 
 
 def _prose(draw: Draw, number: int) -> str:
     """Nothing to copy. The number makes it another question each time."""
-    return f"{_QUESTIONS[number % len(_QUESTIONS)]} Begin with the number {draw(1)[0]}."
+    return f"{QUESTIONS[number % len(QUESTIONS)]} Begin with the number {draw(1)[0]}."
 
 
-_QUESTIONS: Final = (
-    "Tell me about the history of tea.",
-    "Why is the sky blue?",
-    "Write a story about a fox.",
-    "Explain how a bicycle works.",
-    "What is a good way to learn to cook?",
-    "Describe the city of Lisbon.",
-    "How do plants grow?",
-    "Write a letter to a friend about a journey.",
-)
 KINDS: Final[Mapping[str, Callable[[Draw, int], str]]] = {
     "copies": _copy,
     "summaries": _summary,
