@@ -32,7 +32,9 @@ REMEMBERED_S: Final = 600.0
 _MAX_RECORDS: Final = 1024
 _MAX_LOST: Final = 256
 _LOSSES: Final = 2  # of workers in steps of a request, after which it is placed no more
-_SETTLING_S: Final = 1.0  # after copies were recalled: workers that they have taken down already are known by then
+# After copies were recalled: workers that they have taken down already are known by then. A broken device shows by
+# three steps that fail, each of which may take its time.
+_SETTLING_S: Final = 3.0
 
 
 @dataclass(slots=True)

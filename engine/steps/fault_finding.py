@@ -49,8 +49,9 @@ class FaultFinder:
         """Whether the probe that is to come, or is on its way, tells of this one."""
         return self._accused is not None and self._accused.key == key
 
-    def begin_probe(self, accused: Sequence) -> bool:
-        """False where no block is free for it: then the next steps of others tell."""
+    def begin_probe(self, accused: Sequence | None) -> bool:
+        """Have the probe computed next. `accused` None: nobody is, and only the device is in question. False where no
+        block is free for it: then the next steps of others tell."""
         assert self.probe is None, "one is accused at a time"
         try:
             lease = self._pool.lease(self._layer_groups)
@@ -64,10 +65,9 @@ class FaultFinder:
         self.probe = StepPlan((ScheduledSequence(seq, 1),))
         return True
 
-    def end_probe(self) -> Sequence:
-        """End the probe. Returns who was accused."""
+    def end_probe(self) -> Sequence | None:
+        """End the probe. Returns who was accused, if somebody was."""
         assert self._lease is not None
-        assert self._accused is not None
         self._pool.release(self._lease)
         accused = self._accused
         self._lease = self._accused = self.probe = None

@@ -448,7 +448,9 @@ class Worker(ABC):
     def _finish_step(self, plan: StepPlan, output: StepOutput) -> None:
         self._faults.begin_anew()
         if plan is self._faults.probe:
-            self._blame(self._faults.end_probe())
+            accused = self._faults.end_probe()
+            if accused is not None:
+                self._blame(accused)
             return
         self._stream.end(plan)
         self._finish(plan, output)
@@ -457,8 +459,10 @@ class Worker(ABC):
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         if plan is self._faults.probe:
-            self._faults.end_probe()
+            accused = self._faults.end_probe()
             self._give_up_device()
+            if accused is None:
+                self._probe_device()
             return
         self.scheduler.abandon_step()
         sent = self._stream.end(plan)  # not to be trusted, and nothing goes out twice
@@ -472,10 +476,19 @@ class Worker(ABC):
         if accused is None:
             for key in dict.fromkeys([*sent, *(seq.key for seq in self.scheduler.suspect(plan))]):
                 self._end(key, "a step of it and others failed", "shared")
+            if not any(item.seq.key in self.gateway_of for item in plan.items):
+                self._probe_device()
             return
         self._set_aside(accused)
         if not self._faults.begin_probe(accused):
             self._blame(accused)
+
+    def _probe_device(self) -> None:
+        """See whether the device computes at all, where none of those in a step that failed is left to compute alone,
+        as all were recalled meanwhile. Tried until it computes, or the worker has failed often enough to be replaced.
+        """
+        if self.healthy:
+            self._faults.begin_probe(None)
 
     def _blame(self, seq: Sequence) -> None:
         """Its steps fail, and the device computes others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -62,6 +63,7 @@ class Trap:
         self._replacing: dict[str, asyncio.Task[None]] = {}
         self.num_strikes = 0
         self.lost: list[str] = []
+        self.second_fails_after_s = 0.0  # how long each failing step of the second worker that is lost takes
         for worker in cluster.workers:
             self._set_for(worker)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -77,6 +79,8 @@ class Trap:
                 if self._deed != "raises":
                     self._hold(worker.info.worker_id)
             if strikes or worker.info.worker_id in self.lost:
+                if self.lost[1:2] == [worker.info.worker_id]:
+                    time.sleep(self.second_fails_after_s)
                 raise RuntimeError("the poison works")
             return run(step, *hooks)  # type: ignore[arg-type]
 
@@ -140,9 +144,17 @@ async def poisoned(cluster: MiniCluster, name: str) -> None:
 
 
 async def innocents_beside_poison(
-    cluster: MiniCluster, model: SmallModel, deed: Deed, phase: Phase, *, at_once: bool, one_by_one: bool = True
+    cluster: MiniCluster,
+    model: SmallModel,
+    deed: Deed,
+    phase: Phase,
+    *,
+    at_once: bool,
+    one_by_one: bool = True,
+    second_fails_after_s: float = 0.0,
 ) -> None:
     trap = Trap(cluster, deed, strikes(phase), one_by_one)
+    trap.second_fails_after_s = second_fails_after_s
     try:
         innocents = [
             asyncio.create_task(cluster.generate(f"innocent{n}", prompt, greedy(NUM_TOKENS)))
@@ -171,6 +183,13 @@ async def innocents_beside_poison(
     assert trap.num_strikes > 0
     assert len(trap.lost) == (0 if deed == "raises" else 2)
     assert all(worker.healthy for worker in cluster.workers)
+
+
+async def test_copies_that_were_recalled_while_their_step_failed(llama: SmallModel) -> None:
+    """Both workers begin with ten copies each. The second one's are gone when its step has failed, so it has nobody to
+    compute alone, by whom it would find its device broken: it looks by itself, and no third worker is tried."""
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        await innocents_beside_poison(cluster, llama, "breaks", "prefill", at_once=True, second_fails_after_s=0.3)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
