@@ -137,19 +137,21 @@ def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator, monk
     answered = batch.partial.read_bytes().splitlines()
     batch.partial.write_bytes(b"\n".join([*answered[:3], answered[3][:20]]))
     wait_until(lambda: generator.num_open == 0)
-    generator.script, asked = Script(), len(generator.requests)
+    generator.script, statuses = Script(), list[int]()
     post, times = httpx.AsyncClient.post, itertools.count()
 
     async def fail_at_first(self: httpx.AsyncClient, url: str, **fields: Any) -> httpx.Response:
         if next(times) < 20:  # twice for each line
             raise httpx.ConnectError("All connection attempts failed")
-        return await post(self, url, **fields)
+        answer = await post(self, url, **fields)
+        statuses.append(answer.status_code)
+        return answer
 
     monkeypatch.setattr(httpx.AsyncClient, "post", fail_at_first)
     code, told = batch.run()
     assert code == 0 and "9 lines answered" in told and "3 before" in told
     assert [row["custom_id"] for row in batch.answers()] == names
-    assert len(generator.requests) == asked + 9
+    assert statuses.count(200) == 9  # not by the generator: what the killed one had sent may reach it late
     kept = {row["custom_id"]: row for row in map(json.loads, answered[:3])}
     assert [row for row in batch.answers() if row["custom_id"] in kept] == [
         kept[name] for name in names if name in kept
