@@ -55,7 +55,7 @@ class LocalEngine:
         """One step; empty when there was nothing to do."""
         began = self._clock()
         plan = self.scheduler.plan(began)
-        if not (plan.items or plan.copies):
+        if plan.is_empty:
             return []
         output = self._runner.execute(plan)
         self._costs.observe(StepWork.of_plan(plan), max(self._clock() - began - output.drawing_s, 1e-9))

@@ -299,7 +299,7 @@ class DecodeScheduler:
         if not self._was_alone and (plan := self._plan_alone(now)):
             return plan
         plan = self._plan([seq for seq in self._running if not seq.num_alone and seq.has_adapter], now)
-        return plan if plan.items or plan.copies else self._plan_alone(now) or plan
+        return (self._plan_alone(now) or plan) if plan.is_empty else plan
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan:
         """The step after the one in flight, planned as if that one ended well and brought nobody's end but those that
@@ -370,7 +370,7 @@ class DecodeScheduler:
                 if items:
                     self._pacer.note_prefill(wanted=self._local.oldest is not None, computed=False)
             plan = StepPlan(tuple(items), tuple(selection.copies))
-            if plan.items or plan.copies:
+            if not plan.is_empty:
                 self._begin_step(plan, selection.moving, now)
                 self._was_alone = True
                 return plan
@@ -387,7 +387,7 @@ class DecodeScheduler:
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
         plan = StepPlan(tuple(items), tuple(selection.copies))
-        if plan.items or plan.copies:
+        if not plan.is_empty:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan
 
@@ -474,7 +474,7 @@ class DecodeScheduler:
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[Emission]:
         """Take a step's results in; finished sequences leave, and their blocks are free when no step uses them."""
-        if not (plan.items or plan.copies):
+        if plan.is_empty:
             return []
         emissions = []
         step = self._end_step(ok=True)

@@ -251,7 +251,7 @@ class DecodeWorker(Worker):
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.plan(time.monotonic())
-        if not (plan.items or plan.copies):
+        if plan.is_empty:
             for seq in self.scheduler.stuck():  # whose decode worker has room, and can compute it as well
                 self._end(seq.key, "the memory is kept for prompts that others compute", "moved")
         return plan

@@ -341,6 +341,11 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no step to make."""
+        return not (self.items or self.copies)
+
+    @property
     def has_undrawn(self) -> bool:
         return any(UNDRAWN in item.drafts for item in self.items)
 

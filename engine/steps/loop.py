@@ -285,7 +285,7 @@ class StepLoop:
             self._wake.clear()
             began = time.perf_counter()
             plan = self._plan()
-            if plan.items or plan.copies:
+            if not plan.is_empty:
                 await self._run_steps(self._submit(plan), began)
             else:
                 await self._wake.wait()
@@ -321,7 +321,7 @@ class StepLoop:
         if self._plan_ahead is None or not step.can_be_followed:
             return None
         plan = self._plan_ahead()
-        return self._submit(plan, step) if plan.items or plan.copies else None
+        return None if plan.is_empty else self._submit(plan, step)
 
     def _submit(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         for item in plan.items:

@@ -440,9 +440,11 @@ class Worker(ABC):
         return self._begin_step(self._plan())
 
     def _begin_step(self, plan: StepPlan) -> StepPlan:
-        """Whoever is to know of a step before it is made hears of it."""
-        self._stream.begin(plan)
-        self._port.computing(plan, self.gateway_of)
+        """Whoever is to know of a step before it is made hears of it. Where none is to be made, the one in flight may
+        still be what takes this process down."""
+        if not plan.is_empty:
+            self._stream.begin(plan)
+            self._port.computing(plan, self.gateway_of)
         return plan
 
     def _finish_step(self, plan: StepPlan, output: StepOutput) -> None:

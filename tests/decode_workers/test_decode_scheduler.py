@@ -202,7 +202,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= TOKEN_BUDGET
         assert not any(self.scheduler.state(key) is DecodeState.RESERVED for key in keys)
         assert len(keys) == 1 or not any(item.seq.num_alone for item in plan.items), "a suspect's step is shared"
-        if not (plan.items or plan.copies):
+        if plan.is_empty:
             assert self._reserved() or self.sources or not self.stories, "there is work, and nothing is done"
             for seq in self.scheduler.stuck():
                 assert self._reserved() and seq.key in self.sources

@@ -64,6 +64,7 @@ class Trap:
         self.num_strikes = 0
         self.lost: list[str] = []
         self.second_fails_after_s = 0.0  # how long each failing step of the second worker that is lost takes
+        self.dies_after_s = 0.0  # from the beginning of the step that kills
         for worker in cluster.workers:
             self._set_for(worker)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -119,6 +120,7 @@ class Trap:
             for worker in self._cluster.workers:
                 worker_id = worker.info.worker_id
                 if (worker_id in self._is_dying or not worker.healthy) and worker_id not in self._replacing:
+                    await asyncio.sleep(self.dies_after_s)
                     for connection in worker.connections:
                         connection.abort()  # before its step ends: nobody hears of that
                     self._holds[worker_id].set()
@@ -152,9 +154,10 @@ async def innocents_beside_poison(
     at_once: bool,
     one_by_one: bool = True,
     second_fails_after_s: float = 0.0,
+    dies_after_s: float = 0.0,
 ) -> None:
     trap = Trap(cluster, deed, strikes(phase), one_by_one)
-    trap.second_fails_after_s = second_fails_after_s
+    trap.second_fails_after_s, trap.dies_after_s = second_fails_after_s, dies_after_s
     try:
         innocents = [
             asyncio.create_task(cluster.generate(f"innocent{n}", prompt, greedy(NUM_TOKENS)))
@@ -204,10 +207,11 @@ async def test_innocent_requests_do_not_pay_for_poison(
 
 @pytest.mark.parametrize("deed", ["raises", "breaks", "kills"])
 async def test_nor_where_steps_overlap(llama: SmallModel, deed: Deed) -> None:
-    """What was on its way from a worker is lost with it: the poison may strike two tokens later at the next one."""
+    """What was on its way from a worker is lost with it: the poison may strike two tokens later at the next one. When a
+    worker dies, it has long found that it cannot plan ahead of a suspect's step."""
     overlapping = DecodeWorkerConfig(overlap_steps=True)
     async with cluster_of(llama, num_prefill=2, num_decode=2, decode=overlapping) as cluster:
-        await innocents_beside_poison(cluster, llama, deed, "deep in decode", at_once=True)
+        await innocents_beside_poison(cluster, llama, deed, "deep in decode", at_once=True, dies_after_s=0.05)
 
 
 @pytest.mark.parametrize(("phase", "at_once"), [("prefill", False), ("first decode", True), ("deep in decode", False)])

@@ -261,7 +261,7 @@ class DecodeNode(Worker):
     def begin_step(self) -> bool:
         self.now += 0.03
         plan = self.scheduler.plan(self.now)
-        self.plan = plan if plan.items or plan.copies else None
+        self.plan = plan if not plan.is_empty else None
         return self.plan is not None
 
     def finish_step(self) -> None:
@@ -310,7 +310,7 @@ class PrefillNode(Worker):
 
     def begin_step(self) -> bool:
         plan, _ = self.scheduler.plan()
-        self.plan = plan if plan.items or plan.copies else None
+        self.plan = plan if not plan.is_empty else None
         return self.plan is not None
 
     def finish_step(self) -> None:
