@@ -17,7 +17,7 @@ from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest
 from engine.model.config import Backend, ModelConfig, read_config
 from kv_transfer.messages.requests import AdapterRef
 
-MAX_NAME: Final = 200
+MAX_NAME: Final = 200  # bytes: names of files have at most 255
 _MOST_KNOWN: Final = 10_000  # digests that are remembered
 
 _Identity = tuple[tuple[int, int, int, int], ...]
@@ -57,30 +57,34 @@ class AdapterFolder:
 
     def find(self, name: str) -> AdapterRef | None:
         """The adapter of this name as it is now; None: there is none. Raises ValueError for one that cannot be
-        computed."""
+        computed, OSError for one that cannot be read."""
         if not _is_name(name) or not (self._folder / name).is_dir():
             return None
         folder = (self._folder / name).resolve()
         return AdapterRef(name=name, digest=self._digest(folder), folder=str(folder))
 
     def listed(self) -> list[Listed]:
-        """The adapters in the folder, by name."""
-        with os.scandir(self._folder) as entries:
-            names = sorted(entry.name for entry in entries if _is_name(entry.name) and entry.is_dir())
-        found = []
-        for name in names:
-            folder = (self._folder / name).resolve()
-            if (folder / CONFIG_NAME).is_file():
-                found.append(Listed(name, str(folder), int(folder.stat().st_mtime)))
-        return found
+        """The adapters in the folder that can be read, by name."""
+        names = sorted(entry.name for entry in self._folder.iterdir())
+        return [told for name in names if _is_name(name) and (told := self._listed(name)) is not None]
+
+    def _listed(self, name: str) -> Listed | None:
+        """None: what has this name is no adapter, cannot be read, or has just gone."""
+        folder = self._folder / name
+        try:
+            if not (folder / CONFIG_NAME).is_file():
+                return None
+            return Listed(name, str(folder.resolve()), int(folder.stat().st_mtime))
+        except OSError:
+            return None
 
     def register(self, name: str, folder: Path, *, replace: bool) -> None:
         """The adapter in a folder elsewhere is named so from now on. Raises ValueError where it cannot be, or where
         there is one of the name and it is not to be replaced."""
         if not _is_name(name):
             raise ValueError(
-                f"{name[:MAX_NAME]!r} is no name for an adapter: write up to {MAX_NAME} characters without a slash, the"
-                " first of which is no dot"
+                f"{name[:MAX_NAME]!r} is no name for an adapter: write up to {MAX_NAME} bytes without a slash, of which"
+                " the first is no dot"
             )
         if not folder.is_absolute() or not folder.is_dir():
             raise ValueError(f"{folder} is no folder on the gateway's machine; give an absolute path")
@@ -126,7 +130,7 @@ class AdapterFolder:
 
 
 def _is_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_NAME and "/" not in name and name[0] != "." and name.isprintable()
+    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME and "/" not in name and name[0] != "."
 
 
 def _identity(folder: Path) -> _Identity:

@@ -188,7 +188,7 @@ class Api:
         if self.adapters is not None:
             try:
                 found = await asyncio.to_thread(self.adapters.find, name)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 raise InvalidRequestError(f"The model {name!r} cannot be used: {error}.", param="model") from error
         if found is None:
             raise NotFoundError(

@@ -13,13 +13,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
@@ -28,6 +31,7 @@ from engine.model.config import ModelConfig
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _PICKLE_NAME: Final = "adapter_model.bin"
+_LOADABLE: Final = ("F32", "BF16", "F16")  # `LOADABLE_DTYPES`, as files call them
 
 # Says nothing of what the adapter computes, or is looked at below; of any other field only what is false, or nothing.
 _HARMLESS: Final = frozenset(
@@ -61,6 +65,7 @@ _HARMLESS: Final = frozenset(
 _BEGINNINGS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
+_ADAPTED: Final = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
 _PROJECTIONS: Final = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 
 
@@ -92,44 +97,52 @@ def adapter_digest(folder: Path) -> str:
 
 def check_adapter(folder: Path, model: ModelConfig, max_rank: int) -> None:
     """Raises ValueError as `read_adapter` does, for what can be told without reading the weights."""
-    _weights(folder, model, max_rank, dtype=None)
+    _config(folder, model)
+    path = _file(folder, WEIGHTS_NAME)
+    with _in_words(path), safe_open(path, framework="pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict: it has no iterator
+        stored = {name: _Stored(part.get_dtype() in _LOADABLE, part.get_shape()) for name, part in parts.items()}
+    _modules(folder, stored, model, max_rank)
 
 
 def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
     """All weights of an adapter for this model, in its type. Raises ValueError where the folder holds none, or one that
     cannot be computed exactly."""
-    return _weights(folder, model, max_rank, dtype)
-
-
-def _weights(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype | None) -> dict[str, LowRankWeights]:
-    """`dtype` None: checked, and not read."""
-    if model.latent is not None:
-        raise ValueError(
-            f"the adapter in {folder} is for a model whose attention is by a latent, {model.architecture}, for which"
-            " adapters are not computed"
-        )
-    config = _config(folder)
-    path = _file(folder, WEIGHTS_NAME)
-    shapes = expected_shapes(model)
+    config, path = _config(folder, model), _file(folder, WEIGHTS_NAME)
+    with _in_words(path):
+        tensors = load(path.read_bytes())  # not mapped: whoever writes over the file would write into what is loaded
+    stored = {name: _Stored(one.dtype in LOADABLE_DTYPES, list(one.shape)) for name, one in tensors.items()}
     found: dict[str, LowRankWeights] = {}
+    for module in _modules(folder, stored, model, max_rank):
+        down, up = (tensors[_tensor_name(module, part)] for part in "AB")
+        scaled = (up if up.dtype == dtype else up.float()) * _scale(config, module, rank=len(down))
+        found[module] = LowRankWeights(down.to(dtype), scaled.to(dtype))
+    return found
+
+
+def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype) -> int:
+    """The most memory that an adapter may take: one of the largest rank, for all projections that there are adapters
+    for."""
+    adapted = (shape for name, shape in expected_shapes(model).items() if _ADAPTED.fullmatch(name))
+    return sum(map(sum, adapted)) * max_rank * dtype.itemsize
+
+
+class _Stored(NamedTuple):
+    """What a file says of a tensor."""
+
+    is_loadable: bool  # of a type that can be loaded
+    shape: list[int]
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """Raises ValueError in place of what reading the weights may raise."""
     try:
-        with safe_open(path, framework="pt") as file:
-            modules = _modules(folder, list(file.keys()))
-            for module in modules:
-                projection = shapes.get(f"{module}.weight")
-                if dtype is None:
-                    down_shape, up_shape = (file.get_slice(_tensor_name(module, part)).get_shape() for part in "AB")
-                    _check_shapes(folder, module, down_shape, up_shape, projection, max_rank)
-                    continue
-                down, up = (_floats(folder, module, file.get_tensor(_tensor_name(module, part))) for part in "AB")
-                _check_shapes(folder, module, list(down.shape), list(up.shape), projection, max_rank)
-                scaled = (up if up.dtype == dtype else up.float()) * _scale(config, module, rank=len(down))
-                found[module] = LowRankWeights(down.to(dtype), scaled.to(dtype))
+        yield
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    return found
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -143,11 +156,16 @@ def _file(folder: Path, name: str) -> Path:
     raise ValueError(f"{folder} holds no {name}; an adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}")
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Path, model: ModelConfig) -> Mapping[str, Any]:
+    if model.latent is not None:
+        raise ValueError(
+            f"the adapter in {folder} is for a model whose attention is by a latent, {model.architecture}, for which"
+            " adapters are not computed"
+        )
     path = _file(folder, CONFIG_NAME)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}); fetch it again") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
@@ -174,26 +192,36 @@ def _check_scales(folder: Path, config: Mapping[str, Any]) -> None:
             f"the adapter in {folder} has an alpha_pattern that is not by modules' names, such as q_proj; write it so"
         )
     for alpha in (config.get("lora_alpha"), *patterns.values()):
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
             raise ValueError(
                 f"the adapter in {folder} has the lora_alpha {alpha!r}, which is no number; fetch it again"
             )
 
 
-def _modules(folder: Path, names: list[str]) -> list[str]:
-    """The projections that a file's tensors are for, each with both of its parts."""
+def _modules(folder: Path, stored: Mapping[str, _Stored], model: ModelConfig, max_rank: int) -> list[str]:
+    """The projections that a file's tensors are for, each with both of its parts. Raises ValueError for what is not for
+    this model."""
     modules: dict[str, None] = {}
-    for name in names:
+    for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ValueError(
                 f"the adapter in {folder} has the tensor {name[:200]}, which is of no projection that adapters are"
                 f" computed for: {_PROJECTIONS} of a model's layers"
             )
+        if not tensor.is_loadable:
+            raise ValueError(
+                f"the adapter in {folder} has another type than float32, bfloat16 and float16 for {match[1]}; only"
+                " these can be loaded"
+            )
         modules[match[1]] = None
-    lacking = {_tensor_name(module, part) for module in modules for part in "AB"} - set(names)
+    lacking = {_tensor_name(module, part) for module in modules for part in "AB"} - stored.keys()
     if lacking or not modules:
         raise ValueError(f"the adapter in {folder} lacks {min(lacking, default='any tensor')}; fetch it again")
+    shapes = expected_shapes(model)
+    for module in modules:
+        down, up = (stored[_tensor_name(module, part)].shape for part in "AB")
+        _check_shapes(folder, module, down, up, shapes.get(f"{module}.weight"), max_rank)
     return list(modules)
 
 
@@ -224,14 +252,6 @@ def _check_shapes(
         raise ValueError(
             f"the adapter in {folder} has the rank {rank}, more than the {max_rank} of adapters.max_rank; raise that"
         )
-
-
-def _floats(folder: Path, module: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype not in LOADABLE_DTYPES:
-        raise ValueError(
-            f"the adapter in {folder} has {tensor.dtype} for {module}; only float32, bfloat16 and float16 can be loaded"
-        )
-    return tensor
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

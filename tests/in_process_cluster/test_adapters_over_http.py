@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,42 @@ async def test_one_that_cannot_be_computed_is_refused_where_it_is_named(model: S
         assert (await http.post("/tokenize", json={"model": "by hand", "prompt": "x"})).status_code == 200
         stays = await http.delete("/v1/load_lora_adapter", params={"lora_name": "by hand"})
         assert stays.status_code == 409 and by_hand.is_dir()
+
+
+async def test_names_that_no_file_can_have_and_folders_that_nobody_can_read_are_no_fault_of_ours(
+    model: SmallModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, good = tmp_path / "served", write_adapter(tmp_path / "good", model.folder, seed=6)
+    api = scripted_api_of(model, folder)
+    (folder / "good").symlink_to(good)
+    (folder / "in circles").symlink_to(folder / "in circles")
+    locked = folder / "locked"
+    locked.mkdir()
+    is_dir, is_file = Path.is_dir, Path.is_file
+
+    def refused(look: Callable[[Path], bool]) -> Callable[[Path], bool]:
+        """Looks as a user without rights in that folder would: a test may run as root."""
+
+        def looked(path: Path) -> bool:
+            if locked in path.parents or path == locked:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return look(path)
+
+        return looked
+
+    monkeypatch.setattr(Path, "is_dir", refused(is_dir))
+    monkeypatch.setattr(Path, "is_file", refused(is_file))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://gateway") as http:
+        listed = await http.get("/v1/models")
+        assert [card["id"] for card in listed.json()["data"]] == [MODEL, "good"]
+        for name, status in {"灯" * 100: 404, "in circles": 404, "locked": 400}.items():
+            body = {"model": name, "prompt": "x", "max_tokens": 1}
+            assert (await http.post("/v1/completions", json=body)).status_code == status, name
+            assert (await http.get(f"/v1/models/{name}")).status_code == status, name
+        told = {"lora_name": "灯" * 100, "lora_path": str(good)}
+        answer = await http.post("/v1/load_lora_adapter", json=told)
+        assert answer.status_code == 400 and "no name for an adapter" in answer.json()["error"]["message"]
+    assert {entry.name for entry in folder.iterdir()} == {"good", "in circles", "locked"}
 
 
 async def test_without_a_folder_there_are_no_adapters(model: SmallModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_it_is_read_in_the_models_type(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "was begun by 'pissa'"),
         ({"lora_alpha": None}, "the lora_alpha None"),
         ({"lora_alpha": math.nan}, "the lora_alpha nan"),
+        ({"lora_alpha": 10**400}, "which is no number"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "an alpha_pattern that is not by modules' names"),
     ],
 )
@@ -138,6 +140,27 @@ def test_tensors_of_anything_else_are_refused(tmp_path: Path, old: str, new: str
     with pytest.raises(ValueError, match="the adapter in") as refused:
         check_adapter(tmp_path, MODEL, 64)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_weights_of_another_type_are_refused_where_the_adapter_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+    for refuse in (check_adapter, partial(read_adapter, dtype=torch.float32)):
+        with pytest.raises(ValueError, match="another type than float32, bfloat16 and float16 for model"):
+            refuse(tmp_path, MODEL, 64)
+
+
+def test_what_was_read_stays_whatever_is_written_over_it(tmp_path: Path) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    stored = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    found = read_adapter(tmp_path, MODEL, 64, torch.float32)
+    with path.open("r+b") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(begin)
+        file.write(bytes(path.stat().st_size - begin))
+    for module in (Q, V):
+        assert torch.equal(found[module].down, stored[f"base_model.model.{module}.lora_A.weight"])
 
 
 def test_an_adapter_for_a_latent_is_refused(tmp_path: Path) -> None:
@@ -169,9 +192,10 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         check_adapter(tmp_path, MODEL, 64)
-    (tmp_path / CONFIG_NAME).write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
-        check_adapter(tmp_path, MODEL, 64)
+    for config in ("{", "[" * 100_000, '{"r": ' + "9" * 5_000 + "}"):
+        (tmp_path / CONFIG_NAME).write_text(config)
+        with pytest.raises(ValueError, match="is no JSON"):
+            check_adapter(tmp_path, MODEL, 64)
 
 
 def test_the_digest_is_of_weights_and_config(tmp_path: Path) -> None:
