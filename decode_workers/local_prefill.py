@@ -49,9 +49,9 @@ class LocalPrefill:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """That they need room for, in whole columns."""
+        """What those need room for that lack nothing else, in whole columns."""
         size = self._allocator.block_size
-        return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._waiting)
+        return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._startable)
 
     @property
     def num_uncomputed(self) -> int:

@@ -64,8 +64,9 @@ class AdapterLoading:
             self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
 
     async def close(self) -> None:
-        """Close: nobody is called back any more."""
+        """Close: nobody is called back any more, and nothing else is loaded."""
         self._on_loaded, self._on_failed = lambda: None, lambda slot, reason: None
+        self._pool = None
         if self._task is not None:
             await self._task
 
@@ -73,11 +74,12 @@ class AdapterLoading:
         began = time.monotonic()
         try:
             adapter = await asyncio.to_thread(pool.load, slot.digest, slot.folder)
-        except (ValueError, OSError, RuntimeError) as error:
-            logger.warning("An adapter was not loaded: %s", error)
+        except Exception as error:  # the boundary of the thread: one bad adapter must not keep others from loading
+            reason = str(error) or type(error).__name__
+            logger.warning("An adapter was not loaded: %s", reason)
             pool.has_failed(slot)
             self._task = None
-            self._on_failed(slot, str(error))
+            self._on_failed(slot, reason)
         else:
             pool.has_loaded(slot, adapter)
             self._task = None

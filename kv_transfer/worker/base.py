@@ -437,7 +437,10 @@ class Worker(ABC):
     def _plan_step(self) -> StepPlan:
         if self._faults.probe is not None:
             return self._faults.probe
-        return self._begin_step(self._plan())
+        plan = self._begin_step(self._plan())
+        if plan.is_empty:  # who lacks its adapter may need it more than before, and no step's end would ask
+            self.adapters.retry()
+        return plan
 
     def _begin_step(self, plan: StepPlan) -> StepPlan:
         """Whoever is to know of a step before it is made hears of it. Where none is to be made, the one in flight may

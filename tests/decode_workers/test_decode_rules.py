@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
+from engine.model.adapters import AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
+from kernels.adapters import Adapter
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
 EOS = frozenset({0, 1})
@@ -193,6 +196,17 @@ def test_no_reservation_while_a_preempted_sequence_waits() -> None:
     assert not bench.scheduler.can_reserve(1)
     bench.run()
     assert bench.scheduler.can_reserve(1)
+
+
+def test_who_lacks_its_adapter_keeps_no_room_from_reservations() -> None:
+    bench = Bench(columns=10)
+    seq = _seq("adapted", [2] * 30)
+    seq.adapter = AdapterSlot("digest", Path("folder"))
+    bench.scheduler.add(seq)
+    assert bench.scheduler.can_reserve(20)
+    seq.adapter.loaded = Adapter((), 0)
+    assert not bench.scheduler.can_reserve(20), "it comes first, by now"
+    bench.run()
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:

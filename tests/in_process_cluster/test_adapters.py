@@ -13,13 +13,14 @@ from cluster.errors import FailedError
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
 from engine.sequence import SequenceKey, StepPlan
-from kv_transfer.messages.requests import AdapterRef
+from kernels.adapters import Adapter
+from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged, merged_tokens, write_adapter
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 NUM_TOKENS = 16
 SHAPES = {"one worker": {"num_prefill": 0}, "1 + 1": {}}
@@ -156,6 +157,48 @@ async def test_one_that_is_gone_fails_its_requests_and_no_others(
             await generated(cluster, "gone", PROMPT, gone)
         assert await generated(cluster, "other", PROMPT, refs[0]) == expected(model, refs[0], PROMPT)
         assert_nothing_is_left(cluster, 2)
+
+
+async def test_one_that_breaks_the_loading_itself_keeps_no_other_from_being_loaded(
+    model: SmallModel, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster_of(model, num_prefill=0, decode_engine={"max_adapters": 2}) as cluster:
+        pool = cluster.models[0].adapters
+        assert pool is not None
+        load = pool.load
+
+        def broken_for_one(digest: str, folder: Path) -> Adapter:
+            if digest == refs[0].digest:
+                raise MemoryError
+            return load(digest, folder)
+
+        monkeypatch.setattr(pool, "load", broken_for_one)
+        with pytest.raises(FailedError):
+            await generated(cluster, "broken", PROMPT, refs[0])
+        assert await generated(cluster, "other", PROMPT, refs[1]) == expected(model, refs[1], PROMPT)
+
+
+async def test_kv_that_has_come_makes_an_adapter_needed_more_than_kv_that_is_awaited(
+    model: SmallModel, refs: list[AdapterRef]
+) -> None:
+    """The worker computes nothing else: it has to look by itself, and not when the reservation lapses."""
+    async with cluster_of(
+        model,
+        prefill_engine={"max_adapters": 1},
+        decode_engine={"max_adapters": 1},
+        decode=DecodeWorkerConfig(lease_ttl_s=10 * HANGS_S),
+    ) as cluster:
+        decode = cluster.decodes[0]
+        by_hand = await cluster.connect(decode)
+        reserved = RequestSpec(
+            request_id="reserved", attempt=0, prompt_token_ids=PROMPT, params=greedy(NUM_TOKENS), adapter=refs[0]
+        )
+        await by_hand.send(Reserve(request=reserved))
+        await eventually(lambda: decode.adapters.loaded == [refs[0].digest], what="the reservation has no adapter")
+        async with asyncio.timeout(HANGS_S):
+            assert await generated(cluster, "other", PROMPT, refs[1]) == expected(model, refs[1], PROMPT)
+        assert cluster.prefills[0].steps.counts["prefill"].num_steps, "its KV came from elsewhere"
+        by_hand.close("the test is over")
 
 
 async def test_who_asks_for_an_adapter_where_there_are_none_is_told(model: SmallModel, refs: list[AdapterRef]) -> None:
