@@ -134,11 +134,12 @@ def find_model(ref: str) -> Path | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
     """The memory that one worker takes, on all of its devices. `token_bytes`: the weights that one token is multiplied
-    by, which are fewer where it chooses among experts. `step_bytes` is an estimate. `host_bytes` and `host_tokens`: KV
-    in host memory, on top. `kv_bytes` None:
-    KV gets what the rest leaves of the share of a GPU that the configuration names."""
+    by, which are fewer where it chooses among experts. `adapter_bytes`: the most that adapters may take. `step_bytes`
+    is an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_bytes` None: KV gets what the rest
+    leaves of the share of a GPU that the configuration names."""
 
     weight_bytes: int
+    adapter_bytes: int
     token_bytes: int
     step_bytes: int
     staging_bytes: int
@@ -150,12 +151,15 @@ class WorkerBytes:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.step_bytes + (self.kv_bytes or 0) + self.staging_bytes + self.host_bytes
+        model, kv = self.weight_bytes + self.adapter_bytes + self.step_bytes, self.kv_bytes or 0
+        return model + kv + self.staging_bytes + self.host_bytes
 
 
 def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes:
     """Work out a worker's memory by the rules of a worker that loads the model.
     Raises ValueError, with advice, where that would."""
+    from torch import bfloat16
+
     from cluster.config.build import engine_config, tiers_config
     from cluster.simulation.plan.worker_memory import activation_bytes
     from engine.cost_model.roofline import ModelShape
@@ -163,7 +167,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig
     from engine.model.shards import check_degree
-    from engine.steps.loading import context_length, dtype_of, layout_of, served_config
+    from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
 
     engine = engine_config(role, config)
     engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
@@ -171,19 +175,23 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     if isinstance(model, ModelConfig):
         check_degree(model, engine.tensor_parallel)
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
-    weights = weight_bytes(folder, model, layout.dtype.itemsize, engine.quantisation)
+    stays_quantised = engine.device == "cpu" and layout.dtype == bfloat16
+    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays_quantised=stays_quantised)
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
+    chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
+    weights = round(sum(by_name.values()))
+    adapters = adapter_bytes(model, engine, layout.dtype)
     step = activation_bytes(
         shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
     )
     kv_bytes = engine.kv_bytes
     if engine.kv_share is not None and engine.device == "cpu":
-        kv_bytes = int(engine.kv_share * memory_bytes()) - weights - step - engine.staging_bytes
+        kv_bytes = int(engine.kv_share * memory_bytes()) - weights - step - engine.staging_bytes - adapters
         if kv_bytes <= 0:
             raise ValueError(
                 f"of {engine.kv_share:.0%} of this machine's memory nothing is left for KV beside"
-                f" {weights / 1e9:.1f} GB of weights and {step / 1e9:.1f} GB for a step; allow a larger share, or"
-                " shorter steps (chunk_tokens)"
+                f" {weights / 1e9:.1f} GB of weights, {adapters / 1e9:.1f} GB of adapters and {step / 1e9:.1f} GB for a"
+                " step; allow a larger share, or shorter steps (chunk_tokens)"
             )
     memory = KVMemory(
         kv_blocks=engine.kv_blocks if kv_bytes is None else None,
@@ -194,7 +202,8 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
     found = WorkerBytes(
         weight_bytes=weights,
-        token_bytes=round(weights * shape.share_of_a_token),
+        adapter_bytes=adapters,
+        token_bytes=round(sum(size * (chosen if ".experts." in name else 1) for name, size in by_name.items())),
         step_bytes=step,
         staging_bytes=engine.staging_bytes,
         host_bytes=engine.host_bytes,
@@ -216,29 +225,50 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
 
 
-def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None) -> int:
-    """How many bytes the weights take once they are loaded.
-    Raises ValueError if some are missing or files are damaged."""
+def weight_sizes(
+    folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None, *, stays_quantised: bool
+) -> Mapping[str, float]:
+    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: what
+    is quantised is multiplied so, not by its values, of `value_bytes` each. Raises ValueError if some are missing or
+    files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
-    from engine.checkpoint.stacked_experts import unstacked_shapes
-    from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+    from engine.checkpoint.weights import expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
-    if (folder / GGUF_NAME).exists():
-        return (folder / GGUF_NAME).stat().st_size
-    files = sorted(folder.glob("*.safetensors"))
-    tensors = {canonical_name(name): fields for path in files for name, fields in _header(path).items()}
+    is_gguf = (folder / GGUF_NAME).exists()
+    tensors = {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
+    if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
+        return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+    if stays_quantised and is_gguf:
+        return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size}
+    if stays_quantised and model.packing is not None:
+        places = ((name, fields["data_offsets"]) for name, fields in tensors.items())
+        return {name: end - start for name, (start, end) in places}
+    expected = expected_shapes(model)
+    if not is_gguf and model.packing is None:
+        _require_all(folder, expected, tensors)
+    if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
+        expected = {_HEAD: expected[_EMBEDDING], **expected}
+    rounded = quantisation if stays_quantised else None
+    return {
+        name: prod(shape) * (_rounded_bytes(rounded, name) if rounded and is_projection(name) else value_bytes)
+        for name, shape in expected.items()
+    }
+
+
+def _require_all(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raises ValueError if a tensor lacks, or has another shape."""
+    from engine.checkpoint.stacked_experts import unstacked_shapes
+    from engine.checkpoint.weights import canonical_name
+
     shapes = {
-        own: shape
+        canonical_name(own, expected): shape
         for name, fields in tensors.items()
         for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
     }
-    if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
-        return sum(prod(map(int, fields["shape"])) for fields in tensors.values()) * value_bytes
-    if model.packing is not None:
-        return sum(end - start for start, end in (fields["data_offsets"] for fields in tensors.values()))
-    total = 0.0
-    for name, shape in expected_shapes(model).items():
+    for name, shape in expected.items():
         if name not in shapes:
             raise ValueError(f"{name} is in none of the *.safetensors of {folder}; fetch the model again")
         if shapes[name] != shape:
@@ -246,21 +276,16 @@ def weight_bytes(folder: Path, model: DecoderConfig, value_bytes: int, quantisat
                 f"{name} in {folder} is {list(shapes[name])}, and by its config.json it is {list(shape)};"
                 " fetch the model again"
             )
-        bytes_each = float(value_bytes)
-        if quantisation is not None and is_projection(name):
-            bytes_each = _quantised_bytes(quantisation if name != _HEAD else quantisation.of_the_head)
-        total += prod(shape) * bytes_each
-    if quantisation is not None and model.tied_embeddings:  # the head is there a second time, rounded
-        total += model.vocab_size * model.hidden_size * _quantised_bytes(quantisation.of_the_head)
-    return round(total)
 
 
+_EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 
 
-def _quantised_bytes(quantisation: Quantisation) -> float:
-    """The bytes of one quantised weight, with its part of scales and minimums of two bytes."""
-    return 1 + 2 / quantisation.group_size if quantisation.name == "int8" else 0.5 + 4 / quantisation.group_size
+def _rounded_bytes(quantisation: Quantisation, name: str) -> float:
+    """The bytes of one rounded value of this weight, with its part of scales and minimums of two bytes."""
+    rounding = quantisation if name != _HEAD else quantisation.of_the_head
+    return 1 + 2 / rounding.group_size if rounding.name == "int8" else 0.5 + 4 / rounding.group_size
 
 
 def _header(path: Path) -> Mapping[str, Any]:
@@ -289,6 +314,10 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
     yield f"Each {role} worker, on {where}:"
     chosen = f"{found.token_bytes / 2**20:,.0f} MiB for each token" if found.token_bytes < found.weight_bytes else ""
     yield _row("weights", found.weight_bytes, ", ".join(filter(None, (config.model.quantization, chosen))))
+    if found.adapter_bytes:
+        yield _row(
+            "adapters", found.adapter_bytes, f"at most: {config.adapters.max_loaded} of rank {config.adapters.max_rank}"
+        )
     yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
     yield _row("KV", found.kv_bytes, f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens")
     if found.staging_bytes:

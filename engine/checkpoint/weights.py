@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -145,9 +145,11 @@ class _Counted(dict[str, Tensor | QuantisedWeight]):
         return self._progress.total_bytes * num_values // self._num_values
 
 
-def canonical_name(given: str) -> str:
-    """What a tensor of a checkpoint is called in `expected_shapes`."""
-    return _RENAMED.sub(lambda match: _OTHERS[match[0]], given)
+def canonical_name(given: str, expected: Container[str]) -> str:
+    """What a tensor of a checkpoint is called in `expected_shapes`, of whose names are `expected`."""
+    name = _RENAMED.sub(lambda match: _OTHERS[match[0]], given)
+    # A model that was saved without its head, as most that are made for embeddings.
+    return f"{_BASE}{name}" if f"{_BASE}{name}" in expected else name
 
 
 def is_projection(name: str) -> bool:
@@ -302,9 +304,7 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     found: set[str] = set()
     unknown: list[str] = []
     for given, tensor in stored:
-        name = canonical_name(given)
-        # A model that was saved without its head, as most that are made for embeddings.
-        name = f"{_BASE}{name}" if f"{_BASE}{name}" in expected else name
+        name = canonical_name(given, expected)
         if name in expected:
             found.add(name)
             if (shape := tuple(tensor.shape)) != expected[name]:

@@ -94,11 +94,6 @@ class ModelShape:
         return asked + self.hidden_size * (self.head_dim + self.num_heads * latent.value_dim) + keys_and_values
 
     @property
-    def share_of_a_token(self) -> float:
-        """The share of all weights that one token reads or is multiplied by: 1 where it chooses among no experts."""
-        return 1 - (self.held_layer_weights - self.layer_weights) / self.num_weights
-
-    @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in one layer, those of all its experts together."""
         sparse = 0

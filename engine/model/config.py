@@ -272,7 +272,9 @@ def load_hf_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (KeyError, TypeError, OSError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers raises over what a file holds: it has errors of its own
         raise ValueError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from engine.checkpoint.adapters import largest_adapter_bytes
 from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
@@ -285,6 +286,13 @@ def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
     return config
 
 
+def adapter_bytes(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+    """The most that all adapters of a worker may take, which it keeps free for them."""
+    if not engine.max_adapters or not isinstance(config, ModelConfig):
+        return 0
+    return engine.max_adapters * largest_adapter_bytes(config, engine.max_adapter_rank, dtype)
+
+
 def layout_of(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
     """How a worker's KV blocks are cut."""
     layers_per_group = engine.layers_per_group
@@ -337,7 +345,14 @@ def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
         on_failure.callback(runner.close)
         record = _decode_recording(loading, runner)
         if engine.kv_share is not None:
-            left = sizes_left(runner, loading.memory, share=engine.kv_share, largest=engine.largest_step, record=record)
+            left = sizes_left(
+                runner,
+                loading.memory,
+                share=engine.kv_share,
+                largest=engine.largest_step,
+                adapter_bytes=adapter_bytes(loading.config, engine, loading.layout.dtype),
+                record=record,
+            )
             loading.give_kv(runner, left)
         if record is not None:
             record()

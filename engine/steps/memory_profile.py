@@ -45,11 +45,17 @@ def sizes_to_measure_with(layout: KVLayout, memory: KVMemory, largest: StepSize)
 
 
 def sizes_left(
-    runner: ModelRunner, memory: KVMemory, *, share: float, largest: StepSize, record: Callable[[], None] | None
+    runner: ModelRunner,
+    memory: KVMemory,
+    *,
+    share: float,
+    largest: StepSize,
+    adapter_bytes: int,
+    record: Callable[[], None] | None,
 ) -> KVSizes:
     """KV gets what is left of `share` of the device's memory, which only a runner that is up can be asked: beside the
-    largest step, the staging ring and, if there are some, recorded decode steps."""
-    left = kv_bytes_left(runner, largest, share) - memory.staging_bytes
+    largest step, the staging ring, adapters that are yet to come and, if there are some, recorded decode steps."""
+    left = kv_bytes_left(runner, largest, share) - memory.staging_bytes - adapter_bytes
     if record is not None:
         left -= recording_bytes(runner, record)
     return size_tiers(runner.sequence_kv.layout, replace(memory, kv_bytes=max(left, 0)))

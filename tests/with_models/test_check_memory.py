@@ -10,24 +10,27 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from cluster.__main__ import main
 from cluster.command.check import worker_memory
 from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
+from engine.checkpoint.adapters import WEIGHTS_NAME
 from engine.checkpoint.quantisation import QuantisationName
 from engine.model.config import ModelConfig
 from engine.steps.loading import LoadedModel, load_model
-from tests.support.model_families import build_oracle
+from tests.support.adapters import write_adapter
+from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import SmallModel
 
 
-@pytest.fixture(scope="module", params=["qwen2", "mixtral"])
+@pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose projections can be rounded in groups."""
     folder = tmp_path_factory.mktemp(request.param)
-    build_oracle(request.param, folder, intermediate_size=128, tie_word_embeddings=True)
+    build_oracle(request.param, folder, intermediate_size=128, head_dim=16, tie_word_embeddings=True)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -45,18 +48,46 @@ def loaded(config: LegatoConfig) -> LoadedModel:
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_what_a_worker_takes(folder: Path, quantization: QuantisationName | None) -> None:
-    config = configured(folder, quantization=quantization)
+    config = configured(folder, quantization=quantization, dtype="auto" if quantization is None else "bfloat16")
     said, model = worker_memory("decode", config, folder), loaded(config)
     layout, columns = model.layout, model.runner.num_pool_blocks // model.layout.num_layer_groups
     assert said.weight_bytes == pytest.approx(model.runner.weight_bytes, rel=0.15 if quantization else 0.001)
     assert isinstance(model.runner.config, ModelConfig)
     is_mixture = model.runner.config.layers[0].experts is not None
-    assert (said.token_bytes < said.weight_bytes / 2) if is_mixture else (said.token_bytes == said.weight_bytes)
+    assert (said.token_bytes < said.weight_bytes) if is_mixture else (said.token_bytes == said.weight_bytes)
     assert said.kv_bytes == model.runner.num_pool_blocks * layout.block_bytes
     assert said.kv_tokens == columns * layout.block_size and said.context == model.max_model_len
     assert model.host_cache is not None and said.host_tokens == (
         model.host_cache.num_blocks // layout.num_layer_groups * layout.block_size
     )
+
+
+def test_what_a_device_has_no_kernels_for_takes_the_room_of_its_values(folder: Path) -> None:
+    """On a GPU, and in float32."""
+    plain = worker_memory("decode", configured(folder, dtype="bfloat16"), folder).weight_bytes
+    head = 2 * VOCAB_SIZE * 64  # which is the embedding, but for who rounds it
+    rounded = configured(folder, dtype="bfloat16", quantization="int4")
+    on_gpu = rounded.model_copy(update={"decode": rounded.decode.model_copy(update={"num_gpus": 1})})
+    assert worker_memory("decode", rounded, folder).weight_bytes < plain
+    assert worker_memory("decode", on_gpu, folder).weight_bytes == plain + head
+    in_float32 = configured(folder, dtype="float32", quantization="int4")
+    assert worker_memory("decode", in_float32, folder).weight_bytes == 2 * (plain + head)
+
+
+def test_adapters_have_room_of_their_own(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "mine", folder, seed=1, rank=64)
+    largest = sum(tensor.nbytes for tensor in load_file(adapter / WEIGHTS_NAME).values())
+    without = configured(folder)
+    adapters = without.adapters.model_copy(update={"folder": str(tmp_path), "max_loaded": 3})
+    said = worker_memory("decode", without.model_copy(update={"adapters": adapters}), folder)
+    assert said.adapter_bytes == 3 * largest
+    assert said.total_bytes == worker_memory("decode", without, folder).total_bytes + 3 * largest
+
+
+def test_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
+    build_oracle("llama-tied-biased-llama3", tmp_path / "whole").model.save_pretrained(tmp_path / "base")
+    whole, base = (configured(tmp_path / name) for name in ("whole", "base"))
+    assert worker_memory("decode", base, tmp_path / "base") == worker_memory("decode", whole, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +133,10 @@ def test_a_model_that_is_damaged_or_unknown(
     assert "its header has no end" in told(damaged)
     (damaged / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "is in none of the *.safetensors" in told(damaged)
+    config = json.loads((damaged / "config.json").read_text())
+    for wrong in ({"hidden_size": "many"}, {"rope_parameters": 3}):
+        (damaged / "config.json").write_text(json.dumps(config | wrong))
+        assert "config.json cannot be read as a model config: " in told(damaged)
     (damaged / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     assert "(OtherForCausalLM), which is no language model" in told(damaged)
     (tmp_path / "empty").mkdir()

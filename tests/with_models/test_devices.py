@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from cluster.config.build import engine_config
 from cluster.config.load import LegatoConfig
+from engine.checkpoint.adapters import largest_adapter_bytes
 from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
 from engine.model.config import ModelConfig
@@ -130,6 +131,11 @@ def test_kv_gets_what_is_left_of_a_share(folder: Path, monkeypatch: pytest.Monke
     assert staged.host_cache is not None
     assert staged.kv_cache.num_bytes - 2_100_000 < staged.num_pool_blocks * staged.kv_cache.layout.block_bytes < most
     staged.close()
+    adapting = runner_of(folder, kv_share=0.75, max_adapters=3, max_adapter_rank=64, **options)
+    assert isinstance(runner.config, ModelConfig)
+    adapters = 3 * largest_adapter_bytes(runner.config, 64, torch.float32)
+    assert adapters > 1_000_000
+    assert abs(runner.kv_cache.num_bytes - adapters - adapting.kv_cache.num_bytes) < 100_000, "adapters are yet to come"
     with pytest.raises(ValueError, match=r"nothing is left for KV.*allow a larger share"):
         runner_of(folder, kv_share=0.3, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from cluster.command.check import weight_bytes
+from cluster.command.check import weight_sizes, worker_memory
+from cluster.config.load import load_config
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.weights import load_weights
+from engine.checkpoint.weights import expected_shapes, load_weights
 from engine.model.config import ModelConfig
 from engine.model.shards import WHOLE, Shard
 from kernels.quantised_weight import QuantisedWeight
@@ -178,7 +180,14 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     loaded = sum(weight.nbytes for weight in weights.values())
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert loaded < files  # what is not packed has 4 bytes there
-    assert 0.7 < weight_bytes(tmp_path, config, 2, None) / files <= 1.0
+    stored = weight_sizes(tmp_path, config, 2, None, stays_quantised=True)
+    assert 0.7 < sum(stored.values()) / files <= 1.0
+    values = sum(prod(shape) for shape in expected_shapes(config).values())
+    assert sum(weight_sizes(tmp_path, config, 2, None, stays_quantised=False).values()) == 2 * values
+    experts = sum(size for name, size in stored.items() if ".mlp.experts." in name)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    told = worker_memory("decode", load_config({"model": {"ref": str(tmp_path), "dtype": "bfloat16"}}), tmp_path)
+    assert told.token_bytes == told.weight_bytes - experts / 2, "three of six experts"
 
 
 def test_mxfp4_without_scales_is_refused_by_name(tmp_path: Path) -> None:
