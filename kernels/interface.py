@@ -83,6 +83,20 @@ class Linear(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class InFloat32:
+    """A projection whose weights are float32, of whatever type comes in: that of a router whose close choices bfloat16
+    would decide otherwise."""
+
+    linear: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.float())
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.linear.add_to(residual.float(), x.float())
+
+
 class HeadwiseLinear(Protocol):
     """A projection of each head by a weight of its own."""
 
@@ -167,9 +181,9 @@ class Kernels(Protocol):
         ...
 
     def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
-        """A layer's mixture, E -> E, of MLPs whose projections these kernels have packed; `router` is
-        E -> as many as there are experts. A row is computed by those that the router chooses for it, and by no other.
-        """
+        """A layer's mixture, E -> E, of MLPs whose projections these kernels have packed, as they have the `router`'s,
+        E -> as many as there are experts, which may be in float32. A row is computed by those that the router chooses
+        for it, and by no other."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -139,6 +139,7 @@ class ExpertsConfig:
     width: int  # of each, as `ModelConfig.intermediate_size` is a dense MLP's
     normalised: bool  # the weights of a token's experts sum to 1; else each is its share among all experts
     router_bias: bool = False
+    router_in_float32: bool = False
     scale: float = 1.0  # of those weights
     groups: int = 1  # of experts; a token's are all of `groups_per_token` of them
     groups_per_token: int = 1
@@ -422,6 +423,7 @@ def _deepseeks_experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | Non
         per_token=chosen,
         width=hf.moe_intermediate_size,
         normalised=bool(is_third and hf.norm_topk_prob),  # transformers' DeepseekV2 never does
+        router_in_float32=True,
         scale=float(hf.routed_scaling_factor),
         groups=groups,
         groups_per_token=groups_chosen,

@@ -34,6 +34,7 @@ from kernels.adapters import Adapter, AdapterLayer, LowRank, Up
 from kernels.interface import (
     ExpertChoice,
     GatedMlp,
+    InFloat32,
     Kernels,
     LatentProjections,
     Layer,
@@ -408,11 +409,16 @@ class Model:
             correction=_tensor(weights, f"{name}.gate.e_score_correction_bias") if experts.corrected else None,
         )
         routed = self._kernels.pack_experts(
-            self._linear(weights, f"{name}.gate"),
+            self._router(weights, f"{name}.gate", experts),
             [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
             choice,
         )
         return _WithShared(routed, self._mlp(weights, f"{name}.shared_experts")) if experts.shared_width else routed
+
+    def _router(self, weights: Weights, name: str, experts: ExpertsConfig) -> Linear:
+        if not experts.router_in_float32:
+            return self._linear(weights, name)
+        return InFloat32(self._kernels.pack_linear(_tensor(weights, f"{name}.weight").float(), None))
 
     def _mlp(self, weights: Weights, name: str) -> GatedMlp:
         return GatedMlp(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.interface import ExpertChoice, GatedMlp, Linear
+from kernels.interface import ExpertChoice, GatedMlp, InFloat32, Linear
 from kernels.native.library import TYPE_NAMES, Flag, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
 
@@ -27,6 +27,7 @@ class _Experts(ctypes.Structure):
         ("correction", Pointer),
         ("scale", Float),
         ("normalised", Flag),
+        ("wide_router", Flag),
     )
 
 
@@ -36,9 +37,10 @@ def pack_experts(
     """The experts packed for the C++ kernels. None where these have no form for a weight, or experts are not quantised
     alike."""
     gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
-    if not (isinstance(router, NativeLinear) and _are_alike(gate_up) and _are_alike(down)):
+    by = router.linear if isinstance(router, InFloat32) else router
+    if not (isinstance(by, NativeLinear) and _are_alike(gate_up) and _are_alike(down)):
         return None
-    return NativeExperts(library, router, experts, choice)
+    return NativeExperts(library, by, experts, choice)
 
 
 def _are_alike(linears: Sequence[Linear]) -> bool:
@@ -60,7 +62,9 @@ class NativeExperts:
         self, library: ctypes.CDLL, router: NativeLinear, experts: Sequence[GatedMlp], choice: ExpertChoice
     ) -> None:
         self.router, self.experts, self.choice = router, experts, choice  # what the record points to
-        self.dtype = router.dtype
+        down = experts[0].down
+        assert isinstance(down, NativeLinear)
+        self.dtype = down.dtype
         records = ProjectionRecord * len(experts)
         self._record = _Experts(
             router=projection_record(router),
@@ -74,6 +78,7 @@ class NativeExperts:
             correction=None if choice.correction is None else choice.correction.data_ptr(),
             scale=choice.scale,
             normalised=choice.normalised,
+            wide_router=router.dtype != self.dtype,
         )
         name = f"experts_{TYPE_NAMES[self.dtype]}"
         self._compute = declare(library, name, [Pointer, Pointer, Size, Pointer, Pointer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_like_the_twin(kernels: Kernels, name: str, dtype: torch.dtype, num_rows
     ):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "native"][: len(KERNELS)])
+def test_a_router_in_float32_sees_what_bfloat16_does_not(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    mixture = Mixture(num_experts=5, per_row=1, normalised=True, router_in_float32=True)
+    weights, x = mixture.close_call(torch.bfloat16)
+    packed = mixture.packed(kernels, weights)
+    assert isinstance(packed, PlainExperts | NativeExperts)
+    assert torch.equal(packed(x), packed.experts[4](x)), "the last one has the largest logit"
+    rounded = replace(mixture, router_in_float32=False).packed(kernels, weights)
+    assert torch.equal(rounded(x), packed.experts[0](x)), "all have the same one, and the first is chosen"
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.interface import Activation, ExpertChoice, GatedMlp, Kernels, Linear
+from kernels.interface import Activation, ExpertChoice, GatedMlp, InFloat32, Kernels, Linear
 from kernels.quantised_weight import QuantisedWeight
 
 
@@ -24,6 +24,7 @@ class Mixture:
     groups: int = 1
     groups_per_row: int = 1
     corrected: bool = False
+    router_in_float32: bool = False
 
     def choice(self, device: torch.device) -> ExpertChoice:
         correction = torch.linspace(0.3, -0.4, self.num_experts)[torch.arange(self.num_experts) * 7 % self.num_experts]
@@ -65,7 +66,17 @@ class Mixture:
             )
             for gate_up, down in zip(weights[1::2], weights[2::2], strict=True)
         ]
-        return kernels.pack_experts(kernels.pack_linear(weights[0], None), experts, self.choice(weights[0].device))
+        router: Linear = kernels.pack_linear(weights[0], None)
+        if self.router_in_float32:
+            router = InFloat32(kernels.pack_linear(weights[0].float(), None))
+        return kernels.pack_experts(router, experts, self.choice(weights[0].device))
+
+    def close_call(self, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        """Weights and a row whose logits rise from expert to expert by less than what bfloat16 tells apart."""
+        weights = self.weights(dtype)
+        router = torch.zeros(self.num_experts, self.hidden)
+        router[:, 0], router[:, 1] = 8.0, torch.arange(self.num_experts) / 256
+        return [router.to(dtype), *weights[1:]], torch.ones(1, self.hidden, dtype=dtype)
 
 
 MIXTURES = {
@@ -78,8 +89,16 @@ MIXTURES = {
         num_experts=20, per_row=3, normalised=False, scale=1.5, groups=4, groups_per_row=2
     ),
     "four by corrected sigmoids": Mixture(num_experts=18, per_row=4, scale=1.25, corrected=True),
-    "four of three groups of six, by corrected sigmoids, biased": Mixture(
-        num_experts=18, per_row=4, normalised=False, scale=0.5, groups=6, groups_per_row=3, corrected=True, biased=True
+    "four of three groups of six, by corrected sigmoids in float32, biased": Mixture(
+        num_experts=18,
+        per_row=4,
+        normalised=False,
+        scale=0.5,
+        groups=6,
+        groups_per_row=3,
+        corrected=True,
+        biased=True,
+        router_in_float32=True,
     ),
 }
 

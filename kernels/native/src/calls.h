@@ -29,6 +29,7 @@ struct Experts {
   const float* correction;  // [count] or null
   float scale;
   bool normalised;
+  bool wide_router;  // in float32, beside experts in bfloat16
 };
 
 // Rows that lie side by side, `starts[i]` to `starts[i + 1]` of them for the projection i of `count`.

@@ -21,6 +21,7 @@ using namespace legato;
 template <typename X>
 struct Memory {
   std::vector<X> logits, x, gate_up, activated, out;  // [rows, experts]; the others: [rows * per_row, ...], sorted
+  std::vector<float> wide_x, wide_logits;             // what a router in float32 has: [rows, inputs]; [rows, experts]
   std::vector<float> shares;                          // [rows, per_row]: how much an expert counts
   std::vector<int64_t> numbers, places;               // [rows, per_row]: of a row's experts; where it is sorted to
   std::vector<int64_t> starts;                        // [experts + 1]: where an expert's rows begin
@@ -92,6 +93,31 @@ void choose(const Experts& experts, const X* logits, int64_t* numbers, float* sh
   }
 }
 
+// The experts of all rows, and how much each counts.
+template <typename X>
+void route(const Experts& experts, const X* x, int64_t rows, bool is_worth, Memory<X>& memory) {
+  const int64_t all[] = {0, rows}, numbers = rows * experts.router.inputs;
+  const auto choose_all = [&](const auto& logits) {
+    share_evenly(rows, is_worth, [&](int64_t row) {
+      const int64_t at = row * experts.per_row;
+      choose(experts, &logits[row * experts.count], &memory.numbers[at], &memory.shares[at]);
+    });
+  };
+  if (!experts.wide_router) {
+    memory.logits.resize(rows * experts.count);
+    project({&experts.router, all, 1}, x, memory.logits.data());
+    return choose_all(memory.logits);
+  }
+  memory.wide_x.resize(numbers);
+  memory.wide_logits.resize(rows * experts.count);
+  for (int64_t at = 0; at < numbers; at += 16) {
+    const __mmask16 lanes = first_lanes(numbers - at);
+    store(&memory.wide_x[at], lanes, load(x + at, lanes));
+  }
+  linear_groups({&experts.router, all, 1}, memory.wide_x.data(), memory.wide_logits.data());
+  choose_all(memory.wide_logits);
+}
+
 template <typename X>
 void sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
   memory.places.resize(assigned);
@@ -125,14 +151,9 @@ void run(const Experts& experts, const X* x, int64_t rows, const X* residual, X*
   const int64_t assigned = rows * per_row;
   const bool is_worth = assigned * width >= kWorthThreads;
 
-  memory.logits.resize(rows * experts.count);
   memory.numbers.resize(assigned);
   memory.shares.resize(assigned);
-  const int64_t all[] = {0, rows};
-  project({&experts.router, all, 1}, x, memory.logits.data());
-  share_evenly(rows, is_worth, [&](int64_t row) {
-    choose(experts, &memory.logits[row * experts.count], &memory.numbers[row * per_row], &memory.shares[row * per_row]);
-  });
+  route(experts, x, rows, is_worth, memory);
   sort(experts, assigned, memory);
 
   memory.x.resize(assigned * width);
