@@ -288,7 +288,7 @@ def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
 
 def adapter_bytes(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
     """The most that all adapters of a worker may take, which it keeps free for them."""
-    if not engine.max_adapters or not isinstance(config, ModelConfig):
+    if not engine.max_adapters or not isinstance(config, ModelConfig) or config.latent is not None:
         return 0
     return engine.max_adapters * largest_adapter_bytes(config, engine.max_adapter_rank, dtype)
 

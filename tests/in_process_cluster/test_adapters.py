@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cluster.errors import FailedError
+from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
+from engine.drafting.speculation import SpeculationConfig
 from engine.sequence import SequenceKey, StepPlan
 from kernels.adapters import Adapter
 from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve
@@ -19,11 +21,25 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged, merged_tokens, write_adapter
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, tokens_of
+from tests.support.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 
 NUM_TOKENS = 16
 SHAPES = {"one worker": {"num_prefill": 0}, "1 + 1": {}}
+ON_HOST = {"layers_per_group": 1, "host_bytes": 8 << 20}
+# What both ends' engines and the decode worker have beside the usual.
+PATHS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "through host memory": (
+        {
+            "prefill_engine": {"kv_blocks": 4 * 12, "staging_bytes": 4 << 20, **ON_HOST},
+            "decode_engine": {"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        },
+        {"layerkv": LayerKvConfig()},
+    ),
+    "overlapped": ({"decode_engine": {"block_size": 4}}, {"overlap_steps": True}),
+    "in two parts": ({}, {"token_budget": 40}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +103,23 @@ async def test_tokens_are_the_merged_models(
         assert all(len(snapshot.adapters) == min(3, max_adapters) for snapshot in snapshots)
         assert all(snapshot.adapter_load_s > 0 for snapshot in snapshots)
         assert_nothing_is_left(cluster, max_adapters)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_tokens_are_the_merged_models_on_any_path(model: SmallModel, refs: list[AdapterRef], path: str) -> None:
+    """With one adapter fewer at once than there are, and drafts for all that decode."""
+    prompts = random_prompts([40, 70, 129, 33, 100, 150], seed=4)
+    asked = [(prompt, [*refs, None][n % 4]) for n, prompt in enumerate(prompts)]
+    ends, decode = PATHS[path]
+    engines = {end: {"max_adapters": 2, **ends.get(end, {})} for end in ("prefill_engine", "decode_engine")}
+    config = DecodeWorkerConfig(speculation=SpeculationConfig(fixed=3), reserve_wait_s=HANGS_S, **decode)
+    chunks: dict[str, Any] = {"prefill": PrefillWorkerConfig(chunk_tokens=32)}
+    async with cluster_of(model, decode=config, **engines, **chunks) as cluster:
+        with split(cluster, *((0.4,) if path == "in two parts" else ())):
+            found = await asyncio.gather(*(generated(cluster, f"r{n}", *request) for n, request in enumerate(asked)))
+        assert found == [expected(model, ref, prompt) for prompt, ref in asked]
+        assert cluster.decodes[0].snapshot().drafts
+        assert_nothing_is_left(cluster, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
