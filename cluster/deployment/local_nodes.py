@@ -303,6 +303,9 @@ def main() -> int:
     except (ConfigError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read it has seen enough
+        sys.stderr.close()
+        return 1
     return 0
 
 
