@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 
 from cluster.command.arguments import ArgumentsError, make_parser
@@ -19,6 +20,8 @@ from cluster.simulation.arguments import SYNTHETIC
 def main() -> int:
     prog = "legato" if Path(sys.argv[0]).stem == "legato" else "python -m cluster"
     arguments = make_parser(prog).parse_args()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where the terminal's encoding lacks what a model or a path says
     try:
         return _COMMANDS[arguments.command](arguments)
     except ArgumentsError as error:
@@ -26,6 +29,9 @@ def main() -> int:
         return 2
     except BrokenPipeError:  # whoever read it has seen enough
         sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
         return 1
 
 

@@ -33,7 +33,7 @@ from cluster.deployment.announce import announce_when_ready, describe_start, is_
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
-from cluster.deployment.worker import WorkerDeployment, resolve_host
+from cluster.deployment.worker import WorkerDeployment, locator, resolve_host
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_log import RequestRecorder
@@ -173,17 +173,13 @@ class Gateway:
         prepare_server()
         secret = cluster_secret(drawn_secret)
 
-        async def locate_scheduler() -> Endpoint:
-            endpoint: Endpoint = await scheduler.endpoint.remote()
-            return endpoint
-
         self._config = config
         self._identity = control_identity("gateway", secret)
         self._slo = SloAccount(config.slo_classes, model=config.model.name)
         self._orchestrator = Orchestrator(
             self._identity,
             config.tuned(OrchestratorConfig(request_deadline_s=config.gateway.request_deadline_s)),
-            locate_scheduler,
+            locator(scheduler),
             self._slo.hear,
         )
         self._orchestrator.start()

@@ -6,10 +6,16 @@ Imports next to nothing: whoever asks for help waits for it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-from cluster.simulation.arguments import add_plan_arguments, add_simulate_arguments, add_whatif_arguments
+from cluster.simulation.arguments import (
+    add_plan_arguments,
+    add_simulate_arguments,
+    add_whatif_arguments,
+    at_least_zero,
+    positive,
+    whole,
+)
 from cluster.simulation.workload.traces import TRACE_FORMATS
 
 DESCRIPTION = "Serve a language model on Ray: prompts and answers in separate pools of workers."
@@ -47,10 +53,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "target", metavar="MODEL|CONFIG", help=f"{_MODEL}; or a Serve config file, such as ray_configs/quickstart.yaml"
     )
     pools = parser.add_argument_group("workers, for a model")
-    pools.add_argument("--prefill", type=_whole(0), metavar="N", help="workers that compute prompts; default: 1")
-    pools.add_argument("--decode", type=_whole(1), metavar="N", help="workers that generate; default: 1")
-    pools.add_argument("--workers", type=_whole(1), metavar="N", help="so many of one type instead, which do both")
-    pools.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+    pools.add_argument("--prefill", type=whole(0), metavar="N", help="workers that compute prompts; default: 1")
+    pools.add_argument("--decode", type=whole(1), metavar="N", help="workers that generate; default: 1")
+    pools.add_argument("--workers", type=whole(1), metavar="N", help="so many of one type instead, which do both")
+    pools.add_argument("--cpu", action="store_true", default=None, help="leave GPUs alone")
     parser.add_argument("--port", type=_port, help="HTTP port; default: the file's, or 8000")
     parser.add_argument("--exit", action="store_true", help="stop after the first answer")
     parser.add_argument("--no-dashboard", action="store_true", help="without Ray's dashboard and its processes")
@@ -62,7 +68,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print it once; so it is where there is no terminal")
-    parser.add_argument("--every", type=_positive, default=1.0, metavar="S", help="seconds; default: 1")
+    parser.add_argument("--every", type=positive, default=1.0, metavar="S", help="seconds; default: 1")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +76,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("what is asked")
     asked.add_argument("--model", help="default: the first of the server's /v1/models")
     asked.add_argument("--chat", action="store_true", help="by /v1/chat/completions instead of /v1/completions")
-    asked.add_argument("--temperature", type=_at_least_zero, default=0.0)
+    asked.add_argument("--temperature", type=at_least_zero, default=0.0)
     asked.add_argument(
         "--ignore-eos", action="store_true", help="answers of full length, by a field that is not OpenAI's"
     )
@@ -78,13 +84,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--header", action="append", default=[], metavar="'NAME: VALUE'", help="with each request, such as x-slo-class"
     )
     drawn = parser.add_argument_group("drawn requests")
-    drawn.add_argument("--prompt-tokens", type=_whole(1), default=256, metavar="N", help="median; default: 256")
-    drawn.add_argument("--output-tokens", type=_whole(1), default=128, metavar="N", help="median; default: 128")
+    drawn.add_argument("--prompt-tokens", type=whole(1), default=256, metavar="N", help="median; default: 256")
+    drawn.add_argument("--output-tokens", type=whole(1), default=128, metavar="N", help="median; default: 128")
     drawn.add_argument(
-        "--sigma", type=_at_least_zero, default=0.0, help="of the lengths' logarithms; default: 0, all alike"
+        "--sigma", type=at_least_zero, default=0.0, help="of the lengths' logarithms; default: 0, all alike"
     )
     drawn.add_argument(
-        "--shared-tokens", type=_whole(0), default=0, metavar="N", help="that all prompts begin with; default: 0"
+        "--shared-tokens", type=whole(0), default=0, metavar="N", help="that all prompts begin with; default: 0"
     )
     drawn.add_argument(
         "--seed", type=int, help="the same requests again, which a prefix cache may know; default: others in each run"
@@ -92,22 +98,22 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests of a trace, instead")
     trace.add_argument("--trace", type=Path, help="a file in --format")
     trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
-    trace.add_argument("--load", type=_positive, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=_positive, default=1.0, help="factor on prompt and output lengths")
-    trace.add_argument("--first", type=_whole(0), default=0, help="requests to leave out at the start")
+    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--first", type=whole(0), default=0, help="requests to leave out at the start")
     sent = parser.add_argument_group("when they are sent")
-    sent.add_argument("--rate", type=_positive, metavar="R", help="requests a second, at random times")
-    sent.add_argument("--burstiness", type=_positive, default=1.0, help="of them: 1: Poisson; more: in bursts")
+    sent.add_argument("--rate", type=positive, metavar="R", help="requests a second, at random times")
+    sent.add_argument("--burstiness", type=positive, default=1.0, help="of them: 1: Poisson; more: in bursts")
     sent.add_argument(
-        "--concurrency", type=_whole(1), metavar="N", help="so many at a time; default: 1, if no --rate and no --trace"
+        "--concurrency", type=whole(1), metavar="N", help="so many at a time; default: 1, if no --rate and no --trace"
     )
-    sent.add_argument("--requests", type=_whole(1), metavar="N", help="to send; default: 100, or what --duration holds")
-    sent.add_argument("--duration", type=_positive, metavar="S", help="after so many seconds no other one is sent")
-    sent.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of a request; default: 600")
+    sent.add_argument("--requests", type=whole(1), metavar="N", help="to send; default: 100, or what --duration holds")
+    sent.add_argument("--duration", type=positive, metavar="S", help="after so many seconds no other one is sent")
+    sent.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request; default: 600")
     targets = parser.add_argument_group("what counts as in time")
-    targets.add_argument("--ttft-ms", type=_positive, default=2000.0, help="first token; default: %(default)g")
-    targets.add_argument("--tpot-ms", type=_positive, default=100.0, help="mean per token; default: %(default)g")
-    targets.add_argument("--gap-ms", type=_positive, default=200.0, help="99 of 100 gaps; default: %(default)g")
+    targets.add_argument("--ttft-ms", type=positive, default=2000.0, help="first token; default: %(default)g")
+    targets.add_argument("--tpot-ms", type=positive, default=100.0, help="mean per token; default: %(default)g")
+    targets.add_argument("--gap-ms", type=positive, default=200.0, help="99 of 100 gaps; default: %(default)g")
     told = parser.add_argument_group("where it is told")
     told.add_argument("--log", type=Path, metavar="FILE", help="a line of JSON for each request")
     told.add_argument("--plot", type=Path, metavar="FILE", help="an SVG file of what clients saw; needs matplotlib")
@@ -119,7 +125,7 @@ def _add_run_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", "--input-file", type=Path, required=True, metavar="FILE", help=wanted)
     parser.add_argument("-o", "--output", "--output-file", type=Path, required=True, metavar="FILE", help="answers")
     parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help="of the server; default: %(default)s")
-    parser.add_argument("--concurrency", type=_whole(1), default=64, metavar="N", help="at a time; default: 64")
+    parser.add_argument("--concurrency", type=whole(1), default=64, metavar="N", help="at a time; default: 64")
 
 
 def _add_train_heads(parser: argparse.ArgumentParser) -> None:
@@ -133,16 +139,16 @@ def _add_train_heads(parser: argparse.ArgumentParser) -> None:
         " `messages`, or a `prompt` and a `completion` in each line",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for decode.draft_model")
-    parser.add_argument("--heads", type=_whole(1), default=4, metavar="K", help="tokens ahead, 15 at most; default: 4")
+    parser.add_argument("--heads", type=whole(1), default=4, metavar="K", help="tokens ahead, 15 at most; default: 4")
     parser.add_argument(
         "--vocabulary",
-        type=_whole(1),
+        type=whole(1),
         default=8192,
         metavar="N",
         help="tokens that heads guess, the most frequent ones of the texts; fewer are drawn faster; default: 8192",
     )
-    parser.add_argument("--minutes", type=_positive, metavar="M", help="of training; default: 10, if no --steps")
-    parser.add_argument("--steps", type=_whole(1), metavar="N", help="of 1,024 tokens each, at most")
+    parser.add_argument("--minutes", type=positive, metavar="M", help="of training; default: 10, if no --steps")
+    parser.add_argument("--steps", type=whole(1), metavar="N", help="of 1,024 tokens each, at most")
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -153,43 +159,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="where `legato serve` is to listen; default: 8000")
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"write a whole number of {least} or more, not {text!r}")
-        return number
-
-    return whole
-
-
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"write a port, a number from 1 to 65535, not {text!r}")
     return int(text)
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"write a number above 0, not {text!r}")
-    return number
-
-
-def _at_least_zero(text: str) -> float:
-    number = _number(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"write a number of 0 or more, not {text!r}")
-    return number
-
-
-def _number(text: str) -> float:
-    """Read a number; -1 for a text that is none, or is infinite."""
-    try:
-        number = float(text)
-    except ValueError:
-        return -1.0
-    return number if abs(number) < float("inf") else -1.0

@@ -115,7 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:  # a line of the trace or a length cannot be
         raise ArgumentsError(str(error)) from error
     if not asker.sent:
-        print("error: no request was sent: the trace has none there", file=sys.stderr)
+        has_none = "" if arguments.trace is None else "; has the trace any there?"
+        print(f"error: no request has ended{has_none}", file=sys.stderr)
         return 1
     promise = _promise(arguments)
     report = report_of(asker.sent, promise)
@@ -134,6 +135,10 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
         raise ArgumentsError("a trace has times of its own: leave out --rate, and make it denser with --load")
     if arguments.trace is not None and not arguments.trace.is_file():
         raise ArgumentsError(f"there is no file {arguments.trace}")
+    if arguments.trace is None and (arguments.load, arguments.length, arguments.first) != (1.0, 1.0, 0):
+        raise ArgumentsError("--load, --length and --first change a trace: name its file with --trace")
+    if arguments.rate is None and arguments.burstiness != 1.0:
+        raise ArgumentsError("--burstiness is of requests that come at a rate: say which with --rate")
     for name in ("log", "plot"):
         path: Path | None = getattr(arguments, name)
         if path is not None and not path.absolute().parent.is_dir():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from cluster.config.fields import format_budget
 from cluster.config.load import ConfigError, load_config
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.capacity import needs, require_room
+from engine.memory.control_groups import usable_cores
 
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
@@ -97,7 +97,7 @@ def _config_of_model(ref: str) -> LegatoConfig:
         num_decode=1,
         num_workers=None,
         port=8000,
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(),
         num_gpus=count_gpus(),
     )
     return load_config(document["applications"][0]["args"])
@@ -345,7 +345,7 @@ def _notes(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> Iterato
             f"together the workers on CPUs take {together / 1e9:.1f} GB, and this machine has"
             f" {memory_bytes() / 1e9:.1f}: lower kv.*.memory or kv.*.host_memory, or serve it on other nodes"
         )
-    here = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(count_gpus())}
+    here = {"CPU": float(usable_cores()), "GPU": float(count_gpus())}
     try:
         require_room(config, [here])
     except ConfigError as error:

@@ -28,6 +28,7 @@ from cluster.command.serve import count_gpus
 from cluster.config.fields import format_size
 from cluster.config.load import ConfigError, draw_secret
 from cluster.deployment.local_cluster import OBJECT_STORE_BYTES, StartError, require_free_port
+from engine.memory.control_groups import usable_cores
 from kernels.cache_folder import default_cache_dir
 
 _MEMORY_BYTES: Final = 6 * 10**9  # a small model's workers, Ray and Serve take so much together
@@ -145,7 +146,7 @@ def _bare(requirement: Requirement) -> str:
 
 
 def _cores() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if cores < 2:
         advice = "A prefill and a decode worker share it; `legato serve MODEL --prefill 0` starts one that does both."
         yield Finding("warn", "cores", "1", advice)
@@ -273,7 +274,7 @@ def _files() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     """Look whether the folder for models and compiled kernels can be written and has room."""
     folder = default_cache_dir()
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         advice = "Set LEGATO_CACHE to a folder of your own: a model has to be converted into it before it is served."
         yield Finding("stop", "cache", f"{folder} cannot be written", advice)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 import yaml
 
 from cluster.command.arguments import ArgumentsError
+from engine.memory.control_groups import usable_cores
 
 DEFAULT_PORT: Final = 8000
 _CONFIG_SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -45,19 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def document_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read or make the contents of a Serve config file for these arguments. Raises ArgumentsError, ConfigError."""
-    from cluster.deployment.local_cluster import read_document
+    from cluster.deployment.local_cluster import http_options, read_document
 
     if is_config(arguments.target):
-        if pools := [name for name in ("prefill", "decode", "workers") if getattr(arguments, name) is not None]:
-            options = ", ".join(f"--{name}" for name in pools)
+        if given := [name for name in ("prefill", "decode", "workers", "cpu") if getattr(arguments, name) is not None]:
+            options = ", ".join(f"--{name}" for name in given)
             raise ArgumentsError(
-                f"{arguments.target} is a configuration, which says itself what workers there are; leave out {options},"
-                " or give a model in its place"
+                f"{arguments.target} is a configuration, which says itself what workers there are and on what; leave"
+                f" out {options}, or give a model in its place"
             )
         document = read_document(arguments.target)
-        if arguments.port is not None:
-            document["http_options"] = {**document.get("http_options", {}), "port": arguments.port}
-        return document
+        return document | {"http_options": http_options(document, arguments.port)}
     require_model(arguments.target)
     if arguments.workers is not None and (arguments.prefill is not None or arguments.decode is not None):
         raise ArgumentsError("--workers stands for workers of one type and no pools: leave out --prefill and --decode")
@@ -67,7 +65,7 @@ def document_of(arguments: argparse.Namespace) -> dict[str, Any]:
         num_decode=1 if arguments.decode is None else arguments.decode,
         num_workers=arguments.workers,
         port=arguments.port or DEFAULT_PORT,
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(),
         num_gpus=0 if arguments.cpu else count_gpus(),
     )
 
@@ -81,7 +79,10 @@ def require_model(ref: str) -> None:
     """Check that a target names a model. Raises ArgumentsError if it names neither a model nor a file."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
 
-    path = Path(ref).expanduser()
+    try:
+        path = Path(ref).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ArgumentsError(f"{ref} is no model: {error}") from error
     if ref not in BUILTIN_MODELS and path.is_file() and path.suffix != ".gguf":
         raise ArgumentsError(
             f"{ref} is neither a Serve config file ({', '.join(_CONFIG_SUFFIXES)}) nor a GGUF file (.gguf)"
@@ -115,6 +116,8 @@ def model_document(
     are enough, or else its share of the cores. `num_workers`: workers of one type, instead of pools."""
     from cluster.deployment.ray_environment import SERVE_ENVIRONMENT
 
+    if not ref.strip("./"):  # `.`: the folder's own name is what clients will write
+        ref = str(Path(ref).resolve())
     total = num_workers or num_prefill + num_decode
     pool, kv = _pool_on_gpu() if num_gpus >= total else _pool_on_cpu(total, num_cores)
     chunks = {"chunk_tokens": 8192} if "num_gpus" in pool else {}

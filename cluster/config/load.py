@@ -26,7 +26,7 @@ __all__ = ["ConfigError", "LegatoConfig", "cluster_secret", "draw_secret", "give
 
 _SECRET_VARIABLE: Final = "LEGATO_SECRET"
 _MIN_SECRET_BYTES: Final = 16
-
+_MERGE: Final = "tag:yaml.org,2002:merge"  # of the key `<<`
 
 CONSTANTS: Final = {
     "model.quantization_group": "64 inputs to a scale for int8 and 32 for int4",
@@ -69,7 +69,10 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
     if isinstance(source, Mapping):
         return _validated(source, "the configuration")
     text = _read(Path(source))
-    return _validated(_args_of(_parsed(text, source), str(source)), str(source), _Lines(text))
+    document = _parsed(text, source)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    _require_keys_once(root, source)
+    return _validated(_args_of(document, str(source)), str(source), _Lines(root))
 
 
 def give_secret() -> None:
@@ -127,11 +130,31 @@ def _parsed(text: str, name: str | Path) -> Any:
         raise ConfigError(f"{name} is no YAML: {error}") from error
 
 
+def _require_keys_once(root: yaml.Node | None, name: str | Path) -> None:
+    """Check that no mapping has a key twice: PyYAML takes the last, and a part of the file would be ignored without a
+    word. Raises ConfigError."""
+    left, looked_at = [root], set[yaml.Node | None]()
+    while left:
+        node = left.pop()
+        if node in looked_at:  # an alias
+            continue
+        looked_at.add(node)
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            left += [value for _, value in node.value]
+            found: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in found and key.tag != _MERGE:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"{name}, line {line}: {key.value} is there twice; write all of it under one")
+                found.add(str(key.value))
+
+
 class _Lines:
     """Finds the lines of settings in a YAML file."""
 
-    def __init__(self, text: str) -> None:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    def __init__(self, root: yaml.Node | None) -> None:
         self._args = _child(root, "applications", 0, "args") or root
 
     def of(self, path: Sequence[int | str]) -> int | None:

@@ -110,6 +110,15 @@ class ModelSettings(Settings):
         is_path = self.ref.startswith((".", "/", "~"))
         return PurePath(self.ref).name if is_path else self.ref.partition("@")[0]
 
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.name.strip("./") == "":
+            raise ValueError(
+                f"ref is {self.ref!r}, whose last part is no name that clients could use; give a served_name, or write"
+                " the folder's own name"
+            )
+        return self
+
     @property
     def quantisation(self) -> Quantisation | None:
         from engine.checkpoint.quantisation import (
@@ -378,6 +387,16 @@ class NetworkSettings(Settings):
         " (`RAY_AUTH_MODE=token`): whoever reaches such a Ray can run anything on it.",
     )
 
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"{host} is every address of a machine, and others are told where to connect to; write node, for each"
+                " node's own"
+            )
+        return host
+
 
 class SchedulerSettings(Settings):
     local_prefill_below_tokens: int = Field(
@@ -625,6 +644,16 @@ class LegatoConfig(Settings):
             raise ValueError(
                 "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
                 " or leave it off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_local_prefill(self) -> Self:
+        below = self.scheduler.local_prefill_below_tokens
+        if below and self.workers is not None:
+            raise ValueError(
+                f"scheduler.local_prefill_below_tokens is {below}, but of `workers` of one type each computes whatever"
+                " serves best, and there are no prefill workers to keep prompts from; leave one of the two out"
             )
         return self
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -71,7 +70,7 @@ async def _url() -> str:
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     options: HTTPOptions = await controller.get_http_config.remote()
     host = options.host
-    if host is None or ipaddress.ip_address(host).is_unspecified:
+    if host in (None, "0.0.0.0", "::"):
         host = ray.util.get_node_ip_address()
     return f"http://{host}:{options.port}{options.root_path}"
 

@@ -16,8 +16,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,7 +47,7 @@ class StartError(RuntimeError):
 def read_document(path: str) -> dict[str, Any]:
     """Read and check a Serve config file with one application, Legato. Raises ConfigError."""
     load_config(path)
-    document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if "applications" not in document:
         raise ConfigError(
             f"{path} holds settings, but no `applications`: put them under `applications[0].args` of a Serve config"
@@ -55,13 +56,46 @@ def read_document(path: str) -> dict[str, Any]:
     return document
 
 
+def http_options(document: dict[str, Any], port: int | None = None) -> dict[str, Any]:
+    """Serve's options for HTTP in a Serve config file, with Legato's defaults, and on `port` if that is given. Raises
+    ConfigError."""
+    given = document.get("http_options") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"http_options is {given!r}; write what Serve takes, such as {{host: 127.0.0.1, port: 8000}}")
+    http = {"host": "127.0.0.1", "port": 8000, **given, **({} if port is None else {"port": port})}
+    if type(http["port"]) is not int or not 0 < http["port"] < 65_536:
+        raise ConfigError(f"http_options.port is {http['port']!r}; write a number from 1 to 65535")
+    if not isinstance(http["host"], str):
+        raise ConfigError(f"http_options.host is {http['host']!r}; write an address, such as 127.0.0.1")
+    return http
+
+
+def url_of(http: dict[str, Any], application: dict[str, Any]) -> str:
+    """Where an application answers that is served with these options."""
+    parts = (http.get("root_path"), application.get("route_prefix"))
+    return f"http://{http['host']}:{http['port']}" + "".join((part or "").rstrip("/") for part in parts)
+
+
+@contextlib.contextmanager
+def stopping(application: dict[str, Any]) -> Iterator[None]:
+    """End the application, and Ray, after the block, whatever became of it, and of who reads what is printed."""
+    try:
+        yield
+    finally:
+        try:
+            print("Stopping.", flush=True)
+        finally:
+            stop_application(application)
+
+
 def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bool = True) -> None:
     """Serve what a Serve config file holds until interrupted, or only for one answer. Raises ConfigError, StartError.
 
     `dashboard`: whether Ray's dashboard is started, too, in processes of its own.
     """
-    config = load_config(document["applications"][0].get("args") or {})
-    http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
+    application = document["applications"][0]
+    config = load_config(application.get("args") or {})
+    http = http_options(document)
     require_free_port(http["host"], http["port"])
     tune_environment()
     give_secret()
@@ -71,16 +105,16 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
     print("Starting Ray ...", flush=True)
     # Ray's processes take seconds to come up, in which this process would only wait: it imports meanwhile.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
-    try:
+    with stopping(application):
         start_ray(include_dashboard=dashboard)
         heed_signals(interrupted)
         require_room(config, live_nodes())
         logs = document.get("logging_config")
         start_serve(http, document.get("controller_options"), logs)
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-        run_application(document["applications"][0], config, logs)
-        url = f"http://{http['host']}:{http['port']}"
-        wait_until_ready(StartStates(_name(document["applications"][0]), url, config), interrupted)
+        run_application(application, config, logs)
+        url = url_of(http, application)
+        wait_until_ready(StartStates(_name(application), url, config), interrupted)
         if dashboard:
             print(_where_the_dashboard_is(), flush=True)
         if not interrupted.is_set():
@@ -88,9 +122,6 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
-    finally:
-        print("Stopping.", flush=True)
-        stop_application(document["applications"][0])
 
 
 def interrupted_by_signals() -> threading.Event:
@@ -238,7 +269,7 @@ class StartStates:
                 " /tmp/ray/session_latest/logs/serve."
             )
         with (
-            contextlib.suppress(OSError, ValueError, KeyError),  # there is no gateway yet
+            contextlib.suppress(OSError, HTTPException, ValueError, KeyError),  # there is no gateway yet
             urllib.request.urlopen(f"{self.url}/cluster", timeout=_LOOK_TIMEOUT_S) as answer,
         ):
             self.tell_of_workers(json.load(answer))
@@ -372,7 +403,8 @@ def fetch_model(config: LegatoConfig) -> None:
 
 
 def show_first_answer(url: str, model: str) -> None:
-    """Ask the model `FIRST_QUESTION` and print its answer as it comes; or print why there is none."""
+    """Ask the model `FIRST_QUESTION` and print its answer as it comes; or print why there is none, or no whole one: the
+    cluster serves others all the same."""
     body = {"model": model, "messages": [{"role": "user", "content": FIRST_QUESTION}], "max_tokens": 48}
     body["stream"] = True
     request = urllib.request.Request(
@@ -385,9 +417,16 @@ def show_first_answer(url: str, model: str) -> None:
         with urllib.request.urlopen(request, timeout=120) as response:
             for line in response:
                 if line.startswith(b"data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise ValueError(event["error"]["message"])
+                    for choice in event["choices"]:
                         print(choice["delta"].get("content", ""), end="", flush=True)
     except urllib.error.HTTPError as error:
         # A base model without a chat template, for example: it serves completions all the same.
         print(f"(no first answer: {error.read().decode(errors='replace')[:300]})", end="", flush=True)
+    except BrokenPipeError:  # nobody reads what is printed
+        raise
+    except (OSError, HTTPException, ValueError) as error:
+        print(f"(no whole first answer: {error})", end="", flush=True)
     print(flush=True)

@@ -35,13 +35,15 @@ from cluster.deployment.local_cluster import (
     StartStates,
     fetch_model,
     heed_signals,
+    http_options,
     interrupted_by_signals,
     read_document,
     require_free_port,
     run_application,
     show_first_answer,
     start_serve,
-    stop_application,
+    stopping,
+    url_of,
     wait_until_ready,
 )
 from cluster.deployment.ray_access import require_token
@@ -93,7 +95,8 @@ def config_on_nodes(config: LegatoConfig, plans: Sequence[NodePlan]) -> LegatoCo
     """The configuration with one worker for each node that is planned to have one. A resource of that node keeps the
     worker there; nothing else fits there, since all nodes but the head have no CPUs in Ray's books."""
     tree = config.model_dump(exclude_unset=True)
-    tree.pop("workers", None)
+    if config.workers is not None:
+        tree["workers"] = sum(plan.role == "decode" for plan in plans)
     for role in ("prefill", "decode"):
         number = sum(plan.role == role for plan in plans)
         pool = {**tree.get(role, {}), "replicas": number, "num_cpus": 0.0}
@@ -207,9 +210,7 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     given = load_config(application.get("args") or {})
     plans = plan_nodes(number, given)
     config = config_on_nodes(given, plans)
-    http = {"host": "127.0.0.1", "port": 8000, **document.get("http_options", {})}
-    if port is not None:
-        http["port"] = port
+    http = http_options(document, port)
     require_free_port(http["host"], http["port"])
     # Ray must take the nodes for a cluster of machines; each listens on its own loopback address.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
@@ -221,11 +222,13 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     fetch_model(config)
     with _folder() as folder:
         nodes = LocalNodes(plans, folder)
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(nodes.stop)
+            ends.enter_context(stopping(application))
             print(f"Starting {number} nodes ...", flush=True)
             nodes.start(interrupted)
             heed_signals(interrupted)
-            url = f"http://{http['host']}:{http['port']}"
+            url = url_of(http, application)
             if not interrupted.is_set():
                 require_room(config, live_nodes())
                 require_token(config)
@@ -241,12 +244,6 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
             if stay and not interrupted.is_set():
                 print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
                 interrupted.wait()
-        finally:
-            print("Stopping.", flush=True)
-            try:
-                stop_application(application)
-            finally:
-                nodes.stop()
 
 
 @contextlib.contextmanager
@@ -305,6 +302,9 @@ def main() -> int:
         serve_on_nodes(arguments.file, arguments.nodes, port=arguments.port, stay=not arguments.exit)
     except (ConfigError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read it has seen enough
+        sys.stderr.close()
         return 1
     return 0
 

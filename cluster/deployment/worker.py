@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 
 import ray
 from pydantic import SecretBytes
@@ -42,10 +43,6 @@ class WorkerDeployment:
         from cluster.config.build import worker_replica
         from kv_transfer.worker.replica import ReplicaSite
 
-        async def locate_scheduler() -> Endpoint:
-            endpoint: Endpoint = await scheduler.endpoint.remote()
-            return endpoint
-
         with starting(f"a {role} worker"):
             site = ReplicaSite(
                 name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
@@ -53,7 +50,7 @@ class WorkerDeployment:
                 host=resolve_host(config.network.host),
                 secret=cluster_secret(drawn_secret),
             )
-            self._replica = worker_replica(role, config, site, locate_scheduler)
+            self._replica = worker_replica(role, config, site, locator(scheduler))
             await self._replica.start()
 
     async def check_health(self) -> None:
@@ -74,6 +71,20 @@ class WorkerDeployment:
     async def __del__(self) -> None:
         """Finish what runs here, as far as time allows, and stop. Serve calls this for a graceful shutdown."""
         await self._replica.stop(DRAIN_S)
+
+
+def locator(scheduler: DeploymentHandle) -> Callable[[], Awaitable[Endpoint]]:
+    """A function that asks Serve where the scheduler listens. It raises OSError for whatever Serve raises instead, so
+    that who asks tries again: Ray's errors, Serve's and gRPC's have no base class in common."""
+
+    async def locate() -> Endpoint:
+        try:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+        except Exception as error:
+            raise OSError(f"Serve does not say where the scheduler is: {type(error).__name__}: {error}") from error
+        return endpoint
+
+    return locate
 
 
 def resolve_host(host: str) -> str:

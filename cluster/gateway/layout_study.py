@@ -32,7 +32,7 @@ class LayoutStudy:
 
     def __init__(self, log: Path | None = None, *, time_s: float = 60.0) -> None:
         self.newest: dict[str, Any] | None = None
-        self._log = log
+        self._log = None if log is None else log.expanduser()
         self._time_s = time_s
         self._fresh_until = float("-inf")
         self._running: asyncio.Task[dict[str, Any]] | None = None

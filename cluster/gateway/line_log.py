@@ -20,7 +20,8 @@ RETRY_S: Final = 1.0
 
 
 class LineLog:
-    """Appends lines to a file, which several processes of one machine may share.
+    """Appends lines to a file, which several processes of one machine may share. `~` is the user's home, as in the
+    other settings that name files.
 
     A file that would grow beyond `max_bytes` becomes NAME.1, in place of the one before, and another one is begun.
     `head` gives the line that each file begins with; while that is None, lines wait.
@@ -30,7 +31,7 @@ class LineLog:
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, head: Callable[[], str | None] = lambda: "") -> None:
-        self._path = path
+        self._path = path.expanduser()
         self._max_bytes = max_bytes
         self._head = head
         self._waiting: deque[bytes] = deque()

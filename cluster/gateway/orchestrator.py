@@ -187,13 +187,13 @@ class Orchestrator:
             run.timeline.started()
 
     def _read_news(self, run: RequestRun) -> Reserved | RoomAwaited | None:
-        """Take the next good news out of the inbox; None: there is none. Bad news that comes before is raised: what
-        ends the attempt or the request."""
-        while run.inbox:
+        """Take the next good news out of the inbox; None: there is none, or the last token has come. Bad news that
+        comes before is raised: what ends the attempt or the request."""
+        while run.inbox and not run.ended:
             news = run.inbox.popleft()
             if isinstance(news, Reserved | RoomAwaited):
                 return news
-            if isinstance(news, GenerationError) or news.worker_id is None or run.concerns(news.worker_id):
+            if _ends(run, news):
                 raise news
         return None
 
@@ -245,13 +245,29 @@ class Orchestrator:
         if request.num_tokens + len(request.prediction_token_ids) <= _LONG_PROMPT_TOKENS:
             posted = self.links.post(worker_id, message)
         else:
-            try:
-                async with asyncio.timeout(run.deadline - time.monotonic()):
-                    posted = await self.links.post_large(worker_id, message)
-            except TimeoutError:
-                raise DeadlineError("The request's worker did not take it before its deadline.") from None
+            posted = await self._post_in_turn(run, worker_id, message)
         if not posted:
             raise AttemptFailedError("the worker is gone", worker_id)
+
+    async def _post_in_turn(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> bool:
+        """Send a long prompt once the connection has taken those before it. Returns False if the connection ends before
+        that. Raises DeadlineError, and the bad news that comes meanwhile: that worker may be the silent one."""
+        posting = asyncio.create_task(self.links.post_large(worker_id, message))
+        posting.add_done_callback(lambda _: run.wakeup.set())
+        try:
+            while not posting.done():
+                await run.wakeup.wait(run.deadline)
+                if run.ended:
+                    return True
+                for news in run.inbox:
+                    if not isinstance(news, Reserved | RoomAwaited) and _ends(run, news):
+                        raise news
+            return posting.result()
+        except TimeoutError:
+            raise DeadlineError("The request's worker did not take it before its deadline.") from None
+        finally:
+            posting.cancel()
+            run.wakeup.set()  # for whatever else has come
 
     def _forget(self, run: RequestRun) -> None:
         """Let go of a request that has ended, and cancel what workers still hold for it."""
@@ -470,6 +486,11 @@ class Orchestrator:
         for run in self.runs.values():
             if self._quarantine.is_guilty(run):
                 run.tell(PoisonRequestError())
+
+
+def _ends(run: RequestRun, news: AttemptFailedError | GenerationError) -> bool:
+    """Whether bad news ends the attempt or the request, and is not of a worker that has done its part."""
+    return isinstance(news, GenerationError) or news.worker_id is None or run.concerns(news.worker_id)
 
 
 def _what_to_do(run: RequestRun) -> str:

@@ -284,18 +284,16 @@ class SchedulerClient:
         """Choose workers without the scheduler, among those that could take the request by its rules
         (`filter.eligible`).
 
-        Takes the decode worker that holds a reservation for it, else one that it need not avoid. Of several, and of
-        several prefill workers, takes the better of two random ones. Without a prefill worker the decode worker
-        computes the prompt."""
+        Takes the decode worker that holds a reservation for it, else one that it need not avoid; for what is pooled
+        rather a prefill worker. Of several, and of several prefill workers, takes the better of two random ones.
+        Without a prefill worker the decode worker computes the prompt."""
         length = request.num_tokens + request.max_new_tokens
-        computing = self._live("prefill") if request.is_pooled else []
-        of_prompt = [(info, snapshot) for info, snapshot in computing if info.max_model_len >= length]
-        decodes = of_prompt or [
-            (info, snapshot) for info, snapshot in self._live("decode") if info.max_model_len >= length
-        ]
-        holding = [(info, snapshot) for info, snapshot in decodes if info.worker_id == request.prefer_decode]
-        others = [(info, snapshot) for info, snapshot in decodes if info.worker_id not in request.exclude]
-        decode = _better_of_two(holding or others or decodes)
+        live = [*self._live("decode"), *(self._live("prefill") if request.is_pooled else ())]
+        able = [(info, snapshot) for info, snapshot in live if info.max_model_len >= length]
+        holding = [(info, snapshot) for info, snapshot in able if info.worker_id == request.prefer_decode]
+        others = [(info, snapshot) for info, snapshot in able if info.worker_id not in request.exclude]
+        computing = [(info, snapshot) for info, snapshot in others if info.role == "prefill"]
+        decode = _better_of_two(holding or computing or others or able)
         if decode is None:
             return Unplaceable(
                 request_id=request.request_id,

@@ -61,9 +61,14 @@ class Server:
         return cls(parts.hostname, port if port is not None else 443 if tls else 80, prefix, tls)
 
     @property
-    def url(self) -> str:
+    def authority(self) -> str:
+        """Host and port, as URLs and the header `host` have them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
 
     def get(self, path: str, *, timeout_s: float = 10.0, headers: Mapping[str, str] = NO_HEADERS) -> bytes:
         """Get the body at a path; blocks. Raises OSError if nobody answers, AnswerError for another status than 200."""
@@ -110,7 +115,7 @@ async def stream_chunks(
 def _head(server: Server, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
     lines = [
         f"POST {server.prefix}{path} HTTP/1.1",
-        f"host: {server.host}:{server.port}",
+        f"host: {server.authority}",
         "connection: close",
         "content-type: application/json",
         f"content-length: {num_bytes}",

@@ -16,9 +16,9 @@ from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.pick import Action
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.recovery import RecoveredRequests
-from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Row
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
@@ -33,13 +33,10 @@ Answer = Placement | Unplaceable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPolicy:
-    """A request is turned away when more than `max_queued_tokens` prompt tokens wait wherever it would be computed.
-
-    Prompts shorter than `local_prefill_below` tokens are computed by the decode worker itself. A worker that was not
+    """Prompts shorter than `local_prefill_below` tokens are computed by the decode worker itself. A worker that was not
     heard of for `stale_after_s` counts as gone.
     """
 
-    max_queued_tokens: int = 131_072
     local_prefill_below: int = 0
     stale_after_s: float = 5.0
     log_size: int = 1000  # decisions
@@ -130,7 +127,7 @@ class GlobalScheduler:
         verdict = self._admission.ask(query, now)
         self.on_verdict(query, verdict, now)
         if verdict.outcome is not Outcome.WAITING:
-            return self._answer(request, verdict, now)
+            return self._answer(request, verdict)
         self._waiting[request.request_id] = request
         self.log.add(request, verdict, "it waits for room")
         query = verdict.decision.query  # without targets, where these are unattainable
@@ -143,7 +140,7 @@ class GlobalScheduler:
             self._wake_at, self._woken_at = float("inf"), now
             self._admission.wake(now, WAKE_COUNT)
         answers = [
-            self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict, now)
+            self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict)
             for verdict in self._admission.again(now)
         ]
         if any(isinstance(answer, Placement) for answer in answers):
@@ -180,9 +177,9 @@ class GlobalScheduler:
 
     # --- between the words and the decision ---
 
-    def _answer(self, request: Place, verdict: Verdict, now: float) -> Answer:
+    def _answer(self, request: Place, verdict: Verdict) -> Answer:
         request_id, attempt = request.request_id, request.attempt
-        verdict, reason = self._unless_queue_full(request, verdict, now)
+        reason = self._reason(verdict)
         self.log.add(request, verdict, reason)
         if verdict.outcome is Outcome.PLACED:
             best = verdict.decision.best
@@ -196,26 +193,15 @@ class GlobalScheduler:
             )
         return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
 
-    def _unless_queue_full(self, request: Place, verdict: Verdict, now: float) -> tuple[Verdict, str]:
-        """The verdict and its reason; a placement behind too long a queue is none."""
-        if verdict.outcome is not Outcome.PLACED:
-            return verdict, self._reason(request, verdict)
-        computing = verdict.decision.best.computing
-        queued = self.ledger.queued_tokens(computing, before=request.request_id)
-        excess = queued - self._policy.max_queued_tokens
-        if excess <= 0 or request.attempt > 0:
-            best = verdict.decision.best
-            parts = f": {best.prefill} computes {best.split_at} tokens of the prompt, {best.decode} the others"
-            return verdict, verdict.outcome.value + (parts if best.split_at else "")
-        self.ledger.ended(request.request_id, now)
-        later_s = self.ledger.table.cost(self.ledger.table.row(computing)).prefill_s(excess)
-        verdict = replace(verdict, outcome=Outcome.REJECTED, retry_after_s=max(MIN_RETRY_AFTER_S, later_s))
-        return verdict, f"{queued:.0f} prompt tokens are waiting"
-
-    def _reason(self, request: Place, verdict: Verdict) -> str:
-        """Why not now."""
+    def _reason(self, verdict: Verdict) -> str:
+        """Why so, or why not now."""
         if verdict.decision.rows:
             best = verdict.decision.best
+            if verdict.outcome is Outcome.PLACED:
+                parts = f": {best.prefill} computes {best.split_at} tokens of the prompt, {best.decode} the others"
+                return f"{verdict.outcome.value}{parts if best.split_at else ''}"
+            if verdict.decision.action is Action.PLACE:  # good enough, were the queue not too long
+                return f"{self.ledger.queued_tokens(best.computing):.0f} prompt tokens are waiting"
             return (
                 f"the first token would come after {best.ttft_s:.3g} s and each further one after"
                 f" {1000 * best.tpot_s:.3g} ms, or those of others too late"

@@ -1,4 +1,4 @@
-"""The command lines of `python -m cluster simulate`, `plan` and `whatif`.
+"""The command lines of `python -m cluster simulate`, `plan` and `whatif`, and the numbers that may stand in any.
 
 Imports next to nothing: every other command waits for it, too.
 """
@@ -6,6 +6,7 @@ Imports next to nothing: every other command waits for it, too.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -43,9 +44,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--decode", type=int, default=1)
     workers.add_argument("--model", choices=MODEL_NAMES, default="llama-3.1-8b")
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
-    workers.add_argument("--devices-per-worker", type=int, default=1, help="tensor parallel")
+    workers.add_argument("--devices-per-worker", type=whole(1), default=1, help="tensor parallel")
     workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
-    workers.add_argument("--kv-tokens", type=int, help="room for KV of a worker, instead of what the device has")
+    workers.add_argument("--kv-tokens", type=whole(1), help="room for KV of a worker, instead of what the device has")
     workers.add_argument(
         "--worker",
         action="append",
@@ -68,7 +69,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="from second T on its steps take so many times as long; may be given several times",
     )
     workers.add_argument("--host-kv-tokens", type=int, default=0, help="room in a worker's host memory for KV, too")
-    workers.add_argument("--host-gb-per-s", type=float, default=25.0, help="GB/s between device and host memory")
+    workers.add_argument("--host-gb-per-s", type=positive, default=25.0, help="GB/s between device and host memory")
     workers.add_argument(
         "--ask-neighbours",
         action="store_true",
@@ -117,8 +118,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--model", default="llama-3.1-8b", help=f"{models}, or a folder with a model's config.json")
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
     workers.add_argument("--max-gpus", type=int, default=64)
-    workers.add_argument("--tensor-parallel", type=int, action="append", help="degrees to try; default: 1, 2, 4, 8")
-    workers.add_argument("--max-num-seqs", type=int, default=256, help="sequences that a worker decodes at once")
+    workers.add_argument(
+        "--tensor-parallel", type=whole(1), action="append", help="degrees to try; default: 1, 2, 4, 8"
+    )
+    workers.add_argument("--max-num-seqs", type=whole(1), default=256, help="sequences that a worker decodes at once")
     workers.add_argument(
         "--ring-gb", type=float, default=0.0, help="staging ring on each device, for KV in host memory"
     )
@@ -136,7 +139,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts", action="store_true", help="which layout of as many workers would have served most; nothing else"
     )
-    parser.add_argument("--newest", type=int, help="so many of the log's requests, the last ones; default: all")
+    parser.add_argument("--newest", type=whole(1), help="so many of the log's requests, the last ones; default: all")
     parser.add_argument(
         "--time-s", type=float, default=60.0, help="for --layouts: after so long, what is known is told"
     )
@@ -167,8 +170,48 @@ def _add_drawn(trace: argparse._ArgumentGroup) -> None:
 
 
 def _add_worker_limits(workers: argparse._ArgumentGroup, *, noise: float) -> None:
-    workers.add_argument("--link-gb-per-s", type=float, default=50.0, help="GB/s between workers")
-    workers.add_argument("--prefill-budget", type=int, default=2048, help="tokens of a prefill step")
-    workers.add_argument("--decode-budget", type=int, default=512, help="tokens of a decode step, with its chunks")
+    workers.add_argument("--link-gb-per-s", type=positive, default=50.0, help="GB/s between workers")
+    workers.add_argument("--prefill-budget", type=whole(1), default=2048, help="tokens of a prefill step")
+    workers.add_argument("--decode-budget", type=whole(1), default=512, help="tokens of a decode step, with its chunks")
     workers.add_argument("--noise", type=float, default=noise, help="sigma of the log-normal factor on steps' times")
-    workers.add_argument("--block-size", type=int, default=64, help="tokens; large blocks simulate faster")
+    workers.add_argument("--block-size", type=whole(1), default=64, help="tokens; large blocks simulate faster")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number of `least` or more."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"write a whole number of {least} or more, not {text!r}")
+        return number
+
+    return read
+
+
+def positive(text: str) -> float:
+    """The type of an argument that is a finite number above 0."""
+    number = _number(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"write a number above 0, not {text!r}")
+    return number
+
+
+def at_least_zero(text: str) -> float:
+    """The type of an argument that is a finite number of 0 or more."""
+    number = _number(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"write a number of 0 or more, not {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    """Read a number; -1 for a text that is none, or is infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return -1.0
+    return number if abs(number) < float("inf") else -1.0

@@ -49,6 +49,11 @@ class SloClass:
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"the name of an SLO class has 1 to {_MAX_NAME} characters, unlike {self.name[:80]!r}")
+        if not (self.name.isascii() and self.name.isprintable()) or self.name != self.name.strip():
+            raise ValueError(
+                f"the name of an SLO class stands in headers, {CLASS_HEADER} of each answer for one, and {self.name!r}"
+                " cannot: use printable characters of ASCII, and no blanks around them"
+            )
         for target, seconds in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("gap", self.gap_s)):
             if seconds is not None and not 0 < seconds <= _MAX_TARGET_S:
                 raise ValueError(

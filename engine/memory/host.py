@@ -9,46 +9,17 @@ import ctypes
 import logging
 import mmap
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from engine.memory.control_groups import memory_limits
 from engine.memory.devices import Pin, Unpin
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
     """The machine's memory, or the lowest limit of this process's control groups, of either version. Linux only."""
-    return min([psutil.virtual_memory().total, *_limits(root)])
-
-
-def _limits(root: Path) -> Iterator[int]:
-    for file in _limit_files(root):
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # "max": no limit
-            yield int(text)
-
-
-def _limit_files(root: Path) -> Iterator[Path]:
-    """The files that limit the memory of the own group and of all above it. In a container the own group may be mounted
-    as if it were the top."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            top, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        own = top / group.lstrip("/")
-        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(top))
+    return min([psutil.virtual_memory().total, *memory_limits(root)])
 
 
 _M_TRIM_THRESHOLD = -1

@@ -47,12 +47,15 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """`max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
+    """A request is turned away where more than `max_queued_tokens` prompt tokens wait before it.
+
+    `max_wait_s`: nobody waits longer, and those with a TTFT target only as long as it can be met.
     `max_contenders`: so many with targets wait at once. Few, because who is kept waiting with targets is placed in the
     end, in time or not, so that whoever is turned away hears it at once.
     `slo_traffic_s`: where nobody who could meet targets has asked for so long or is there, requests without are placed
     at once, to be done soonest. What there is to tune about Retry-After is in `retry_after`."""
 
+    max_queued_tokens: int = 131_072
     max_waiting: int = 1000
     max_contenders: int = 1
     max_wait_s: float = 60.0
@@ -155,8 +158,7 @@ class Admission:
             if query.has_targets:
                 self._slo_traffic_until = now + self._rules.slo_traffic_s
         if decision.action is Action.PLACE:
-            self._place(decision, now)
-            return Verdict(outcome=Outcome.PLACED, decision=decision)
+            return self._place(decision, now)
         if candidates is None:
             come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
             return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
@@ -215,13 +217,20 @@ class Admission:
         """Whether there is nobody to keep room for."""
         return now >= self._slo_traffic_until and not self._ledger.table.has_targets()
 
-    def _place(self, decision: Decision, now: float) -> None:
-        query = decision.query
+    def _place(self, decision: Decision, now: float) -> Verdict:
+        """Book what was decided. Behind too long a queue it is turned away, unless it has begun already."""
+        query, computing = decision.query, decision.best.computing
+        excess = self._ledger.queued_tokens(computing) - self._rules.max_queued_tokens
+        if excess > 0 and query.attempt == 0:
+            later_s = self._ledger.table.cost(self._ledger.table.row(computing)).prefill_s(excess)
+            come_back = max(MIN_RETRY_AFTER_S, later_s)
+            return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
         bind(self._ledger, decision)
         self._calendar.served(query.question)
         self._calendar.placed(self._work_s(decision))
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
+        return Verdict(outcome=Outcome.PLACED, decision=decision)
 
     def _wait_or_reject(
         self, decision: Decision, candidates: Candidates, now: float, came_at: float, share: float
@@ -248,9 +257,7 @@ class Admission:
                 )
                 return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
         if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
-            decision = place_anyway(decision)
-            self._place(decision, now)
-            return Verdict(outcome=Outcome.PLACED, decision=decision)
+            return self._place(place_anyway(decision), now)
         comes_then = -np.array(LATER_S)[:, None]
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
         retry_at = now + (LATER_S[-1] if retry_s is None else retry_s)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Final
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
@@ -80,10 +79,11 @@ class BookedWorker:
         used = self.info.num_blocks - min(self.snapshot.blocks_available, self.info.num_blocks)
         return used // self.info.layer_groups * self.info.block_size
 
-    def queued_tokens(self, before: str) -> float:
-        """Prompt tokens ahead of that request: as booked, or as reported where that is more."""
-        ahead = takewhile(lambda booking: booking.query.request_id != before, self.queue.values())
-        return max(sum(booking.uncached_tokens for booking in ahead), self.snapshot.queued_prefill_tokens)
+    @property
+    def queued_tokens(self) -> float:
+        """Prompt tokens that are to be computed here: as booked, or as reported where that is more."""
+        booked = sum(booking.uncached_tokens for booking in self.queue.values())
+        return max(booked, self.snapshot.queued_prefill_tokens)
 
     def correct_queue(self, cost: StepCost, chunk_tokens: float, now: float) -> None:
         """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown.
@@ -170,9 +170,9 @@ class Ledger:
         """The requests whose prompts it computes, in their order."""
         return list(self._workers[worker_id].queue)
 
-    def queued_tokens(self, worker_id: str, *, before: str) -> float:
-        """Prompt tokens to be computed there before that request's: as booked, or as reported where that is more."""
-        return self._workers[worker_id].queued_tokens(before)
+    def queued_tokens(self, worker_id: str) -> float:
+        """Prompt tokens that are to be computed there: as booked, or as reported where that is more."""
+        return self._workers[worker_id].queued_tokens
 
     # --- requests ---
 

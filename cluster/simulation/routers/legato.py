@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 
@@ -16,4 +17,5 @@ class LegatoRouter(GlobalScheduler):
     wants_blocks = True
 
     def __init__(self, decision: DecisionPolicy | None = None) -> None:
-        super().__init__(SchedulerPolicy(max_queued_tokens=_UNBOUNDED, decision=decision or DecisionPolicy()))
+        admission = AdmissionPolicy(max_queued_tokens=_UNBOUNDED)
+        super().__init__(SchedulerPolicy(decision=decision or DecisionPolicy(), admission=admission))

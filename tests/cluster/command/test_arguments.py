@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import io
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from cluster import __main__ as commands
 from cluster.__main__ import main
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +39,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("serve smollm2-135m-instruct --port 70000", "a number from 1 to 65535, not '70000'"),
         ("serve smollm2-135m-instruct --workers 2 --decode 1", "leave out --prefill and --decode"),
         (f"serve {ROOT}/ray_configs/auto.yaml --workers 3", "leave out --workers, or give a model"),
+        (f"serve {ROOT}/ray_configs/gpu_1p1d.yaml --prefill 0 --cpu", "leave out --prefill, --cpu, or give a model"),
+        ("serve ~nobody-of-this-name/model", "~nobody-of-this-name/model is no model"),
         ("top ftp://somewhere", "'ftp://somewhere' is no URL of a server. Write one such as http"),
         ("top --every 0", "write a number above 0, not '0'"),
         ("bench", "URL"),
@@ -45,6 +50,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("bench x --trace nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("bench x --trace pyproject.toml --rate 2", "leave out --rate"),
         ("bench x --log nowhere/a.jsonl", "there is no folder"),
+        ("bench x --load 2 --rate 3", "--load, --length and --first change a trace"),
+        ("bench x --burstiness 2", "say which with --rate"),
         ("bench x --header nonsense", "write a name and a value"),
         ("bench x --shared-tokens 256", "leaves nothing of --prompt-tokens 256"),
         ("check zzz", "there is no model 'zzz' here"),
@@ -53,6 +60,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("plan", "name a file with --trace, or draw requests with --format synthetic"),
         ("plan --trace nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("plan --format synthetic --max-gpus 0", "a plan needs at least one GPU (--max-gpus)"),
+        ("simulate --link-gb-per-s 0", "write a number above 0, not '0'"),
+        ("simulate --block-size 0", "write a whole number of 1 or more, not '0'"),
+        ("simulate --devices-per-worker 0", "write a whole number of 1 or more, not '0'"),
+        ("plan --format synthetic --tensor-parallel 0", "write a whole number of 1 or more, not '0'"),
+        ("whatif --log x --newest -1", "write a whole number of 1 or more, not '-1'"),
         ("doctor --port here", "a number from 1 to 65535, not 'here'"),
     ],
 )
@@ -62,6 +74,23 @@ def test_a_sentence_and_exit_code_2(
     assert typed(monkeypatch, *line.split()) == 2
     out, err = capsys.readouterr()
     assert told in err.replace("\n", " ") and out == ""
+
+
+def test_ctrl_c_is_no_failure_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(commands._COMMANDS, "check", interrupted)
+    assert typed(monkeypatch, "check", "x") == 1
+    assert capsys.readouterr() == ("", "Stopped.\n")
+
+
+def test_a_terminal_that_lacks_characters_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="iso-8859-1"))
+    monkeypatch.setitem(commands._COMMANDS, "check", lambda arguments: print("café … 東京", flush=True) or 0)
+    assert typed(monkeypatch, "check", "x") == 0
+    assert written.getvalue() == b"caf\xe9 ? ??\n"
 
 
 def test_nobody_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,3 +126,11 @@ def test_one_core() -> None:
     finally:
         os.sched_setaffinity(0, before)
     assert cores.level == "warn" and "--prefill 0" in cores.advice
+
+
+def test_a_folder_for_models_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody can tell whether it is there: as with one in somebody else's home, of which root sees all."""
+    folder = tmp_path / ("x" * 300)
+    monkeypatch.setenv("LEGATO_CACHE", str(folder))
+    (cache,) = found("cache")
+    assert cache.told.startswith(str(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig, ModelSettings
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError, fetch_model, why_it_failed
+from engine.memory.control_groups import usable_cores
 
 ROOT = Path(__file__).parents[3]
 MODEL = "smollm2-135m-instruct"
@@ -75,7 +75,7 @@ def test_what_is_printed_can_be_kept(
     assert main() == 0
     path.write_text(capsys.readouterr().out)
     config = load_config(path)
-    assert config.workers == 2 and config.decode.threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert config.workers == 2 and config.decode.threads == max(1, usable_cores() // 2)
     assert yaml.safe_load(path.read_text())["http_options"]["port"] == 8123
     monkeypatch.setattr("sys.argv", ["legato", "serve", str(path), "--port", "8124", "--print-config"])
     assert main() == 0
@@ -90,6 +90,23 @@ def test_settings_alone_cannot_be_served(
     monkeypatch.setattr("sys.argv", ["legato", "serve", str(path)])
     assert main() == 1
     assert "put them under `applications[0].args`" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "empty.yaml"
+    path.touch()
+    monkeypatch.setattr("sys.argv", ["legato", "serve", str(path)])
+    assert main() == 1
+    assert "holds settings, but no `applications`" in capsys.readouterr().err
+
+
+def test_the_folder_that_one_is_in_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = model_document(".", num_prefill=1, num_decode=1, num_workers=None, port=8000, num_cores=2, num_gpus=0)
+    model = load_config(document["applications"][0]["args"]).model
+    assert (model.ref, model.name) == (str(tmp_path), tmp_path.name)
 
 
 def test_a_start_that_fails_is_told_by_its_error() -> None:

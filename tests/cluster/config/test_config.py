@@ -163,6 +163,15 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"workers": 3, "prefill": {"replicas": 1}}, ("workers is 3", "prefill.replicas is given", "leave out")),
         ({"workers": 3, "prefill": None}, ("prefill", "valid dictionary")),
         ({"workers": 0}, ("workers", "greater than or equal to 1")),
+        (
+            {"workers": 2, "scheduler": {"local_prefill_below_tokens": 64}},
+            ("scheduler.local_prefill_below_tokens is 64", "`workers` of one type", "leave one of the two out"),
+        ),
+        ({"model": "."}, ("model: ref is '.'", "give a served_name")),
+        ({"model": {"ref": "models/x", "served_name": ".."}}, ("model: ref is 'models/x'",)),
+        ({"network": {"host": "0.0.0.0"}}, ("network.host: 0.0.0.0 is every address", "write node")),
+        ({"slo": {"classes": {"büro": {}}, "default": "büro"}}, ("slo", "'büro' cannot", "ASCII")),
+        ({"slo": {"classes": {"a\nb": {}}, "default": "a\nb"}}, ("slo", "'a\\nb' cannot")),
         ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),
         ({"slo": {"classes": {"chat": {"ttft_m": 5}}}}, ("slo.classes.chat.ttft_m", "did you mean ttft_ms?")),
         ({"slo": {"classes": {"chat": {}}}}, ("slo: the default SLO class is 'interactive'", "there are chat")),
@@ -250,6 +259,11 @@ def test_a_given_secret_is_no_deployments_argument(monkeypatch: pytest.MonkeyPat
         ("applications: []", "exactly one application"),
         ("applications: [{args: 5}]", "applications[0].args"),
         ("applications: [{args: {nonsense: 1}}]", "nonsense is no setting"),
+        ("kv: {}\ndecode: {replicas: 2}\nkv: {layerkv: 'off'}", "line 3: kv is there twice"),
+        (
+            "applications:\n- args:\n    decode:\n      replicas: 1\n      replicas: 2",
+            "line 5: replicas is there twice",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, mention: str) -> None:
@@ -258,6 +272,13 @@ def test_bad_files(tmp_path: Path, text: str, mention: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert mention in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_parts_of_a_file_may_be_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text("prefill: &pool {threads: 2}\ndecode: {<<: *pool, threads: 3}\nkv: {prefill: &a {}, decode: *a}\n")
+    config = load_config(path)
+    assert (config.prefill.threads, config.decode.threads) == (2, 3)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -12,7 +15,9 @@ import pytest
 import ray
 
 from cluster.__main__ import main
+from cluster.config.load import ConfigError
 from cluster.deployment import local_cluster
+from cluster.deployment.local_cluster import http_options, show_first_answer, stopping, url_of
 from cluster.deployment.ray_environment import free_port
 
 
@@ -42,3 +47,84 @@ def test_the_dashboard_is_started_unless_it_is_not_wanted(
     with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(Started) as started:
         main()
     assert started.value.options["include_dashboard"] is has_dashboard
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The URL of a gateway that answers every request with these bytes, and closes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+CHUNK = b'data: {"choices": [{"delta": {"content": "Par"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n" + CHUNK + b"data: [DONE]\n\n", "\n\nPar\n"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\nno template", "(no first answer: no template)"),
+        (
+            b"HTTP/1.1 200 OK\r\n\r\n" + CHUNK + b'data: {"error": {"message": "The request failed 4 times."}}\n\n',
+            "Par(no whole first answer: The request failed 4 times.)",
+        ),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n40\r\n" + CHUNK, "(no whole first answer: Incomplete"),
+        (b"", "(no whole first answer: Remote end closed"),
+    ],
+    ids=["whole", "refused", "an error in the stream", "cut off", "nothing"],
+)
+def test_a_cluster_serves_on_whatever_becomes_of_its_first_answer(
+    capsys: pytest.CaptureFixture[str], answer: bytes, told: str
+) -> None:
+    with answering(answer) as url:
+        show_first_answer(url, "model")
+    assert told in capsys.readouterr().out
+
+
+def test_who_stops_reading_does_not_leave_it_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`legato serve MODEL | tee log`: Ctrl-C ends tee first."""
+    ended: list[Any] = []
+    monkeypatch.setattr(local_cluster, "stop_application", ended.append)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "w") as nobody:
+        monkeypatch.setattr("sys.stdout", nobody)
+        with pytest.raises(BrokenPipeError), stopping({"name": "legato"}):
+            pass
+    assert ended == [{"name": "legato"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "http_options is"),
+        ({"port": "8000"}, "port is '8000'"),
+        ({"port": 70_000}, "70000"),
+        ({"host": 1}, "host is 1"),
+    ],
+)
+def test_options_of_serve_that_cannot_be(options: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        http_options({"http_options": options or [1]})
+
+
+def test_where_it_answers() -> None:
+    assert http_options({"http_options": None}) == {"host": "127.0.0.1", "port": 8000}
+    http = http_options({"http_options": {"host": "0.0.0.0", "root_path": "/llm"}}, port=8001)
+    assert url_of(http, {"route_prefix": "/"}) == url_of(http, {}) == "http://0.0.0.0:8001/llm"
+    assert url_of(http | {"root_path": ""}, {"route_prefix": "/legato"}) == "http://0.0.0.0:8001/legato"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.load import LegatoConfig, load_config
+from cluster.config.scheduler import scheduler_policy
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError
 from cluster.deployment.local_nodes import NodePlan, config_on_nodes, plan_nodes
@@ -43,6 +44,7 @@ def test_every_worker_has_its_node_and_no_node_but_the_head_anything_else(path: 
     plans = plan_nodes(number, given)
     config = config_on_nodes(given, plans)
     assert config.network.host == "node" and config.model == given.model and config.kv == given.kv
+    assert scheduler_policy(config).decision == scheduler_policy(given).decision
     for role, pool in config.pools.items():
         assert pool.replicas == sum(plan.role == role for plan in plans)
         if pool.replicas:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.scheduler.placement.admission import AdmissionPolicy, Outcome
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
@@ -163,7 +164,7 @@ def test_what_no_worker_can_hold_never_comes_back() -> None:
 
 
 def test_too_long_a_queue_turns_away_and_says_for_how_long() -> None:
-    scheduler = scheduler_of("p1", "d1", max_queued_tokens=1000)
+    scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=1000))
     slow = replace(REPORT, base_s=0.0, prefill_token_s=0.01)
     waits = []
     for number, queued in enumerate((1500, 3000, 9000), 2):
@@ -175,20 +176,33 @@ def test_too_long_a_queue_turns_away_and_says_for_how_long() -> None:
 
 
 def test_a_worker_whose_speed_is_unknown_does_not_send_clients_away_for_hours() -> None:
-    scheduler = scheduler_of("p1", "d1", max_queued_tokens=1000)
+    scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=1000))
     scheduler.heartbeat(small_snapshot("p1", 2, queued_prefill_tokens=20_000), 1.0)
     assert 1.0 <= (refused(scheduler).retry_after_s or 0.0) <= 60.0
 
 
 def test_unreported_placements_make_the_queue_too_long_as_well() -> None:
-    scheduler = scheduler_of("p1", "d1", max_queued_tokens=250)
+    scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=250))
     for n in range(3):
         placed(scheduler, f"r{n}")
     assert "300 prompt tokens" in refused(scheduler, "r3").reason
 
 
+def test_who_is_turned_away_for_a_long_queue_leaves_no_trace() -> None:
+    """Else workers that refuse look busier with each refusal, and pools grow by clients that come back."""
+    scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=1000))
+    heard: list[Outcome] = []
+    scheduler.on_verdict = lambda query, verdict, now: heard.append(verdict.outcome)
+    scheduler.heartbeat(small_snapshot("p1", 2, queued_prefill_tokens=9000), 1.0)
+    before = scheduler.ledger.table.rows.copy()
+    for n in range(3):
+        assert "9000 prompt tokens are waiting" in refused(scheduler, f"r{n}", 1.0).reason
+    assert heard == [Outcome.REJECTED] * 3 and not len(scheduler.ledger)
+    assert (scheduler.ledger.table.rows == before).all()
+
+
 def test_what_has_begun_is_never_turned_away_for_load() -> None:
-    scheduler = scheduler_of("p1", "d1", max_queued_tokens=10)
+    scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=10))
     scheduler.heartbeat(small_snapshot("p1", 2, queued_prefill_tokens=9000), 1.0)
     assert refused(scheduler)
     assert placed(scheduler, attempt=1).decode == "d1"

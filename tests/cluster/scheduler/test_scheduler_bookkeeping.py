@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.placement.worker_table import Row
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
@@ -20,7 +21,8 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = GlobalScheduler(SchedulerPolicy(max_queued_tokens=400, stale_after_s=3.0))
+        admission = AdmissionPolicy(max_queued_tokens=400)
+        self.scheduler = GlobalScheduler(SchedulerPolicy(admission=admission, stale_after_s=3.0))
         self.now = 0.0
         self.number = 0
         self.placements: dict[str, Placement] = {}

@@ -13,6 +13,7 @@ from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableErr
 from cluster.gateway import scheduler_client
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerLinks
+from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
 from kv_transfer.connections.connection import Connection, Server, connect
@@ -203,7 +204,7 @@ async def test_a_scheduler_that_stops_takes_nobody_s_workers_away() -> None:
 
 
 async def test_answers_become_the_errors_that_clients_are_told() -> None:
-    async with _server(max_queued_tokens=10) as server, _client(server) as client:
+    async with _server(admission=AdmissionPolicy(max_queued_tokens=10)) as server, _client(server) as client:
         with pytest.raises(UnavailableError):
             await client.place(place())
         server.scheduler.register(small_info("d1"), small_snapshot("d1", queued_prefill_tokens=5000), time.monotonic())
@@ -268,6 +269,14 @@ async def test_alone_a_reservation_is_kept() -> None:
         assert (answer.prefill, answer.decode) == ("p2", "d1")
         answer = await client.place(place(f"r{n}", attempt=2, prefer_decode="gone"))
         assert answer.decode == "d2"
+
+
+async def test_alone_what_is_pooled_goes_to_any_worker_that_need_not_be_avoided() -> None:
+    client = _alone(_known("p1"), _known("d1", 9000), _known("d2"))
+    for n in range(16):
+        assert (await client.place(place(f"r{n}", max_new_tokens=0))).decode == "p1"
+        answer = await client.place(place(f"r{n}", attempt=1, max_new_tokens=0, exclude=["p1"]))
+        assert answer.decode == "d2", "p1 is silent, and would be again"
 
 
 async def test_alone_without_any_decode_worker_there_is_none() -> None:

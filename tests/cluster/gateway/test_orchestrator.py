@@ -1,0 +1,98 @@
+"""A gateway between real connections to workers that do what a test says, without a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import pytest
+
+from cluster.gateway.generator import one_by_one
+from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from engine.sampling.params import SamplingParams
+from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
+from kv_transfer.messages.requests import Endpoint, RequestSpec, Start, StepFrame, TokenEvent
+from kv_transfer.transports.base import Identity
+from tests.support.waiting import HANGS_S, eventually
+from tests.support.worker_reports import worker_info, worker_snapshot
+
+LONG: Final = 3_000  # tokens: such prompts are sent one after the other
+LONGEST: Final = 2_500_000  # tokens: more bytes than two sockets hold
+
+
+def identity(name: str) -> Identity:
+    return Identity(worker_id=name, node_id="node", secret=b"secret of the test", compatibility={})
+
+
+def asked(request_id: str, num_tokens: int) -> RequestSpec:
+    tokens = [70_000] * num_tokens
+    return RequestSpec(
+        request_id=request_id, attempt=0, prompt_token_ids=tokens, params=SamplingParams(max_tokens=1, seed=0)
+    )
+
+
+async def answer(gateway: Connection) -> None:
+    """A worker that answers each request with one token."""
+    async for message in gateway:
+        if isinstance(message, Start):
+            request = message.request
+            last = TokenEvent(
+                request_id=request.request_id, attempt=request.attempt, index=0, token_id=7, finish_reason="length"
+            )
+            gateway.post(StepFrame(tokens=[last]))
+
+
+async def read_nothing(gateway: Connection) -> None:
+    """A worker that is alive, and takes no more than its connection takes for it."""
+    await gateway.wait_closed()
+
+
+@asynccontextmanager
+async def gateway_of(**workers: Callable[[Connection], Awaitable[None]]) -> AsyncIterator[Orchestrator]:
+    """Decode workers by name. The first is idle, the others are busy, so that it is the first to be asked."""
+
+    async def nowhere() -> Endpoint:
+        raise OSError("there is no scheduler")
+
+    orchestrator = Orchestrator(identity("gateway"), OrchestratorConfig(), nowhere)
+    config = ConnectionConfig(inbox_bytes=1024)
+    servers = {name: Server("127.0.0.1", identity(name), work, config=config) for name, work in workers.items()}
+    infos = [worker_info(name, endpoint=server.endpoint, max_model_len=2 * LONGEST) for name, server in servers.items()]
+    for number, info in enumerate(infos):
+        snapshot = worker_snapshot(info.worker_id, queued_prefill_tokens=number)
+        orchestrator.scheduler.workers[info.worker_id] = info, snapshot
+    orchestrator.start()
+    orchestrator.links.update(infos)
+    try:
+        await eventually(lambda: all(orchestrator.links.is_up(name) for name in servers))
+        yield orchestrator
+    finally:
+        await orchestrator.stop()
+        for server in servers.values():
+            await server.close()
+
+
+async def test_who_waits_to_be_sent_leaves_a_worker_that_is_suspected() -> None:
+    """Else it would wait until that connection is given up: not a moment as others do, but 15 s."""
+    async with gateway_of(d1=read_nothing, d2=answer) as orchestrator, asyncio.timeout(HANGS_S):
+        links = orchestrator.links
+        assert await links.post_large("d1", Start(request=asked("the last that it takes", LONG), ticket=None))
+        before = asyncio.create_task(links.post_large("d1", Start(request=asked("before", LONGEST), ticket=None)))
+        waiting = asyncio.create_task(anext(one_by_one(orchestrator.generate(asked("r", LONG)))))
+        await eventually(lambda: (run := orchestrator.runs.get("r")) is not None and run.is_started)
+        assert not before.done() and not waiting.done()
+        links.step_overdue("d1", True)
+        found = await waiting
+        assert (found.token_id, found.attempt) == (7, 1)
+        before.cancel()
+        await asyncio.gather(before, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_tokens", [10, LONG])
+async def test_any_prompt_is_sent_and_answered(num_tokens: int) -> None:
+    async with gateway_of(d1=answer, d2=read_nothing) as orchestrator, asyncio.timeout(HANGS_S):
+        found = [event async for event in one_by_one(orchestrator.generate(asked("r", num_tokens)))]
+        assert [(event.token_id, event.attempt) for event in found] == [(7, 0)]
+        assert not orchestrator.runs
