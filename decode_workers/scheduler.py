@@ -386,7 +386,8 @@ class DecodeScheduler:
         drafts = {} if prompts else self._drafts(selection, now)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
-        plan = StepPlan(tuple(items), tuple(selection.copies))
+        drawing_s = 0.0 if self._speculation is None or not drafts else self._speculation.drawing_s
+        plan = StepPlan(tuple(items), tuple(selection.copies), drawing_s)
         if not plan.is_empty:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan

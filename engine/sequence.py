@@ -342,6 +342,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
+    drawing_s: float = 0.0  # predicted, for drawing the drafts that are undrawn
         """Whether there is no step to make."""
         return not (self.items or self.copies)
 
