@@ -442,7 +442,8 @@ class DecodeScheduler:
 
     def _room(self, running: list[Sequence], decoding: list[Sequence], most_tokens: int, now: float) -> StepRoom:
         """The room that prompts have in the next step, in which `decoding` advance by a token. It stays so short that
-        every sequence in `running` has its next token in time."""
+        every sequence in `running` has its next token in time. Where no other step is to be made, prompts get theirs,
+        however soon others come: nobody would count how long they wait."""
         cost = self._cost()
         if cost is None:
             return StepRoom(None, most_tokens=most_tokens)
@@ -454,7 +455,7 @@ class DecodeScheduler:
             begins_at = max(begins_at, ends_at)
         longest_s = self._pacer.longest_step_s(running, begins_at, decodes_s, cost.margin)
         allowed_s = min(longest_s, longest_before_s(self._coming, decodes_s))
-        is_due = self._pacer.prefill_is_overdue
+        is_due = self._pacer.prefill_is_overdue or not (running or self._in_flight)
         return StepRoom(
             cost,
             most_tokens=most_tokens,
