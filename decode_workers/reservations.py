@@ -212,7 +212,7 @@ class Reservations:
         assert seq.lease is not None
         del self._key_of_lease[seq.lease.lease_id]  # no copy will ask for it any more
         if commit.first_token is None:  # for this worker to report, with the first token
-            seq.num_cached, seq.began_at = commit.num_cached_tokens, seq.accepted_at + commit.waited_s
+            seq.num_cached, seq.waited_before_s = commit.num_cached_tokens, commit.waited_s
         self._scheduler.admit(key, commit.first_token, time.monotonic())
         self._listener.on_received(seq)
 

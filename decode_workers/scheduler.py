@@ -386,7 +386,8 @@ class DecodeScheduler:
         drafts = {} if prompts else self._drafts(selection, now)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
-        plan = StepPlan(tuple(items), tuple(selection.copies))
+        drawing_s = 0.0 if self._speculation is None or not drafts else self._speculation.drawing_s
+        plan = StepPlan(tuple(items), tuple(selection.copies), drawing_s)
         if not plan.is_empty:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan
@@ -441,7 +442,8 @@ class DecodeScheduler:
 
     def _room(self, running: list[Sequence], decoding: list[Sequence], most_tokens: int, now: float) -> StepRoom:
         """The room that prompts have in the next step, in which `decoding` advance by a token. It stays so short that
-        every sequence in `running` has its next token in time."""
+        every sequence in `running` has its next token in time. Where no other step is to be made, prompts get theirs,
+        however soon others come: nobody would count how long they wait."""
         cost = self._cost()
         if cost is None:
             return StepRoom(None, most_tokens=most_tokens)
@@ -453,7 +455,7 @@ class DecodeScheduler:
             begins_at = max(begins_at, ends_at)
         longest_s = self._pacer.longest_step_s(running, begins_at, decodes_s, cost.margin)
         allowed_s = min(longest_s, longest_before_s(self._coming, decodes_s))
-        is_due = self._pacer.prefill_is_overdue
+        is_due = self._pacer.prefill_is_overdue or not (running or self._in_flight)
         return StepRoom(
             cost,
             most_tokens=most_tokens,

@@ -122,7 +122,8 @@ class Sequence:
     num_received: int = 0  # of its tokens, those that another worker computes, where it computes the rest itself
     num_alone: int = 0  # of its next tokens, those whose steps nobody shares: it may be what makes steps fail
     accepted_at: float = field(default_factory=time.monotonic)  # this and the next: seconds of `time.monotonic()`
-    began_at: float | None = None  # when its first step was planned
+    began_at: float | None = None  # when its first step here was planned
+    waited_before_s: float | None = None  # for its first step, where another worker has computed its first part
 
     def __post_init__(self) -> None:
         self.key = SequenceKey(self.request_id, self.attempt)
@@ -134,7 +135,9 @@ class Sequence:
 
     @property
     def waited_s(self) -> float:
-        """Seconds from its being accepted here to its first step."""
+        """Seconds from its being accepted to its first step, of the worker that began with it."""
+        if self.waited_before_s is not None:
+            return self.waited_before_s
         return (time.monotonic() if self.began_at is None else self.began_at) - self.accepted_at
 
     @property
@@ -339,6 +342,7 @@ class StepPlan:
 
     items: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
+    drawing_s: float = 0.0  # predicted, for drawing the drafts that are undrawn
 
     @property
     def is_empty(self) -> bool:

@@ -343,8 +343,12 @@ class StepFilling:
         return self._columns_left
 
     def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
-        """Plan the sequence's next chunk, or nothing where that does not fit."""
+        """Plan the sequence's next chunk, or nothing where that does not fit. With `copies`, which bring its prefix to
+        the device and are made in no other step than this, at least a token: behind a long prefix one may cost more
+        than there is room for."""
         num_tokens = self._room.chunk(seq.num_uncomputed, seq.num_computed)
+        if copies:
+            num_tokens = max(num_tokens, 1)
         staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
         if num_tokens == 0 or staged > self._columns_left:
             return

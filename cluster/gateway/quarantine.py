@@ -181,7 +181,8 @@ class Quarantine:
         token is of a step that it shares."""
         if run.placement is None:
             return  # between two attempts: it was a late one of the last
-        num_alone = NUM_ALONE + (run.placement.prefill is not None)  # a prefill worker's token comes of such steps, too
+        # A prefill worker's token comes of such steps, too; of the first part of a prompt there is none.
+        num_alone = NUM_ALONE + (run.placement.prefill is not None and not run.placement.split_at)
         if run.ended or (run.decode_took_over and run.num_of_attempt >= num_alone):
             self._release(run, is_cleared=True)
 

@@ -146,7 +146,7 @@ class RequestRun:
             alone=self.alone,
             tpot_s=slo.tpot_s,
             gap_s=slo.gap_s,
-            split_at=0 if self.placement is None or self._must_be_whole else self.placement.split_at,
+            split_at=0 if self.placement is None else self.placement.split_at,
         )
 
     @property
@@ -200,6 +200,8 @@ class RequestRun:
         )
 
     def placed(self, placement: Placement) -> None:
+        if self._must_be_whole:
+            placement = replace(placement, split_at=0)
         self.placement = placement
         self.timeline.placed(placement)
         self.touched.add(placement.decode)

@@ -334,6 +334,8 @@ class SchedulerClient:
                 await self._listen()
             except (TransportError, OSError, TimeoutError) as error:
                 logger.info("the scheduler cannot be reached, trying again: %s", error)
+            except Exception:  # the task's boundary: who locates it may raise anything, such as Ray's own errors
+                logger.exception("the scheduler cannot be heard, trying again")
             await asyncio.sleep(RETRY_S)
 
     async def _listen(self) -> None:

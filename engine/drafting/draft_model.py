@@ -112,8 +112,10 @@ class DraftModel:
         return Drawing(cost.step_s(StepWork()), each_s, before_s, spread)
 
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Draw so many drafts of each sequence; fewer where one ends it, none where it is not caught up with yet."""
-        self._release_ended()
+        """Draw so many drafts of each sequence; fewer where one ends it, none where it is not caught up with yet.
+
+        Also of those that have ended since the step was planned: the next proposal takes back what they are given here.
+        """
         followers = [self._follow(seq) for seq in wanted]
         items, num_left = [], CATCH_UP_TOKENS
         for follower, (seq, count) in zip(followers, wanted.items(), strict=True):

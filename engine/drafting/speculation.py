@@ -138,6 +138,7 @@ class Speculation:
         self._tried_s = 0.0  # that may be spent on trying
         self._dearest_s = 0.0  # what the next try takes
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
+        self.drawing_s = 0.0  # predicted, of what was planned last
         self._stretched = 0.0  # the same steps, each so many times as its drafts made it longer
         self.counts: dict[DrafterName, DraftCounts] = {drafter.name: DraftCounts() for drafter in drafters}
 
@@ -157,6 +158,7 @@ class Speculation:
         """Plan at most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens; none
         by which it lasts longer than `longest_s`."""
         self._step += 1
+        self.drawing_s = 0.0
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
         cost = self._costs.recent_cost()
@@ -315,8 +317,12 @@ class Speculation:
         return {}
 
     def _begin(self, drafts: dict[Sequence, Draft]) -> dict[Sequence, tuple[int, ...]]:
-        for seq, draft in drafts.items():
+        bill = _Bill(lambda count: 0.0, {index: draft.drawing for index, draft in enumerate(drafts.values())})
+        for index, (seq, draft) in enumerate(drafts.items()):
             self._state(seq).draft = draft
+            for _ in () if draft.drawing is None else draft.token_ids:
+                bill.add(index)
+        self.drawing_s = bill.now_s
         return {seq: draft.token_ids for seq, draft in drafts.items()}
 
 

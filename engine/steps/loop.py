@@ -146,6 +146,12 @@ class InFlightStep:
             raise StepSkippedError("the step before it failed, or nobody waits for it any more")
 
 
+def _tell_of_error(task: asyncio.Task[None]) -> None:
+    """Nobody waits for the loop's end: what ended it would be told of nowhere."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the step loop has ended", exc_info=error)
+
+
 async def _output_of(submitted: asyncio.Future[PendingOutput], waiting: ComputeThread) -> StepOutput:
     pending = await submitted
     return pending.output() if pending.is_known else await waiting.submit(pending.output)
@@ -166,13 +172,15 @@ class _StepWatch:
         self._on_overdue = on_overdue
         self._overdue_s = overdue_s
         self._work: StepWork | None = None
+        self._drawing_s = 0.0
         self._num_looks = 0
         self._is_overdue = False
         self.is_hung = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, work: StepWork) -> None:
-        self._work, self._num_looks = work, 0
+    def begin(self, work: StepWork, drawing_s: float) -> None:
+        """`drawing_s`: predicted, beside the work, for drawing drafts."""
+        self._work, self._drawing_s, self._num_looks = work, drawing_s, 0
         if self._timer is None:
             self._arm()
 
@@ -202,6 +210,7 @@ class _StepWatch:
     def _compare(self, age_s: float, predicted_s: float | None) -> None:
         if predicted_s is None:
             return
+        predicted_s += self._drawing_s
         if not self._is_overdue and age_s > max(_OVERDUE_TIMES * predicted_s, predicted_s + self._overdue_s):
             logger.warning("a step has taken %.1f s, where %.3f s were predicted", age_s, predicted_s)
             self._is_overdue = True
@@ -267,6 +276,7 @@ class StepLoop:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="step-loop")
+        self._task.add_done_callback(_tell_of_error)
 
     def wake(self) -> None:
         self._wake.set()
@@ -298,7 +308,7 @@ class StepLoop:
             while True:
                 if succeeded:  # or this one will be skipped, and so would be all that come after it
                     following = self._submit_ahead(step)
-                succeeded = await self._complete(step, max(began, step.submitted_at))
+                succeeded = await self._complete(step, max(began, step.submitted_at), is_void=not succeeded)
                 ended = time.perf_counter()
                 if succeeded:
                     self.costs.observe(step.work, ended - began - step.drawing_s)
@@ -333,15 +343,16 @@ class StepLoop:
             step.submit_async(self._runner, self._compute, self._waiting, on_layer, after)
         return step
 
-    async def _complete(self, step: InFlightStep, began: float) -> bool:
-        """Whether it succeeded."""
+    async def _complete(self, step: InFlightStep, began: float, *, is_void: bool) -> bool:
+        """Whether it succeeded. `is_void`: the one that it was planned ahead of did not, so an error of its own tells
+        nothing of who is in it."""
         self._step_began = began
-        self._watch.begin(step.work)
+        self._watch.begin(step.work, step.plan.drawing_s)
         try:
             output = await step.result
         except Exception as error:  # the boundary of the compute thread: one bad step must not end the worker
             step.abort()
-            self._note_failure(step.plan, error)
+            self._note_failure(step.plan, StepSkippedError("the step before it failed") if is_void else error)
             return False
         finally:
             self._step_began = None

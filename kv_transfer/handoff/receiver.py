@@ -50,7 +50,8 @@ class LeaseOwner(Protocol):
 class KvReceiver:
     """Receives sequences into leased blocks, for `owner`. All public methods belong to the main loop.
 
-    `mark_queued`: of the device that computes. What used a lease's blocks before has been queued when it is reserved.
+    `mark_queued`: of the device that computes. What used a lease's blocks before has been queued when it is reserved,
+    or renewed.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class KvReceiver:
     def renew(self, request: RequestSpec) -> Ticket:
         """A newer attempt on the same lease: references of the older one are void from now on."""
         ticket, actions = self.machine.renew(request, now=time.monotonic())
+        self._free_after[ticket.fence.lease] = self._mark_queued()  # the lease may have grown
         self._do(actions)
         return ticket
 

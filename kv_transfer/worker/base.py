@@ -187,6 +187,7 @@ class Worker(ABC):
             events=self.parts.events,
             on_order=self.parts.on_order,
         )
+        self.prefix.open()
         self.steps.start()
         self._registration.start()
 
@@ -456,6 +457,7 @@ class Worker(ABC):
             accused = self._faults.end_probe()
             if accused is not None:
                 self._blame(accused)
+            self._on_room()
             return
         self._stream.end(plan)
         self._finish(plan, output)
@@ -464,10 +466,9 @@ class Worker(ABC):
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         if plan is self._faults.probe:
-            accused = self._faults.end_probe()
-            self._give_up_device()
-            if accused is None:
+            if self._faults.end_probe() is None:
                 self._probe_device()
+            self._give_up_device()
             return
         self.scheduler.abandon_step()
         sent = self._stream.end(plan)  # not to be trusted, and nothing goes out twice
@@ -512,7 +513,7 @@ class Worker(ABC):
         self._on_room()
 
     def _note_idle(self) -> None:
-        if self._is_leaving and self._is_idle():
+        if self._is_leaving and self._faults.probe is None and self._is_idle():  # the probe has blocks, and no gateway
             self._has_left.set()
 
     # --- what becomes of hand-offs (`SourceOwner`) ---

@@ -220,6 +220,8 @@ async def _again_and_again(report: Callable[[], Awaitable[None]]) -> None:
             await report()
         except (TransportError, OSError, TimeoutError) as error:
             logger.info("the scheduler cannot be reached, trying again: %s", error)
+        except Exception:  # the task's boundary: who locates it may raise anything, such as Ray's own errors
+            logger.exception("the scheduler cannot be told, trying again")
         await asyncio.sleep(RETRY_S)
 
 

@@ -35,11 +35,10 @@ class PrefixLoading:
         self._allocator = allocator
         self._prefill_s = prefill_s
         self._on_over = on_over
+        self._on_room = on_room
         self._loading: dict[SequenceKey, tuple[Sequence, Promotion]] = {}
         self.hit_tokens: Counter[PrefixSource] = Counter()
         self.missed_tokens = 0
-        if tiers is not None:
-            tiers.call_on_room(on_room)
 
     @property
     def tiers(self) -> PrefixTiers | None:
@@ -118,6 +117,11 @@ class PrefixLoading:
             on_host -= used
         self.hit_tokens["host"] += on_host
         self.missed_tokens += len(seq.prompt_token_ids) + seq.num_prior_output - seq.num_cached
+
+    def open(self) -> None:
+        """`on_room` is called from now on: what an earlier worker's tiers still held may be let go at any moment."""
+        if self._tiers is not None:
+            self._tiers.call_on_room(self._on_room)
 
     def close(self) -> None:
         """Close: no callback comes any more."""

@@ -291,6 +291,17 @@ def test_who_is_about_to_decode_waits_no_longer_than_its_gap() -> None:
     assert bench.longest_gap_s(coming) <= 0.1
 
 
+def test_where_there_is_no_other_step_prompts_do_not_wait_for_who_is_about_to_decode() -> None:
+    """Any step with prompts takes longer than its gap bears. It may come in seconds, and until then nobody counts how
+    long prompts wait; nor is it for lack of memory that they do."""
+    bench = Bench(dataclasses.replace(COST, prefill_base_s=0.05))
+    coming, prompt = seq(50, gap_s=0.06), seq(30)
+    bench.scheduler.reserve(coming)
+    bench.scheduler.add(prompt, hands_over=True)
+    assert chunk_of(bench.step(), prompt) >= LEAST_CHUNK
+    assert not bench.scheduler.stuck()
+
+
 def test_a_first_token_in_flight_has_a_next_one_in_time() -> None:
     """With steps that overlap it is in none of the next one, which is planned before it is known."""
     bench = Bench()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from decode_workers.reservations import Reservations
 from engine.sequence import SequenceKey
-from kv_transfer.handoff.receiver_state import HandoffReceiver
 from kv_transfer.messages.requests import Reserved
 from kv_transfer.worker.sequences import sequence_of
 from tests.decode_workers.test_decode_rules import Bench
@@ -22,9 +24,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
+        self.called: list[tuple[Any, ...]] = []
 
     def post(self, gateway: object, message: object) -> None:
         self.posted.append(message)
+
+    def call(self, *call: object) -> None:
+        self.called.append(call)
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
         work.close()
@@ -33,20 +39,44 @@ class Recorder:
         return lambda *args, **named: None
 
 
-async def test_what_an_attempt_drains_is_not_taken_over_by_a_later_one() -> None:
-    """A copy into the first attempt's blocks is still under way when the third renews the second's reservation."""
-    bench, port, quiet = Bench(), Recorder(), Recorder()
+def the_reservations(bench: Bench, port: Recorder, thread: Recorder) -> Reservations:
     kv = SimpleNamespace(tensor=torch.empty(0))
     model = SimpleNamespace(
         layout=SimpleNamespace(layers_per_group=4), kv_cache=kv, sequence_kv=kv, host_cache=None, block_pool=bench.pool
     )
     parts = SimpleNamespace(
-        model=model, identity=SimpleNamespace(worker_id="d"), transport=quiet, digest_kind="xxh3_64"
+        model=model, identity=SimpleNamespace(worker_id="d"), transport=Recorder(), digest_kind="xxh3_64"
     )
-    known: Any = (parts, bench.scheduler, port, quiet)
-    reservations = Reservations(*known, sequence_of=sequence_of, wait_s=60.0, listener=quiet)
-    machine: HandoffReceiver = ScriptedReceiver().machine
-    reservations.receiver.machine = machine
+    known: Any = (parts, bench.scheduler, port, thread)
+    made = Reservations(*known, sequence_of=sequence_of, wait_s=60.0, listener=Recorder())
+    made.receiver.machine = ScriptedReceiver().machine
+    return made
+
+
+async def test_what_is_written_into_a_renewed_lease_follows_all_that_its_new_blocks_were_used_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later attempt has more tokens, and so blocks that something else had when the first one reserved."""
+    marks = itertools.count()
+    monkeypatch.setattr("decode_workers.reservations.queued_on", lambda device: lambda: next(marks))
+    bench, port, thread = Bench(), Recorder(), Recorder()
+    reservations = the_reservations(bench, port, thread)
+    gateway: Any = "gateway"
+    reservations.add(gateway, request(1))
+    next(marks)  # what else was queued meanwhile
+    assert reservations.renew(gateway, replace(request(2), output_token_ids=[7] * 4))
+    ticket = port.posted[-1].ticket
+    actions = reservations.receiver.machine.on_message(PREFILL, slab(0, 0, fence=ticket.fence), 1.0, 1)
+    reservations.receiver._do(actions)
+    assert thread.called[-1][-1] == 2, "the event behind which the copy is made"
+    reservations.stop()
+
+
+async def test_what_an_attempt_drains_is_not_taken_over_by_a_later_one() -> None:
+    """A copy into the first attempt's blocks is still under way when the third renews the second's reservation."""
+    bench, port = Bench(), Recorder()
+    reservations = the_reservations(bench, port, Recorder())
+    machine = reservations.receiver.machine
     gateway: Any = "gateway"
 
     def ticket() -> Any:

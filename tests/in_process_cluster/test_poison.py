@@ -7,6 +7,7 @@ cluster knows of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from prefill_workers.worker import PrefillWorker
 from tests.in_process_cluster.test_silence import KNOWN
 from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.mini_requests import tokens_of
+from tests.support.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 
@@ -212,6 +214,16 @@ async def test_nor_where_steps_overlap(llama: SmallModel, deed: Deed) -> None:
     overlapping = DecodeWorkerConfig(overlap_steps=True)
     async with cluster_of(llama, num_prefill=2, num_decode=2, decode=overlapping) as cluster:
         await innocents_beside_poison(cluster, llama, deed, "deep in decode", at_once=True, dies_after_s=0.05)
+
+
+async def test_who_goes_on_with_a_part_of_a_prompt_is_known_to_be_in_its_steps(llama: SmallModel) -> None:
+    """When its worker dies it is one of those who may be the reason, as any other."""
+    async with cluster_of(llama) as cluster:
+        with split(cluster, 0.5) as placed:
+            async with contextlib.aclosing(cluster.stream("r", POISON, greedy())) as events:
+                first = await anext(events)
+                assert cluster.decodes[0].info.worker_id in cluster.orchestrator.runs["r"].computing_on
+        assert placed and first.waited_s is not None
 
 
 @pytest.mark.parametrize(("phase", "at_once"), [("prefill", False), ("first decode", True), ("deep in decode", False)])

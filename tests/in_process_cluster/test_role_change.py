@@ -13,9 +13,12 @@ import torch
 
 from cluster.errors import ConflictError, NotFoundError, UnavailableError
 from decode_workers.pacing import LayerKvConfig
+from decode_workers.reservations import Reservations
 from decode_workers.worker import DecodeWorkerConfig
+from engine.sampling.pending_output import PendingOutput
+from engine.sequence import StepPlan
 from engine.steps.loading import load_runner
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.workers import ChangeRole
 from kv_transfer.worker import replica as worker_replica
@@ -26,7 +29,7 @@ from tests.support.mini_cluster import brake
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 PROMPT = random_prompts([150], seed=7)[0]
 
@@ -132,6 +135,59 @@ async def test_sequences_in_host_memory_leave_too(llama: SmallModel) -> None:
         await cluster.change(crowded, "prefill", drain_s=0.0)
         for prompt, found in zip(prompts, asking, strict=True):
             assert await found == llama.hugging_face(prompt, 40)
+
+
+async def test_what_tiers_let_go_while_a_worker_starts_is_news_to_nobody(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to host memory of what the worker before computed end when they do."""
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    start = Reservations.start
+
+    async def started(self: Reservations, *, ttl_s: float) -> None:
+        tiers: Any = cluster.replicas[0]._lower
+        tiers._room()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await start(self, ttl_s=ttl_s)
+
+    async with replica_cluster(llama, num_prefill=1, num_decode=1) as cluster:
+        monkeypatch.setattr(Reservations, "start", started)
+        await cluster.change(cluster.replicas[0], "decode")
+    assert not errors
+
+
+def is_probe(plan: StepPlan) -> bool:
+    return any(item.seq.request_id == "probe" for item in plan.items)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_tries_the_device_out_leaves_nothing_behind(
+    llama: SmallModel, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request whose steps fail is cancelled meanwhile, so that the worker holds nothing for anybody."""
+    async with replica_cluster(llama, num_prefill=int(role == "prefill"), num_decode=1) as cluster:
+        replica = cluster.replicas[0]
+        runner = replica.model.runner
+        run = runner.run
+
+        def fails(step: PreparedStep, *hooks: Any) -> PendingOutput:
+            if not is_probe(step.plan):
+                raise RuntimeError("the poison works")
+            return run(step, *hooks)
+
+        monkeypatch.setattr(runner, "run", fails)
+        with brake(runner, is_probe) as held:
+            asking = asyncio.create_task(cluster.generate("poison", PROMPT, greedy()))
+            await held.reached()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await eventually(lambda: not holds(replica, "poison"))
+            assert replica.change_role("decode" if role == "prefill" else "prefill", HANGS_S)
+            await asyncio.sleep(0)
+        await cluster.changed(replica)
+        replica.model.block_pool.check_idle()
 
 
 async def crowded_decode(cluster: ReplicaCluster) -> WorkerReplica:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
+from engine.kv.prefix import block_hashes
 from engine.sequence import SequenceKey
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
-from tests.support.ghost_runner import GhostRunner
+from tests.support.ghost_runner import GhostRunner, kv_of
 
 
 class Bench:
@@ -27,9 +28,12 @@ class Bench:
         longest: int = 0,
     ) -> None:
         self.pool = BlockPool(columns * layer_groups)
-        host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
-        allocator = BlockAllocator(self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE, host_pool=host_pool)
-        self.runner = GhostRunner(allocator)
+        self.host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
+        allocator = BlockAllocator(
+            self.pool, layer_groups=layer_groups, block_size=BLOCK_SIZE, host_pool=self.host_pool
+        )
+        self.kv: dict[tuple[str, int, int], int] = {}
+        self.runner = GhostRunner(allocator, self.kv)
         self.scheduler = PrefillScheduler(
             allocator,
             token_budget=token_budget,
@@ -39,6 +43,17 @@ class Bench:
             host_groups=host_rule(allocator, staging_columns, rate),
             cost=lambda: cost,
         )
+
+    def rests_in_host_memory(self, tokens: list[int]) -> None:
+        """Whole blocks of these tokens, in one layer group, that the device has no more."""
+        assert self.host_pool is not None
+        lease = self.host_pool.lease(len(tokens) // BLOCK_SIZE)
+        for position, kv in enumerate(kv_of(tokens, 0)):
+            column, offset = divmod(position, BLOCK_SIZE)
+            self.kv["host", lease.blocks[column], offset] = kv
+        for block, prefix_hash in zip(lease.blocks, block_hashes(tokens, BLOCK_SIZE), strict=True):
+            self.host_pool.publish(lease, block, (prefix_hash, 0))
+        self.host_pool.release(lease)
 
     def step(self) -> tuple[list[tuple[str, int]], list[str]]:
         """What was computed, and whose first token came."""
@@ -110,6 +125,18 @@ def test_a_cached_prefix_is_not_computed_again_unless_its_logprobs_are_wanted() 
         assert bench.step() == ([(name, computed)], [name])
         bench.scheduler.release(SequenceKey(name, 0))
     bench.pool.check_idle()
+
+
+def test_a_prefix_is_brought_to_the_device_however_little_room_its_length_leaves_in_the_step() -> None:
+    """There is room for a token of a prompt that begins, and none for one behind so many."""
+    cost = StepCost(base_s=1.0, prefill_token_s=0.5, prefill_pair_s=0.1, decode_s=0.0, context_token_s=0.0)
+    bench, prompt = Bench(host_columns=20, cost=cost), [2] * 40
+    bench.rests_in_host_memory(prompt[:32])
+    bench.scheduler.add(prompt_of("short", [3] * 8))
+    bench.scheduler.add(prompt_of("long", prompt))
+    assert bench.step() == ([("short", 8), ("long", 1)], ["short"])
+    assert bench.runner.num_copied_blocks == 32 // BLOCK_SIZE
+    assert bench.step() == ([("long", 7)], ["long"])
 
 
 def test_a_prompt_that_did_not_fit_keeps_nothing_of_its_hit() -> None:

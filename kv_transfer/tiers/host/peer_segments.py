@@ -112,7 +112,12 @@ class PeerSegments:
 
     def _rescan(self) -> None:
         known = self._segments
-        found = {path: known.get(path) or self._map(path) for path in segment_paths(self._folder, self._scope)}
+        try:
+            paths = segment_paths(self._folder, self._scope)
+        except OSError as error:  # without a descriptor to spare, say: what is mapped can be read all the same
+            log.warning("the host KV segments in %s cannot be listed: %s", self._folder, error)
+            return
+        found = {path: known.get(path) or self._map(path) for path in paths}
         self._segments = {path: segment for path, segment in found.items() if segment is not None}
 
     def _map(self, path: Path) -> _Segment | None:

@@ -30,9 +30,10 @@ def is_free(run: RequestRun) -> bool:
     return not run.alone
 
 
-def brings(run: RequestRun, num_tokens: int) -> None:
-    """From a decode worker that does all of it."""
-    run.placed(Placement(request_id=run.request_id, attempt=run.attempt, prefill=None, decode="d"))
+def brings(run: RequestRun, num_tokens: int, *, prefill: str | None = None, split_at: int = 0) -> None:
+    """From a decode worker, which does all of it unless a `prefill` worker has a part."""
+    placed = {"request_id": run.request_id, "attempt": run.attempt, "prefill": prefill, "split_at": split_at}
+    run.placed(Placement(decode="d", **placed))  # type: ignore[arg-type]
     for index in range(len(run.emitted), len(run.emitted) + num_tokens):
         run.merge("d", TokenEvent(request_id=run.request_id, attempt=run.attempt, index=index, token_id=7))
 
@@ -89,6 +90,20 @@ async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
     book.came(run)
     assert is_free(run) and not len(book)
     assert not book.lost("w2", [run]), "what it was suspected of before counts no more"
+
+
+@pytest.mark.parametrize(("split_at", "num_tokens"), [(0, NUM_ALONE + 1), (4, NUM_ALONE)])
+async def test_so_many_come_of_such_steps_on_two_workers(split_at: int, num_tokens: int) -> None:
+    """Who computes a part of a prompt has no token to show, and the other worker shares its steps after as many."""
+    book, run = Quarantine(), a_run("r")
+    book.lost("w1", [run])
+    await book.admit(run)
+    brings(run, num_tokens - 1, prefill="p", split_at=split_at)
+    book.came(run)
+    assert not is_free(run)
+    brings(run, 1, prefill="p", split_at=split_at)
+    book.came(run)
+    assert is_free(run)
 
 
 async def test_a_late_token_of_the_last_attempt_clears_nobody() -> None:

@@ -192,8 +192,8 @@ def test_who_handed_over_concerns_an_attempt_no_more() -> None:
 def test_a_split_reaches_the_workers_unless_the_prompt_s_logprobs_are_asked_for() -> None:
     for prompt_logprobs, split_at in ((None, 2), (0, 0)):
         run = _run()
-        run.placed(replace(_placement(), split_at=2))
         run.request = replace(run.request, params=replace(run.request.params, prompt_logprobs=prompt_logprobs))
+        run.placed(replace(_placement(), split_at=2))
         assert run.spec().split_at == split_at
     part, whole = (sequence_of(replace(_run().request, split_at=2), hands_over=h) for h in (True, False))
     assert (part.num_tokens, part.is_part, whole.num_tokens, whole.is_part) == (2, True, 3, False)

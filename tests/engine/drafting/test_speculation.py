@@ -74,6 +74,17 @@ class Workbench:
         return self.num_tokens / self.seconds
 
 
+def test_what_drawing_will_take_is_told_of_what_was_planned() -> None:
+    bench = Workbench(2)
+    bench.speculation = Speculation([bench.drafter], bench.costs, fixed=3)
+    bench.drafter.drawing = Drawing(pass_s=0.01, each_s=0.001, before_s=0.3)
+    bench.step(3)
+    assert bench.speculation.drawing_s == pytest.approx(3 * 0.01 + 2 * (3 * 0.001 + 0.3))
+    bench.drafter.drawing = None
+    bench.step(3)
+    assert bench.speculation.drawing_s == 0.0
+
+
 def test_right_drafts_are_drafted_as_far_as_rows_are_free() -> None:
     bench = Workbench(1)
     for _ in range(200):

@@ -149,7 +149,7 @@ async def test_a_step_whose_tokens_turn_out_bad_fails_with_the_one_that_went_on_
         await eventually(lambda: bench.told(good)[-1:] == ["finished"])
         assert bench.told(bad)[-1] == "failed: no distribution"
         assert bench.told(ahead)[:2] == ["prepared", "began"]
-        assert bench.told(ahead)[2:] == ["failed: the step before it failed, or nobody waits for it any more"]
+        assert bench.told(ahead)[2:] == ["failed: the step before it failed"]
 
 
 async def test_with_a_step_that_fails_goes_the_one_ahead_of_it() -> None:
@@ -187,6 +187,18 @@ async def test_a_step_that_cannot_be_prepared_fails_when_its_turn_comes() -> Non
         assert bench.told(bad) == ["prepared", "failed: no such step"]
         failed, prepared = (bench.story.index(entry) for entry in (("failed: no such step", bad), ("prepared", later)))
         assert failed < prepared, "nothing is planned ahead of a step that cannot be made"
+
+
+async def test_an_error_of_its_own_tells_nothing_of_a_step_ahead_of_one_that_failed() -> None:
+    """Or whoever is in both would be tried as if it had failed alone, and two failures counted where there was one."""
+    plans = [_plan() for _ in range(3 * MAX_CONSECUTIVE_FAILURES)]
+    bench = Bench(*plans)
+    bench.fails, bench.spoilt = {id(bad) for bad in plans[::3]}, {id(ahead) for ahead in plans[1::3]}
+    async with _running(bench):
+        await eventually(lambda: bench.told(plans[-1])[-1:] == ["finished"])
+        for bad, ahead in zip(plans[::3], plans[1::3], strict=True):
+            assert bench.told(bad)[-1] == "failed: hiccup"
+            assert bench.told(ahead) == ["prepared", "failed: the step before it failed"]
 
 
 async def test_stopping_ends_both_steps_in_flight_and_takes_nothing_in() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -206,6 +207,18 @@ async def test_a_step_that_does_not_come_back_is_ill_health(monkeypatch: pytest.
         await eventually(lambda: bench.loop.healthy)
 
 
+async def test_what_ends_the_loop_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> StepPlan:
+        raise AssertionError("a bug in planning")
+
+    async with _running() as bench:
+        await eventually(lambda: bench.num_planned == 1)
+        bench.next_plan = broken  # type: ignore[method-assign]
+        bench.loop.wake()
+        await eventually(lambda: not bench.loop.healthy)
+        await eventually(lambda: "a bug in planning" in caplog.text)
+
+
 SECONDS = StepCost(base_s=0.02, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
 
 
@@ -242,6 +255,20 @@ async def test_a_step_is_not_judged_by_a_guess() -> None:
             bench.may_end.set()
             await eventually(lambda: len(bench.finished) == number + 2)  # noqa: B023
         assert all(seconds > 0.2 for seconds in bench.overdue_after_s), "only a pause of this machine makes one late"
+
+
+async def test_what_drawing_drafts_takes_is_a_part_of_what_was_predicted() -> None:
+    """A model that drafts reads a prompt in the first step that it draws in; nobody is to leave for that."""
+    async with _running(overdue_s=0.2) as bench:
+        bench.costs.seed(SECONDS)
+        bench.may_end.clear()
+        bench.plans.append(replace(_plan(), drawing_s=HANGS_S))
+        bench.loop.wake()
+        await eventually(lambda: bench.layers)
+        await asyncio.sleep(0.6)
+        assert not bench.overdue
+        bench.may_end.set()
+        await eventually(lambda: bench.finished)
 
 
 async def test_time_in_which_the_loop_did_not_run_is_not_the_step_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,24 @@ async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
         segment.close(unlink=True)
 
 
+def test_where_the_folder_cannot_be_listed_neighbours_are_as_they_were(tmp_path: Path) -> None:
+    """Who asks is about to take a request in, and must not fail with it."""
+    folder, digests = tmp_path / "host", hashes(1)
+    folder.mkdir()
+    segment = neighbour(folder, digests)
+    neighbours = PeerSegments(folder, SCOPE, "model", None, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0)
+    try:
+        assert neighbours.holds(digests[0])
+        folder.rename(tmp_path / "away")
+        folder.write_text("no folder")
+        assert neighbours.holds(digests[0])
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
 async def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
     digests = hashes(3)
     disk = disk_of(tmp_path)

@@ -15,7 +15,7 @@ from engine.drafting import draft_model
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.speculation import DraftCounts, Speculation
 from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, StepPlan
 from engine.steps.calibration import calibrate
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from tests.support.small_models import SmallModel, greedy, random_prompts, shallower
@@ -54,6 +54,13 @@ def generate(engine: LocalEngine, prompts: list[list[int]], params: SamplingPara
 
 def counts_of(engine: LocalEngine) -> DraftCounts:
     return engine.scheduler.draft_counts["model"]
+
+
+def first_with_drafts(engine: LocalEngine, model: LoadedModel) -> StepPlan:
+    """The first step that is to draw some, before it is made."""
+    while not (plan := engine.scheduler.plan()).has_undrawn:
+        engine.scheduler.finish_step(plan, model.runner.execute(plan))
+    return plan
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(llama: SmallModel) -> None:
@@ -111,6 +118,19 @@ def test_who_is_drawn_for_takes_the_room_of_who_is_not(llama: SmallModel) -> Non
     drafter.check_idle()
 
 
+def test_who_ends_between_a_plan_and_its_step_leaves_nothing_behind(llama: SmallModel) -> None:
+    """A request is cancelled while the step that draws for it waits for its turn."""
+    model = loaded(llama, llama.folder)
+    drafter = drafter_of(model)
+    engine = drafting(model)
+    seq = Sequence(request_id="r", attempt=0, params=greedy(), prompt_token_ids=random_prompts([30])[0])
+    engine.add(seq)
+    plan = first_with_drafts(engine, model)
+    engine.scheduler.drop(seq.key)
+    engine.scheduler.finish_step(plan, model.runner.execute(plan))
+    drafter.check_idle()
+
+
 def test_a_model_that_fails_costs_its_drafts_and_no_step(llama: SmallModel, caplog: pytest.LogCaptureFixture) -> None:
     model = loaded(llama, llama.folder)
     engine = drafting(model)
@@ -137,6 +157,9 @@ def test_what_its_passes_take_is_known_from_the_start(llama: SmallModel) -> None
     model = loaded(llama, llama.folder)
     model.costs.seed(calibrate(model, budget_s=0.1))
     assert drafter_of(model).model.costs.is_seeded
+    engine = drafting(model)
+    engine.add(Sequence(request_id="r", attempt=0, params=greedy(), prompt_token_ids=random_prompts([30])[0]))
+    assert first_with_drafts(engine, model).drawing_s > 0.0
 
 
 def test_another_vocabulary_is_refused_before_anything_is_loaded(llama: SmallModel, tmp_path: Path) -> None:
