@@ -15,9 +15,9 @@
 
 Knows HTTP status codes, nothing of FastAPI, workers or Ray.
 
-A new one is a class here; `cluster.slo.account.outcome_of` says whether it breaks a promise; `docs/guide/http-api.md`
-and `docs/guide/troubleshooting.md` have its code; `test_timeline.py` and `test_http_api.py` try it. It is raised where
-it is found out:
+To add one, write a class here and say in `cluster.slo.account.slo_outcome_of` whether it breaks a promise.
+`docs/guide/http-api.md` and `docs/guide/troubleshooting.md` explain its code; `test_timeline.py` and `test_http_api.py`
+try it. Raise it where it is found out:
 
     of a field of the body        `cluster.http.openai.fields`; a code of ours is listed in `_OUR_CODES` of
                                   `cluster.http.error_responses`, or it turns into `invalid_value`

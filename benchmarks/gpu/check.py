@@ -49,7 +49,7 @@ NEEDED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepResult:
     """`missed`: figures that do not reach their aims; `figures`: all that were stored."""
 
     step: str
@@ -80,11 +80,11 @@ def main() -> int:
         chosen = in_parts[arguments.part - 1]
     _tell_device()
     until_s = time.monotonic() + arguments.minutes * 60 if arguments.part is not None else None
-    outcomes = run_steps(chosen, torch.device("cuda:0"), RESULTS, until_s)
+    results = run_steps(chosen, torch.device("cuda:0"), RESULTS, until_s)
     if not arguments.keep:
         forget_checkpoints()
-    tell_summary(outcomes)
-    return 0 if all(outcome.verdict in ("green", "absent") for outcome in outcomes) else 1
+    tell_summary(results)
+    return 0 if all(result.verdict in ("green", "absent") for result in results) else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -130,29 +130,29 @@ def _tell_device() -> None:
     )
 
 
-def run_steps(steps: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[Outcome]:
-    """One after the other; each outcome is stored at once, beside those of steps that ran before.
+def run_steps(steps: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[StepResult]:
+    """One after the other; each result is stored at once, beside those of steps that ran before.
 
     `until_s`, on `time.monotonic`: by then all must be over; a step that needs longer than is left is not begun.
     """
-    outcomes = []
+    results = []
     for step in steps:
-        outcomes.append(_outcome(step, folder, until_s))
-        _store(outcomes[-1], device, folder)
-    return outcomes
+        results.append(_run_step(step, folder, until_s))
+        _store(results[-1], device, folder)
+    return results
 
 
-def _outcome(step: Step, folder: Path, until_s: float | None) -> Outcome:
+def _run_step(step: Step, folder: Path, until_s: float | None) -> StepResult:
     started = time.monotonic()
     if until_s is not None and until_s - started < step.minutes * 60 / 2:
-        return Outcome(step=step.name, verdict="left", duration_s=0.0)
+        return StepResult(step=step.name, verdict="left", duration_s=0.0)
     print(f"\n{step.name}: {step.answers} (about {step.minutes:g} minutes)", flush=True)
     if step.stores:
         path_of(step.name, folder).unlink(missing_ok=True)  # or an older run's would be taken for this one's
     green = run_commands(step, until_s or started + STEP_TIMEOUT_S)
     stored = _stored(path_of(step.name, folder)) if step.stores else {}
     figures = tuple(_figure(fields) for fields in stored.get("figures", ()))
-    return Outcome(
+    return StepResult(
         step=step.name,
         verdict=_verdict(green, figures, needs=stored.get("needs")),
         duration_s=time.monotonic() - started,
@@ -177,26 +177,26 @@ def _figure(fields: dict[str, Any]) -> Figure:
     return Figure(**{name: value for name, value in fields.items() if name != "reaches"})
 
 
-def _store(outcome: Outcome, device: torch.device, folder: Path) -> None:
+def _store(result: StepResult, device: torch.device, folder: Path) -> None:
     path = folder / "gpu_check.json"
     known: Json = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[outcome.step] = {
-        "verdict": outcome.verdict,
-        "duration_s": round(outcome.duration_s, 1),
-        "missed": outcome.missed,
+    known[result.step] = {
+        "verdict": result.verdict,
+        "duration_s": round(result.duration_s, 1),
+        "missed": result.missed,
         **gpu_provenance(device),
     }
     path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def tell_summary(outcomes: Sequence[Outcome]) -> None:
+def tell_summary(results: Sequence[StepResult]) -> None:
     print()
-    for outcome in outcomes:
-        for figure in outcome.figures:
+    for result in results:
+        for figure in result.figures:
             if figure.reaches is not None:
-                print(f"{outcome.step:>15}  {figure.told()}")
-    for outcome in outcomes:
-        print(f"{outcome.verdict:>7}  {outcome.step} ({outcome.duration_s:.0f} s)")
+                print(f"{result.step:>15}  {figure.told()}")
+    for result in results:
+        print(f"{result.verdict:>7}  {result.step} ({result.duration_s:.0f} s)")
 
 
 if __name__ == "__main__":

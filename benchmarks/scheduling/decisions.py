@@ -31,7 +31,7 @@ from benchmarks.scheduling.goodput import PUBLISHED
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.load.timing import percentiles
 from cluster.scheduler.block_index import BlockIndex
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome
+from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
@@ -125,11 +125,11 @@ def _query(rng: random.Random, number: int, num_workers: int, now: float, ttft_s
 
 def timed_decisions(
     num_workers: int, num_blocks: int, num_decisions: int, clocks: Sequence[Callable[[], float]] = CLOCKS
-) -> dict[Outcome, list[tuple[float, ...]]]:
+) -> dict[AdmissionOutcome, list[tuple[float, ...]]]:
     """Seconds of each on each clock, by what became of it. Half of them ask for what no worker can do in time."""
     ledger, index = build(num_workers, num_blocks)
     admission = Admission(ledger, index.longest_prefix, DecisionPolicy(), AdmissionPolicy())
-    taken: dict[Outcome, list[tuple[float, ...]]] = {outcome: [] for outcome in Outcome}
+    taken: dict[AdmissionOutcome, list[tuple[float, ...]]] = {outcome: [] for outcome in AdmissionOutcome}
     rng, now = random.Random(0), 0.0
     first = PER_DECODE * num_workers // 2
     for number in range(first + num_decisions):
@@ -141,7 +141,7 @@ def timed_decisions(
         elapsed = tuple(clock() - at for clock, at in zip(clocks, began, strict=True))
         if number >= first:
             taken[verdict.outcome].append(elapsed)
-        elif verdict.outcome is Outcome.PLACED:
+        elif verdict.outcome is AdmissionOutcome.PLACED:
             ledger.first_token(query.request_id, now)  # it decodes
     return taken
 

@@ -13,7 +13,7 @@ from cluster.simulation.records import Record
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import SimulatedWorker
 from cluster.slo.classes import SloConfig
-from cluster.slo.report import Outcome, Served, SloReport
+from cluster.slo.report import Served, SloOutcome, SloReport
 from cluster.slo.tracker import SloTracker
 
 Sizes = tuple[int, int]
@@ -104,7 +104,7 @@ class PredictedSizes:
         is_served = record.end_s is not None
         self._news.ended(
             served,
-            Outcome.FINISHED if is_served else Outcome.REJECTED,
+            SloOutcome.FINISHED if is_served else SloOutcome.REJECTED,
             e2e_s=now - record.arrival_s,
             ttft_s=record.ttft_s if is_served else None,
             tpot_s=record.tpot_s,

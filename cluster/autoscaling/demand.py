@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from cluster.autoscaling.sizing import PoolsPlan, PoolView
-from cluster.scheduler.placement.admission import Outcome, Verdict
+from cluster.scheduler.placement.admission import AdmissionOutcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Row, Slot
 from cluster.slo.sliding_window import SlidingWindow
@@ -158,7 +158,7 @@ class DemandMonitor:
         if query.attempt > 0 or not verdict.decision.rows:
             return
         is_back = self._is_back(query, now)
-        if verdict.outcome is Outcome.REJECTED and verdict.retry_after_s is not None and query.prefix_hashes:
+        if verdict.outcome is AdmissionOutcome.REJECTED and verdict.retry_after_s is not None and query.prefix_hashes:
             self._turned_away.setdefault(query.question, now + verdict.retry_after_s)
         if not is_back:
             self._count(query, verdict, now)

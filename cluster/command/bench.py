@@ -32,7 +32,7 @@ from cluster.simulation.records import aligned
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass
-from cluster.slo.countings import Outcome, Shares, count, table_rows
+from cluster.slo.countings import MeasuredRequest, Shares, count, table_rows
 
 _DEFAULT_REQUESTS: Final = 100
 _MOST: Final = 10**9  # requests that are drawn if only time ends them
@@ -405,7 +405,7 @@ def _countings(sent: Sequence[Sent], promise: SloClass) -> dict[str, Shares]:
     """Count what was in time. A request without an answer counts with the tokens that it asked for."""
     return count(
         [
-            Outcome(
+            MeasuredRequest(
                 slo=promise,
                 prompt_tokens=s.num_prompt_tokens or s.request.prompt_tokens,
                 output_tokens=s.request.output_tokens if s.timing is None else s.timing.num_tokens,

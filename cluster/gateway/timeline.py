@@ -33,7 +33,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from cluster.slo.classes import RequestTerms
-from cluster.slo.report import Outcome, counts_of, gap_p99
+from cluster.slo.report import SloOutcome, counts_of, gap_p99
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 
@@ -276,7 +276,7 @@ class SequenceTimeline:
 class RequestTimeline:
     """One HTTP request from its arrival to its end, with a `SequenceTimeline` for each choice.
 
-    `outcome`: how it ended, in the word that Prometheus gets. `promise`: what that means for its class of service;
+    `outcome`: how it ended, in the word that Prometheus gets. `slo_outcome`: what that means for its class of service;
     None: nothing, because what was asked for cannot be done.
     """
 
@@ -289,7 +289,7 @@ class RequestTimeline:
     ended_at: float | None = None
     status: int | None = None  # HTTP's, once it was sent
     outcome: str = "cancelled"  # unless something else is known at the end
-    promise: Outcome | None = Outcome.CANCELLED
+    slo_outcome: SloOutcome | None = SloOutcome.CANCELLED
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
@@ -400,11 +400,11 @@ class RequestTimeline:
     def kept_promise(self) -> bool | None:
         """Whether `/slo` counts the request as one that met its promise.
         None: it goes on, or counts as neither met nor missed."""
-        if self.ended_at is None or self.promise is None:
+        if self.ended_at is None or self.slo_outcome is None:
             return None
         counts = counts_of(
             self.terms.slo,
-            self.promise,
+            self.slo_outcome,
             e2e_s=self.total_s,
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,

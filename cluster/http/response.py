@@ -28,9 +28,9 @@ from cluster.http.openai.sse import Shape, dumps, dumps_large
 from cluster.http.server.connection import Connection, connection_of
 from cluster.http.server.request_id import given_request_id
 from cluster.http.server.unread import PIECE_BYTES, Outbox
-from cluster.slo.account import outcome_of
+from cluster.slo.account import slo_outcome_of
 from cluster.slo.classes import CLASS_HEADER
-from cluster.slo.report import Outcome
+from cluster.slo.report import SloOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Answer(Response):
         try:
             async with asyncio.timeout(deadline_s):
                 yield
-                self._timeline.outcome, self._timeline.promise = "finished", Outcome.FINISHED
+                self._timeline.outcome, self._timeline.slo_outcome = "finished", SloOutcome.FINISHED
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
@@ -100,7 +100,7 @@ class Answer(Response):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s / _LOOKS_PER_TIMEOUT):
                     await self._given_up.wait()
-        self._timeline.outcome, self._timeline.promise = "unread", Outcome.CANCELLED
+        self._timeline.outcome, self._timeline.slo_outcome = "unread", SloOutcome.CANCELLED
 
     async def _answer_or_fail(self, send: Send) -> None:
         """Answer, and tell the client whatever goes wrong. All errors of a request end here."""
@@ -131,7 +131,7 @@ class Answer(Response):
         return b""
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        self._timeline.outcome, self._timeline.promise = error.code or "failed", outcome_of(error)
+        self._timeline.outcome, self._timeline.slo_outcome = error.code or "failed", slo_outcome_of(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if not self._started:

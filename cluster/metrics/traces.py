@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter
 
 from cluster.gateway.timeline import RequestTimeline
-from cluster.slo.report import Outcome
+from cluster.slo.report import SloOutcome
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -156,7 +156,7 @@ class TraceExporter:
         )
         if not span.is_recording():
             return False
-        if timeline.promise is Outcome.FAILED:
+        if timeline.slo_outcome is SloOutcome.FAILED:
             span.set_status(Status(StatusCode.ERROR, timeline.outcome))
         within = set_span_in_context(span)
         if len(timeline.sequences) == 1:

@@ -14,7 +14,7 @@ from typing import Final
 
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.decision_log import DecisionLog
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action
 from cluster.scheduler.placement.policy import DecisionPolicy
@@ -126,7 +126,7 @@ class GlobalScheduler:
         query = self._narrowed(request)
         verdict = self._admission.ask(query, now)
         self.on_verdict(query, verdict, now)
-        if verdict.outcome is not Outcome.WAITING:
+        if verdict.outcome is not AdmissionOutcome.WAITING:
             return self._answer(request, verdict)
         self._waiting[request.request_id] = request
         self.log.add(request, verdict, "it waits for room")
@@ -181,7 +181,7 @@ class GlobalScheduler:
         request_id, attempt = request.request_id, request.attempt
         reason = self._reason(verdict)
         self.log.add(request, verdict, reason)
-        if verdict.outcome is Outcome.PLACED:
+        if verdict.outcome is AdmissionOutcome.PLACED:
             best = verdict.decision.best
             return Placement(
                 request_id=request_id,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from cluster.slo.classes import SloClass
-from cluster.slo.countings import Outcome, Shares, count, table_rows
+from cluster.slo.countings import MeasuredRequest, Shares, count, table_rows
 from cluster.slo.histogram import Histogram, histogram_of, quantiles
 from cluster.slo.report import gap_p99
 
@@ -90,10 +90,10 @@ class Record:
         return None if self.end_s is None else self.end_s - self.arrival_s
 
     @property
-    def outcome(self) -> Outcome:
-        """The outcome of the first time that it came: who was turned away then was not served."""
+    def measured(self) -> MeasuredRequest:
+        """The request as its client saw it the first time that it came: who was turned away then was not served."""
         is_served = self.end_s is not None and self.num_rejections == 0
-        return Outcome(
+        return MeasuredRequest(
             slo=self.slo,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
@@ -229,7 +229,7 @@ def summarise(
         duration_s=duration_s,
         utilisation=utilisation,
         classes=tuple(_summary_of(name, group, offered_s) for name, group in groups),
-        countings=count([record.outcome for record in records]),
+        countings=count([record.measured for record in records]),
     )
 
 

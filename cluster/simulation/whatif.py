@@ -19,7 +19,7 @@ from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watc
 from cluster.simulation.workers import WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
-from cluster.slo.countings import Outcome, Shares, count, length_groups, table_rows
+from cluster.slo.countings import MeasuredRequest, Shares, count, length_groups, table_rows
 
 _DOUBTFUL: Final = 0.25
 _SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of many workers, that compute prompts
@@ -48,7 +48,7 @@ class Seen:
             ttft=Quantiles.of(request.ttft_s for request in requests),
             tpot=Quantiles.of(request.tpot_s for request in requests),
             gap=Quantiles.of(request.gap_p99_s for request in requests),
-            countings=count([_outcome(cluster.slo, request) for request in requests]),
+            countings=count([_measured(cluster.slo, request) for request in requests]),
         )
 
     @classmethod
@@ -304,8 +304,8 @@ def _moved(slo_class: SloClass, ttft_s: float | None, tpot_s: float | None, gap_
     )
 
 
-def _outcome(slo: SloConfig, request: LoggedRequest) -> Outcome:
-    return Outcome(
+def _measured(slo: SloConfig, request: LoggedRequest) -> MeasuredRequest:
+    return MeasuredRequest(
         slo=_class_of(slo, request),
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,

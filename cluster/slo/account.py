@@ -17,7 +17,7 @@ from typing import Final, Literal
 from cluster.errors import ApiError, GenerationError, OverloadedError, RequestTooLargeError, UnreadError
 from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
-from cluster.slo.report import Counts, Outcome, SeriesKey, Served, SloReport
+from cluster.slo.report import Counts, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
 PERIOD_S: Final = 1.0
@@ -68,13 +68,13 @@ class SloAccount:
     def ended(self, timeline: RequestTimeline) -> None:
         """Count how a followed request ended. Call it once, whatever way the request ended."""
         reader = self._readers.pop(id(timeline))
-        if timeline.promise is None:
+        if timeline.slo_outcome is None:
             return
         self._count_news([reader])
         slowest = timeline.slowest
         self._news.ended(
             self._served(timeline.terms, slowest.attempt),
-            timeline.promise,
+            timeline.slo_outcome,
             e2e_s=timeline.total_s,
             ttft_s=timeline.ttft_s,
             tpot_s=slowest.tpot_s,
@@ -88,7 +88,7 @@ class SloAccount:
         try:
             yield
         except ApiError as error:
-            outcome = outcome_of(error)
+            outcome = slo_outcome_of(error)
             if outcome is not None:
                 self._news.ended(self._served(terms, None), outcome, e2e_s=time.monotonic() - terms.arrived_at)
             raise
@@ -156,12 +156,12 @@ class SloAccount:
             self.settle()
 
 
-def outcome_of(error: ApiError) -> Outcome | None:
+def slo_outcome_of(error: ApiError) -> SloOutcome | None:
     """What an error means for a request's promise. None: nothing, because what was asked for cannot be done."""
     if isinstance(error, UnreadError):
-        return Outcome.CANCELLED
+        return SloOutcome.CANCELLED
     if isinstance(error, OverloadedError):
-        return Outcome.REJECTED
+        return SloOutcome.REJECTED
     if isinstance(error, GenerationError) and not isinstance(error, RequestTooLargeError):
-        return Outcome.FAILED
+        return SloOutcome.FAILED
     return None

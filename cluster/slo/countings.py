@@ -47,7 +47,7 @@ T = TypeVar("T", bound=_HasLength)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class MeasuredRequest:
     """What a client saw of one request, in seconds. `ttft_s` None: it was not served when it first came, and the other
     times mean nothing. `tpot_s`, `gap_p99_s` None: there were too few tokens, or nobody noted them."""
 
@@ -86,7 +86,7 @@ class Shares:
         return self.shares[counting] >= SHARES[counting] - _ROUNDING
 
 
-def count(requests: Sequence[Outcome]) -> dict[str, Shares]:
+def count(requests: Sequence[MeasuredRequest]) -> dict[str, Shares]:
     """The shares in time of at least one request, once by its first token and mean time per token, and once by its
     first token and its gaps."""
     return {
@@ -95,8 +95,8 @@ def count(requests: Sequence[Outcome]) -> dict[str, Shares]:
     }
 
 
-def _shares(requests: Sequence[Outcome], is_met: Callable[[Outcome], bool]) -> Shares:
-    def share(of: Sequence[Outcome], weight: Callable[[Outcome], int] = lambda r: 1) -> float:
+def _shares(requests: Sequence[MeasuredRequest], is_met: Callable[[MeasuredRequest], bool]) -> Shares:
+    def share(of: Sequence[MeasuredRequest], weight: Callable[[MeasuredRequest], int] = lambda r: 1) -> float:
         return round(sum(weight(r) for r in of if is_met(r)) / sum(map(weight, of)), 4)
 
     of_requests = share(requests)
@@ -124,9 +124,9 @@ def table_rows(promises: Mapping[str, Shares]) -> list[list[str]]:
     return rows
 
 
-def _groups(requests: Sequence[Outcome]) -> Iterable[tuple[str, Sequence[Outcome]]]:
+def _groups(requests: Sequence[MeasuredRequest]) -> Iterable[tuple[str, Sequence[MeasuredRequest]]]:
     """Yields all groups of length and of tenant, each with its name."""
-    of_tenant: defaultdict[str, list[Outcome]] = defaultdict(list)
+    of_tenant: defaultdict[str, list[MeasuredRequest]] = defaultdict(list)
     for request in requests:
         of_tenant[request.tenant].append(request)
     yield from length_groups(requests)

@@ -44,7 +44,9 @@ class Metric(enum.IntEnum):
     E2E = 4  # arrival to last byte
 
 
-class Outcome(enum.Enum):
+class SloOutcome(enum.Enum):
+    """What a request's end means for its promise; see the top."""
+
     FINISHED = "finished"
     FAILED = "failed"
     REJECTED = "rejected"
@@ -107,7 +109,7 @@ def gap_p99(gaps_s: NDArray[np.float64]) -> float | None:
 
 def counts_of(
     slo: SloClass,
-    outcome: Outcome,
+    outcome: SloOutcome,
     *,
     e2e_s: float,
     ttft_s: float | None,
@@ -121,7 +123,7 @@ def counts_of(
     late_gaps = not slo.meets_gap_p99(gap_p99_s)
     missed = int(slo.has_targets)
     match outcome:
-        case Outcome.FINISHED:
+        case SloOutcome.FINISHED:
             met = not (late_first or late_tokens or late_gaps)
             return Counts(
                 met=int(met),
@@ -132,7 +134,7 @@ def counts_of(
                 tokens=num_tokens,
                 met_tokens=num_tokens if met else 0,
             )
-        case Outcome.CANCELLED:
+        case SloOutcome.CANCELLED:
             return Counts(
                 missed=int(late_first or late_gaps),
                 late_first=int(late_first),
@@ -140,9 +142,9 @@ def counts_of(
                 cancelled=1,
                 tokens=num_tokens,
             )
-        case Outcome.REJECTED:
+        case SloOutcome.REJECTED:
             return Counts(missed=missed, rejected=1)
-        case Outcome.FAILED:
+        case SloOutcome.FAILED:
             return Counts(missed=missed, failed=1, tokens=num_tokens)
 
 
@@ -183,7 +185,7 @@ class SloReport:
     def ended(
         self,
         served: Served,
-        outcome: Outcome,
+        outcome: SloOutcome,
         *,
         e2e_s: float,
         ttft_s: float | None = None,
@@ -210,7 +212,7 @@ class SloReport:
         for key in both:
             tally = self._tally(key)
             tally.counts = Counts.total((tally.counts, counts))
-        if outcome is Outcome.FINISHED:
+        if outcome is SloOutcome.FINISHED:
             self._observe(both, Metric.E2E, (e2e_s,))
             if tpot_s is not None:
                 self._observe(served.series(served.decode), Metric.TPOT, (tpot_s,))

@@ -8,7 +8,7 @@ from itertools import count
 from benchmarks.report.goodput import decisions_table
 from benchmarks.report.table import RESULTS
 from benchmarks.scheduling.decisions import build, simulated, timed_decisions
-from cluster.scheduler.placement.admission import Outcome
+from cluster.scheduler.placement.admission import AdmissionOutcome
 
 
 def test_every_decision_is_timed_once_and_some_are_turned_away() -> None:
@@ -16,8 +16,8 @@ def test_every_decision_is_timed_once_and_some_are_turned_away() -> None:
     taken = timed_decisions(20, 2000, 40, clocks=[lambda: float(next(ticks))])
     assert sum(map(len, taken.values())) == 40
     assert {seconds for times in taken.values() for seconds in times} == {(1.0,)}
-    assert taken[Outcome.PLACED]
-    assert taken[Outcome.REJECTED]
+    assert taken[AdmissionOutcome.PLACED]
+    assert taken[AdmissionOutcome.REJECTED]
 
 
 def test_the_blocks_are_spread_over_the_workers_and_a_prefix_is_common() -> None:

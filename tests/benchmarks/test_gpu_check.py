@@ -18,7 +18,7 @@ import torch
 from benchmarks.common.provenance import ROOT
 from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu import steps
-from benchmarks.gpu.check import Outcome, parts, run_steps, tell_summary
+from benchmarks.gpu.check import StepResult, parts, run_steps, tell_summary
 from benchmarks.gpu.steps import STEPS, Step, run_command
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -100,14 +100,14 @@ def test_it_goes_on_past_failures_and_stores_each_outcome(tmp_path: Path, capfd:
         _storing("fast", tmp_path, 0.75),
         _step("plain", ""),
     ]
-    outcomes = run_steps(chosen, CPU, tmp_path, None)
+    results = run_steps(chosen, CPU, tmp_path, None)
     verdicts = {"red": "RED", "short": "missed", "fast": "green", "plain": "green"}
-    assert {outcome.step: outcome.verdict for outcome in outcomes} == verdicts
+    assert {result.step: result.verdict for result in results} == verdicts
     stored = json.loads((tmp_path / "gpu_check.json").read_text())
     assert {name: entry["verdict"] for name, entry in stored.items()} == verdicts
     assert stored["short"]["missed"] == ["rate"]
     assert {"commit", "device", "versions"} <= stored["red"].keys()
-    tell_summary(outcomes)
+    tell_summary(results)
     said = capfd.readouterr().out
     assert "the second command ran" in said
     assert "short  rate: 25.0% (aim: at least 50.0%; MISSED)" in said
@@ -121,8 +121,8 @@ def test_a_step_that_the_machine_is_too_small_for_is_neither_green_nor_red(tmp_p
     program = _STORES.format(name="pair", folder=str(tmp_path), value=0.75).replace(
         "report.add(", "report.note(needs='two GPUs') or report.add("
     )
-    (outcome,) = run_steps([_step("pair", program, stores=True)], CPU, tmp_path, None)
-    assert outcome.verdict == "absent"
+    (result,) = run_steps([_step("pair", program, stores=True)], CPU, tmp_path, None)
+    assert result.verdict == "absent"
 
 
 def test_what_another_run_found_stays_beside_it(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_what_another_run_found_stays_beside_it(tmp_path: Path) -> None:
 
 def test_a_step_that_needs_longer_than_is_left_is_not_begun(tmp_path: Path) -> None:
     soon = time.monotonic() + 60
-    (outcome,) = run_steps([_step("long", "raise AssertionError", minutes=30)], CPU, tmp_path, soon)
-    assert outcome.verdict == "left"
+    (result,) = run_steps([_step("long", "raise AssertionError", minutes=30)], CPU, tmp_path, soon)
+    assert result.verdict == "left"
 
 
 def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_one_part_runs_and_the_checkpoints_go(monkeypatch: pytest.MonkeyPatch, t
     ran: list[str] = []
     forgotten: list[bool] = []
 
-    def run(chosen: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[Outcome]:
+    def run(chosen: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[StepResult]:
         assert until_s is not None
         ran.extend(step.name for step in chosen)
-        return [Outcome(step=step.name, verdict="green", duration_s=1.0) for step in chosen]
+        return [StepResult(step=step.name, verdict="green", duration_s=1.0) for step in chosen]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "_tell_device", lambda: None)
@@ -187,5 +187,5 @@ def test_an_unknown_step_and_an_unknown_part_are_refused(monkeypatch: pytest.Mon
 
 
 def test_outcomes_without_aims_miss_none() -> None:
-    assert Outcome(step="x", verdict="green", duration_s=1.0).missed == []
+    assert StepResult(step="x", verdict="green", duration_s=1.0).missed == []
     assert steps.STEPS["speed"].stores

@@ -29,7 +29,7 @@ from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.metrics import traces
 from cluster.metrics.traces import MAX_AT_ONCE, MAX_WAITING, TraceExporter, trace_exporter
 from cluster.slo.classes import RequestTerms
-from cluster.slo.report import Outcome
+from cluster.slo.report import SloOutcome
 from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import RequestSpec
@@ -277,7 +277,7 @@ def timeline(name: str = "cmpl-a") -> RequestTimeline:
     sequence.attempts[0].cause, sequence.attempts[0].failed_worker = "fault", "p0"
     sequence.token_times, sequence.end = array("d", [at + 1.5e-3, at + 2e-3]), "finished"
     made.parsed_at, made.ended_at, sequence.sent_at = at, at + 2e-3, at + 1.5e-3
-    made.outcome, made.promise = "finished", Outcome.FINISHED
+    made.outcome, made.slo_outcome = "finished", SloOutcome.FINISHED
     return made
 
 

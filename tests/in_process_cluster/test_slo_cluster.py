@@ -12,7 +12,7 @@ import pytest
 from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.account import SloAccount
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
-from cluster.slo.report import Counts, Metric, Outcome, SeriesKey
+from cluster.slo.report import Counts, Metric, SeriesKey, SloOutcome
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import SloUpdate
@@ -34,7 +34,7 @@ class Gateway:
     async def serve(self, request_id: str, num_tokens: int) -> Attempt:
         """One request from its arrival to its last token; where it was served."""
         timeline = RequestTimeline(
-            endpoint="", terms=RequestTerms(slo=self.account.classes.choose(None, {})), promise=Outcome.FINISHED
+            endpoint="", terms=RequestTerms(slo=self.account.classes.choose(None, {})), slo_outcome=SloOutcome.FINISHED
         )
         request = RequestSpec(
             request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id

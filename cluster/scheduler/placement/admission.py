@@ -39,7 +39,7 @@ _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
 
 
-class Outcome(Enum):
+class AdmissionOutcome(Enum):
     PLACED = "it runs where the decision says"
     WAITING = "it is looked at again at `until`, and answered by its deadline"
     REJECTED = "it should come back after `retry_after_s`; where that is None, never"
@@ -64,7 +64,7 @@ class AdmissionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    outcome: Outcome
+    outcome: AdmissionOutcome
     decision: Decision
     until: float | None = None
     retry_after_s: float | None = None
@@ -121,7 +121,7 @@ class Admission:
             del self._waiting[waiting.query.request_id]
             query = replace(waiting.query, waited_s=now - waiting.arrived_at)
             verdict = self._judge(query, now, waiting.came_at)
-            if verdict.outcome is not Outcome.WAITING:
+            if verdict.outcome is not AdmissionOutcome.WAITING:
                 self._learn(query, verdict)
                 verdicts.append(verdict)
         return verdicts
@@ -161,7 +161,7 @@ class Admission:
             return self._place(decision, now)
         if candidates is None:
             come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
-            return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
+            return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 
     def _learn(self, query: Place, verdict: Verdict) -> None:
@@ -171,9 +171,9 @@ class Admission:
             asked.has_targets
             and query.attempt == 0
             and verdict.decision.rows
-            and verdict.outcome is not Outcome.WAITING
+            and verdict.outcome is not AdmissionOutcome.WAITING
         ):
-            in_time = verdict.decision.best.slo_probability if verdict.outcome is Outcome.PLACED else 0.0
+            in_time = verdict.decision.best.slo_probability if verdict.outcome is AdmissionOutcome.PLACED else 0.0
             self.attainment.observe(self._groups(query), in_time)
 
     def _share(self, query: Place, now: float) -> float:
@@ -255,7 +255,7 @@ class Admission:
                     latest_start=latest_start,
                     deadline=deadline,
                 )
-                return Verdict(outcome=Outcome.WAITING, decision=decision, until=until)
+                return Verdict(outcome=AdmissionOutcome.WAITING, decision=decision, until=until)
         if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
             return self._place(place_anyway(decision), now)
         comes_then = -np.array(LATER_S)[:, None]
@@ -266,7 +266,7 @@ class Admission:
             num_workers = max(1, int(pool.stop - pool.start))
             retry_at = self._calendar.reserve(query.question, retry_at, self._work_s(decision), num_workers, now)
         return Verdict(
-            outcome=Outcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
+            outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
         )
 
     def _work_s(self, decision: Decision) -> float:

@@ -16,7 +16,7 @@ from typing import Final
 from cluster.simulation.arguments import SYNTHETIC
 from cluster.simulation.command import DEVICES, MODELS, drawn_requests
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
-from cluster.simulation.plan.report import Outcome, PlanReport
+from cluster.simulation.plan.report import LayoutResult, PlanReport
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.routers.legato import LegatoRouter
@@ -50,12 +50,12 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> PlanReport:
     """Tells of its progress on stderr."""
-    outcomes: dict[Layout, Outcome] = {}
+    results: dict[Layout, LayoutResult] = {}
 
     def achieves(layout: Layout) -> float:
-        outcome = outcomes[layout] = Outcome.of(layout, problem.play(layout))
-        print(f"{layout}: {outcome.share:.1%} in time", file=sys.stderr, flush=True)
-        return outcome.share
+        result = results[layout] = LayoutResult.of(layout, problem.play(layout))
+        print(f"{layout}: {result.share:.1%} in time", file=sys.stderr, flush=True)
+        return result.share
 
     found = Search(achieves, share=problem.targets.share, max_gpus=max_gpus)
     found.run(_guesses(problem, degrees, max_gpus))
@@ -65,13 +65,13 @@ def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> P
         device=hardware.device.name,
         targets=problem.targets,
         demand=problem.demand,
-        answer=None if answer is None else outcomes[answer],
-        next_cheaper=None if cheaper is None else outcomes[cheaper],
+        answer=None if answer is None else results[answer],
+        next_cheaper=None if cheaper is None else results[cheaper],
         at_load={} if answer is None else _at_other_loads(problem, answer),
         memory={}
         if answer is None
         else {role: hardware.memory(role, answer.devices_per_worker) for role in _roles(answer)},
-        num_tried=len(outcomes),
+        num_tried=len(results),
         is_complete=found.is_complete,
         max_gpus=max_gpus,
     )

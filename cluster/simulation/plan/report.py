@@ -15,7 +15,7 @@ from cluster.slo.countings import Shares, table_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LayoutResult:
     """What a layout achieves. Shares are of all requests; who missed several targets counts in each. Times in seconds,
     of those that were served."""
 
@@ -32,7 +32,7 @@ class Outcome:
     countings: dict[str, Shares]
 
     @classmethod
-    def of(cls, layout: Layout, result: SimulationResult) -> Outcome:
+    def of(cls, layout: Layout, result: SimulationResult) -> LayoutResult:
         records, overall = result.records, result.summary.overall
         return cls(
             layout=layout,
@@ -58,8 +58,8 @@ class PlanReport:
     device: str
     targets: Targets
     demand: Demand
-    answer: Outcome | None
-    next_cheaper: Outcome | None
+    answer: LayoutResult | None
+    next_cheaper: LayoutResult | None
     at_load: dict[str, float]
     memory: dict[str, WorkerMemory]
     num_tried: int
@@ -83,13 +83,13 @@ class PlanReport:
             f" TTFT {targets.ttft_s:g} s, TPOT {1000 * targets.tpot_s:g} ms{gap} for {targets.share:.0%} of them"
         ]
         named = {"plan": self.answer, "best" if self.answer is None else "cheaper": self.next_cheaper}
-        rows = [_row(name, outcome) for name, outcome in named.items() if outcome is not None]
+        rows = [_row(name, result) for name, result in named.items() if result is not None]
         lines += aligned([_HEAD, *rows]) if rows else []
         told = {
             f"{name}: {words}": shares
-            for name, outcome in named.items()
-            if outcome is not None
-            for words, shares in outcome.countings.items()
+            for name, result in named.items()
+            if result is not None
+            for words, shares in result.countings.items()
         }
         lines += aligned(table_rows(told)) if told else []
         if self.next_cheaper is not None:
@@ -110,23 +110,23 @@ _HEAD = ["", "layout", "GPUs", "in time", "late", "slow", "stalled", "rejected",
 _GIB = 1 << 30
 
 
-def _row(name: str, outcome: Outcome) -> list[str]:
-    shares = (outcome.share, outcome.late_first_token, outcome.slow_tokens, outcome.late_gaps, outcome.rejected)
-    busy = ", ".join(f"{pool} {share:.0%}" for pool, share in outcome.utilisation.items())
-    times = [f"{outcome.ttft_p95_s:.2f} s", f"{1000 * outcome.tpot_p95_s:.1f} ms"]
-    return [name, str(outcome.layout), str(outcome.num_gpus), *(f"{share:.1%}" for share in shares), *times, busy]
+def _row(name: str, result: LayoutResult) -> list[str]:
+    shares = (result.share, result.late_first_token, result.slow_tokens, result.late_gaps, result.rejected)
+    busy = ", ".join(f"{pool} {share:.0%}" for pool, share in result.utilisation.items())
+    times = [f"{result.ttft_p95_s:.2f} s", f"{1000 * result.tpot_p95_s:.1f} ms"]
+    return [name, str(result.layout), str(result.num_gpus), *(f"{share:.1%}" for share in shares), *times, busy]
 
 
-def _why(outcome: Outcome, targets: Targets) -> str:
+def _why(result: LayoutResult, targets: Targets) -> str:
     gap_ms = 1000 * (targets.gap_s or 0.0)
     reasons = {
-        f"{outcome.late_first_token:.1%} have their first token after {targets.ttft_s:g} s": outcome.late_first_token,
-        f"{outcome.slow_tokens:.1%} take more than {1000 * targets.tpot_s:g} ms a token": outcome.slow_tokens,
-        f"{outcome.late_gaps:.1%} have more than 1 gap in 100 above {gap_ms:g} ms": outcome.late_gaps,
-        f"{outcome.rejected:.1%} are turned away, as they would miss their targets": outcome.rejected,
+        f"{result.late_first_token:.1%} have their first token after {targets.ttft_s:g} s": result.late_first_token,
+        f"{result.slow_tokens:.1%} take more than {1000 * targets.tpot_s:g} ms a token": result.slow_tokens,
+        f"{result.late_gaps:.1%} have more than 1 gap in 100 above {gap_ms:g} ms": result.late_gaps,
+        f"{result.rejected:.1%} are turned away, as they would miss their targets": result.rejected,
     }
     told = [reason for reason, share in sorted(reasons.items(), key=lambda item: -item[1]) if share > 0]
-    return f"only {outcome.share:.1%} are served in time; " + ", ".join(told)
+    return f"only {result.share:.1%} are served in time; " + ", ".join(told)
 
 
 def _memory_lines(memory: dict[str, WorkerMemory]) -> list[str]:

@@ -12,12 +12,11 @@ from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.load import load_config
 from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.slo.classes import SloClass, SloConfig
-from cluster.slo.report import Outcome as Ending
-from cluster.slo.report import Served, SloReport
+from cluster.slo.report import Served, SloOutcome, SloReport
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place
@@ -56,7 +55,7 @@ def test_demand_is_what_is_asked_for_whether_or_not_it_is_served() -> None:
     watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
     door = Door(ledger, watch)
     outcomes = [door.ask(query_of(f"r{i}"), i / 3).outcome for i in range(300)]
-    assert Outcome.PLACED in outcomes and Outcome.REJECTED in outcomes
+    assert AdmissionOutcome.PLACED in outcomes and AdmissionOutcome.REJECTED in outcomes
     prefill, decode = watch.views(100.0, BurnAlerts())
     assert prefill.demand + decode.demand > 2.5  # some prompts are computed by the decode worker
     assert (prefill.live, decode.live) == (1, 1)
@@ -68,7 +67,9 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
     door = Door(ledger, watch)
     queries = [query_of(f"r{i}", prefix_hashes=bytes([i]) * 16) for i in range(20)]  # far too many at once
     verdicts = [door.ask(query, 0.0) for query in queries]
-    told = [(q, v.retry_after_s) for q, v in zip(queries, verdicts, strict=True) if v.outcome is Outcome.REJECTED]
+    told = [
+        (q, v.retry_after_s) for q, v in zip(queries, verdicts, strict=True) if v.outcome is AdmissionOutcome.REJECTED
+    ]
     assert len(told) > 10
     alike = queries[-1]
     before = demand(watch, 0.1)
@@ -111,10 +112,10 @@ def test_sequences_that_run_longer_than_expected_hold_their_worker() -> None:
 
 
 def ended(
-    news: SloReport, count: int, ending: Ending, *, ttft_s: float = 0.1, tpot_s: float = 0.01, gap_s: float = 0.01
+    news: SloReport, count: int, ending: SloOutcome, *, ttft_s: float = 0.1, tpot_s: float = 0.01, gap_s: float = 0.01
 ) -> None:
     served = Served(slo=SLO.classes[0], model="m")
-    is_served = ending is Ending.FINISHED
+    is_served = ending is SloOutcome.FINISHED
     for _ in range(count):
         news.ended(
             served,
@@ -129,16 +130,16 @@ def ended(
 @pytest.mark.parametrize(
     ("ending", "times", "expected"),
     [
-        (Ending.FINISHED, {"ttft_s": 9.0}, BurnAlerts(ttft=True)),
-        (Ending.FINISHED, {"tpot_s": 9.0}, BurnAlerts(tpot=True)),
-        (Ending.FINISHED, {"gap_s": 9.0}, BurnAlerts(tpot=True)),
-        (Ending.FINISHED, {"tpot_s": 9.0, "gap_s": 9.0}, BurnAlerts(tpot=True)),
-        (Ending.REJECTED, {}, BurnAlerts(other=True)),
+        (SloOutcome.FINISHED, {"ttft_s": 9.0}, BurnAlerts(ttft=True)),
+        (SloOutcome.FINISHED, {"tpot_s": 9.0}, BurnAlerts(tpot=True)),
+        (SloOutcome.FINISHED, {"gap_s": 9.0}, BurnAlerts(tpot=True)),
+        (SloOutcome.FINISHED, {"tpot_s": 9.0, "gap_s": 9.0}, BurnAlerts(tpot=True)),
+        (SloOutcome.REJECTED, {}, BurnAlerts(other=True)),
     ],
 )
-def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: BurnAlerts) -> None:
+def test_whose_budget_burns(ending: SloOutcome, times: dict[str, float], expected: BurnAlerts) -> None:
     news, slo = SloReport(), tracker()
-    ended(news, 17, Ending.FINISHED)
+    ended(news, 17, SloOutcome.FINISHED)
     ended(news, 3, ending, **times)  # 15 % where 10 % are allowed
     slo.absorb(1.0, news)
     assert BurnAlerts.of(slo.totals(1.0)) == expected
@@ -147,7 +148,7 @@ def test_whose_budget_burns(ending: Ending, times: dict[str, float], expected: B
 
 def test_two_misses_are_chance() -> None:
     news, slo = SloReport(), tracker()
-    ended(news, 2, Ending.FINISHED, ttft_s=9.0)
+    ended(news, 2, SloOutcome.FINISHED, ttft_s=9.0)
     slo.absorb(1.0, news)
     assert BurnAlerts.of(slo.totals(1.0)) == BurnAlerts()
 

@@ -8,7 +8,7 @@ from array import array
 from cluster.gateway.recent_requests import RecentRequests, waterfall
 from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.classes import RequestTerms, SloClass
-from cluster.slo.report import Outcome
+from cluster.slo.report import SloOutcome
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec
 
@@ -40,7 +40,7 @@ def served(recent: RecentRequests, name: str, num_tokens: int = 3) -> RequestTim
     timeline.sent([0])
     sequence.ended("finished")
     timeline.ended()
-    timeline.outcome, timeline.promise, timeline.num_generated_tokens = "finished", Outcome.FINISHED, num_tokens
+    timeline.outcome, timeline.slo_outcome, timeline.num_generated_tokens = "finished", SloOutcome.FINISHED, num_tokens
     recent.ended(timeline)
     return timeline
 

@@ -20,9 +20,9 @@ from cluster.errors import (
     UnavailableError,
 )
 from cluster.gateway.timeline import MAX_GAPS, PARTS, Attempt, RequestTimeline, SequenceEnd, SequenceTimeline
-from cluster.slo.account import SloAccount, outcome_of
+from cluster.slo.account import SloAccount, slo_outcome_of
 from cluster.slo.classes import RequestTerms, SloClass, SloConfig
-from cluster.slo.report import Metric, Outcome, SeriesKey
+from cluster.slo.report import Metric, SeriesKey, SloOutcome
 
 CLASSES = SloConfig()
 ARRIVED = 1_000.0
@@ -58,7 +58,7 @@ def sequence(
 
 
 def request(
-    *sequences: SequenceTimeline, ended_s: float = 9.0, promise: Outcome | None = Outcome.FINISHED
+    *sequences: SequenceTimeline, ended_s: float = 9.0, slo_outcome: SloOutcome | None = SloOutcome.FINISHED
 ) -> RequestTimeline:
     return RequestTimeline(
         endpoint="/v1/completions",
@@ -66,7 +66,7 @@ def request(
         sequences=list(sequences),
         parsed_at=ARRIVED + 0.1,
         ended_at=ARRIVED + ended_s,
-        promise=promise,
+        slo_outcome=slo_outcome,
     )
 
 
@@ -295,20 +295,20 @@ def test_the_last_byte_is_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promise", "ended_s", "kept"),
+    ("slo_outcome", "ended_s", "kept"),
     [
-        (Outcome.FINISHED, 1.5, True),
-        (Outcome.FINISHED, 9.0, True),
-        (Outcome.FAILED, 1.5, False),
-        (Outcome.REJECTED, 1.5, False),
-        (Outcome.CANCELLED, 1.5, None),
+        (SloOutcome.FINISHED, 1.5, True),
+        (SloOutcome.FINISHED, 9.0, True),
+        (SloOutcome.FAILED, 1.5, False),
+        (SloOutcome.REJECTED, 1.5, False),
+        (SloOutcome.CANCELLED, 1.5, None),
         (None, 1.5, None),
     ],
 )
-def test_whether_it_kept_its_promise(promise: Outcome | None, ended_s: float, kept: bool | None) -> None:
-    assert request(sequence(1.2, 1.25), ended_s=ended_s, promise=promise).kept_promise is kept
-    late = request(sequence(3.0, 3.1), ended_s=ended_s, promise=promise)
-    assert late.kept_promise is (None if promise is None else False)
+def test_whether_it_kept_its_promise(slo_outcome: SloOutcome | None, ended_s: float, kept: bool | None) -> None:
+    assert request(sequence(1.2, 1.25), ended_s=ended_s, slo_outcome=slo_outcome).kept_promise is kept
+    late = request(sequence(3.0, 3.1), ended_s=ended_s, slo_outcome=slo_outcome)
+    assert late.kept_promise is (None if slo_outcome is None else False)
 
 
 # What `/slo` counts.
@@ -405,13 +405,13 @@ def test_where_the_start_is_not_known_no_queue_is_told() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (OverloadedError("Full.", retry_after_s=1), Outcome.REJECTED),
-        (UnavailableError("Nobody.", retry_after_s=1), Outcome.FAILED),
-        (DeadlineError("Late."), Outcome.FAILED),
-        (FailedError("Lost."), Outcome.FAILED),
-        (PoisonRequestError(), Outcome.FAILED),
+        (OverloadedError("Full.", retry_after_s=1), SloOutcome.REJECTED),
+        (UnavailableError("Nobody.", retry_after_s=1), SloOutcome.FAILED),
+        (DeadlineError("Late."), SloOutcome.FAILED),
+        (FailedError("Lost."), SloOutcome.FAILED),
+        (PoisonRequestError(), SloOutcome.FAILED),
         (InvalidRequestError("Wrong."), None),
     ],
 )
-def test_what_errors_mean(error: ApiError, outcome: Outcome | None) -> None:
-    assert outcome_of(error) is outcome
+def test_what_errors_mean(error: ApiError, outcome: SloOutcome | None) -> None:
+    assert slo_outcome_of(error) is outcome

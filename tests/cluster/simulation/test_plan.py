@@ -14,7 +14,7 @@ import pytest
 from cluster.__main__ import main
 from cluster.simulation.plan.command import Hardware, Problem
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
-from cluster.simulation.plan.report import Outcome
+from cluster.simulation.plan.report import LayoutResult
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import Workload, draw_requests
@@ -153,8 +153,8 @@ def test_a_layout_is_enough_or_not() -> None:
     assert few < 0.9 < many
     stalling = replace(problem.targets, gap_s=1e-3)  # no step is as short
     played = Problem(requests, stalling, problem.hardware).play(Layout(1, 2, 3))
-    outcome = Outcome.of(Layout(1, 2, 3), played)
-    assert outcome.share <= 1.0 - outcome.late_gaps < 0.5
+    result = LayoutResult.of(Layout(1, 2, 3), played)
+    assert result.share <= 1.0 - result.late_gaps < 0.5
     assert problem.play(Layout(1, 0, 1), load=0.1).summary.overall.attainment > few
 
 

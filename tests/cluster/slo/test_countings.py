@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.slo.classes import SloClass
-from cluster.slo.countings import HEADLINE, LEAST, Outcome, count, table_rows
+from cluster.slo.countings import HEADLINE, LEAST, MeasuredRequest, count, table_rows
 
 _SLO = SloClass(name="s", ttft_s=1.0, tpot_s=0.05, gap_s=0.2)
-_GOOD = Outcome(slo=_SLO, prompt_tokens=100, output_tokens=10, ttft_s=0.5, tpot_s=0.04, gap_p99_s=0.1)
+_GOOD = MeasuredRequest(slo=_SLO, prompt_tokens=100, output_tokens=10, ttft_s=0.5, tpot_s=0.04, gap_p99_s=0.1)
 
 
-def _hundred() -> list[Outcome]:
+def _hundred() -> list[MeasuredRequest]:
     return [replace(_GOOD, prompt_tokens=100 * (number + 1)) for number in range(200)]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.slo.classes import SloClass, SloConfig
-from cluster.slo.report import Counts, Metric, Outcome, SeriesKey, Served, SloReport
+from cluster.slo.report import Counts, Metric, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SloTracker
 
 CONFIG = SloConfig()
@@ -33,7 +33,7 @@ def finished(
     ttft_s: float = 1.0, tpot_s: float | None = 0.05, num_tokens: int = 10, *, gap_s: float | None = None
 ) -> End:
     return {
-        "outcome": Outcome.FINISHED,
+        "outcome": SloOutcome.FINISHED,
         "e2e_s": 10.0,
         "ttft_s": ttft_s,
         "tpot_s": tpot_s,
@@ -42,7 +42,7 @@ def finished(
     }
 
 
-def ended(outcome: Outcome, *, e2e_s: float = 0.5, ttft_s: float | None = None, gap_s: float | None = None) -> End:
+def ended(outcome: SloOutcome, *, e2e_s: float = 0.5, ttft_s: float | None = None, gap_s: float | None = None) -> End:
     return {"outcome": outcome, "e2e_s": e2e_s, "ttft_s": ttft_s, "gap_p99_s": gap_s}
 
 
@@ -65,27 +65,27 @@ def tracker() -> SloTracker:
         (INTERACTIVE, finished(ttft_s=2.1), Counts(missed=1, late_first=1, tokens=10)),
         (INTERACTIVE, finished(tpot_s=0.2), Counts(missed=1, late_tokens=1, tokens=10)),
         (INTERACTIVE, finished(3.0, 0.2), Counts(missed=1, late_first=1, late_tokens=1, tokens=10)),
-        (INTERACTIVE, ended(Outcome.REJECTED), Counts(missed=1, rejected=1)),
-        (INTERACTIVE, ended(Outcome.FAILED), Counts(missed=1, failed=1)),
-        (INTERACTIVE, ended(Outcome.CANCELLED), Counts(cancelled=1)),
-        (INTERACTIVE, ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0), Counts(cancelled=1)),
-        (INTERACTIVE, ended(Outcome.CANCELLED, e2e_s=2.5), Counts(missed=1, late_first=1, cancelled=1)),
+        (INTERACTIVE, ended(SloOutcome.REJECTED), Counts(missed=1, rejected=1)),
+        (INTERACTIVE, ended(SloOutcome.FAILED), Counts(missed=1, failed=1)),
+        (INTERACTIVE, ended(SloOutcome.CANCELLED), Counts(cancelled=1)),
+        (INTERACTIVE, ended(SloOutcome.CANCELLED, e2e_s=9.0, ttft_s=1.0), Counts(cancelled=1)),
+        (INTERACTIVE, ended(SloOutcome.CANCELLED, e2e_s=2.5), Counts(missed=1, late_first=1, cancelled=1)),
         (INTERACTIVE, finished(gap_s=9.0), Counts(met=1, tokens=10, met_tokens=10)),
         (STEADY, finished(gap_s=0.2), Counts(met=1, tokens=10, met_tokens=10)),
         (STEADY, finished(tpot_s=None, num_tokens=1), Counts(met=1, tokens=1, met_tokens=1)),
         (STEADY, finished(gap_s=0.21), Counts(missed=1, late_gaps=1, tokens=10)),
         (STEADY, finished(3.0, 0.3), Counts(missed=1, late_first=1, late_tokens=1, late_gaps=1, tokens=10)),
-        (STEADY, ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=0.2), Counts(cancelled=1)),
+        (STEADY, ended(SloOutcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=0.2), Counts(cancelled=1)),
         (
             STEADY,
-            ended(Outcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=5.0),
+            ended(SloOutcome.CANCELLED, e2e_s=9.0, ttft_s=1.0, gap_s=5.0),
             Counts(missed=1, late_gaps=1, cancelled=1),
         ),
-        (STEADY, ended(Outcome.FAILED, gap_s=5.0), Counts(missed=1, failed=1)),
+        (STEADY, ended(SloOutcome.FAILED, gap_s=5.0), Counts(missed=1, failed=1)),
         (BATCH, finished(500.0, 50.0), Counts(met=1, tokens=10, met_tokens=10)),
-        (BATCH, ended(Outcome.REJECTED), Counts(rejected=1)),
-        (BATCH, ended(Outcome.FAILED), Counts(failed=1)),
-        (CONFIG.choose("flex", {"x-slo-ttft-ms": "100"}), ended(Outcome.REJECTED), Counts(missed=1, rejected=1)),
+        (BATCH, ended(SloOutcome.REJECTED), Counts(rejected=1)),
+        (BATCH, ended(SloOutcome.FAILED), Counts(failed=1)),
+        (CONFIG.choose("flex", {"x-slo-ttft-ms": "100"}), ended(SloOutcome.REJECTED), Counts(missed=1, rejected=1)),
     ],
 )
 def test_what_meets_and_what_misses_a_promise(slo: SloClass, end: End, counts: Counts) -> None:
@@ -175,13 +175,13 @@ def test_burn_rates_over_two_windows() -> None:
     assert (now.short.attainment, now.short.rate) == (1.0, 0.0)
     assert now.long.attainment == 397 / 400
     assert now.long.rate == pytest.approx((3 / 400) / 0.01)  # three quarters of the budget
-    subject.absorb(302.0, report(*[ended(Outcome.REJECTED)] * 300, *[ended(Outcome.CANCELLED)] * 1000))
+    subject.absorb(302.0, report(*[ended(SloOutcome.REJECTED)] * 300, *[ended(SloOutcome.CANCELLED)] * 1000))
     assert subject.snapshot(302.0, ALL).short.rate == pytest.approx(0.5 / 0.01)
 
 
 def test_what_burns_the_budget() -> None:
     subject = tracker()
-    ends = [*[finished()] * 8, ended(Outcome.REJECTED), finished(ttft_s=5.0, gap_s=1.0)]
+    ends = [*[finished()] * 8, ended(SloOutcome.REJECTED), finished(ttft_s=5.0, gap_s=1.0)]
     ends += [*[finished(gap_s=1.0)] * 2, *[finished(tpot_s=0.15, gap_s=0.16)] * 4]
     subject.absorb(10.0, report(*ends, who=served(STEADY)))
     burn = subject.snapshot(10.0, ALL).short
@@ -192,7 +192,7 @@ def test_what_burns_the_budget() -> None:
 
 ENDS = st.fixed_dictionaries(
     {
-        "outcome": st.sampled_from(Outcome),
+        "outcome": st.sampled_from(SloOutcome),
         "e2e_s": st.floats(0, 100),
         "ttft_s": st.none() | st.floats(0, 5),
         "tpot_s": st.none() | st.floats(0, 0.3),

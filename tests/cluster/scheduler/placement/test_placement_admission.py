@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, TenantShares, Verdict
+from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, TenantShares, Verdict
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from kv_transfer.messages.scheduling import Place
@@ -42,14 +42,14 @@ def test_who_would_fit_a_moment_later_waits_and_is_placed() -> None:
     _crowd(ledger)
     admission = _admission(ledger)
     verdict = _ask(admission, ttft_s=4.0)
-    assert verdict.outcome is Outcome.WAITING
+    assert verdict.outcome is AdmissionOutcome.WAITING
     assert verdict.until == admission.next_at()
     assert 0.0 < (verdict.until or 0.0) <= 2.2
     assert admission.again(0.0) == []
     for number in range(6):
         ledger.ended(f"close-{number}", 2.2)
     (placed,) = admission.again(2.2)
-    assert placed.outcome is Outcome.PLACED
+    assert placed.outcome is AdmissionOutcome.PLACED
     assert placed.decision.best.ttft_s == pytest.approx(2.2 + 1.01)  # from its arrival
     assert (admission.next_at(), "new" in ledger) == (None, True)
 
@@ -59,14 +59,14 @@ def test_who_waits_in_vain_is_placed_in_the_end() -> None:
     ledger = ledger_of("p1", "d1")
     _crowd(ledger)
     admission = _admission(ledger)
-    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    assert _ask(admission, ttft_s=4.0).outcome is AdmissionOutcome.WAITING
     for number in range(20):
         decoding(ledger, f"more-{number}", tpot_s=0.05, max_new_tokens=1000)
     now = 0.0
     while (at := admission.next_at()) is not None:
         now = at
         verdicts = admission.again(now)
-    assert [v.outcome for v in verdicts] == [Outcome.PLACED]
+    assert [v.outcome for v in verdicts] == [AdmissionOutcome.PLACED]
     assert now <= 4.0
 
 
@@ -75,7 +75,7 @@ def test_only_so_many_with_targets_wait_at_once() -> None:
     _crowd(ledger)
     admission = _admission(ledger, max_contenders=2)
     outcomes = [_ask(admission, f"r{number}", ttft_s=4.0).outcome for number in range(4)]
-    assert outcomes == [Outcome.WAITING] * 2 + [Outcome.REJECTED] * 2
+    assert outcomes == [AdmissionOutcome.WAITING] * 2 + [AdmissionOutcome.REJECTED] * 2
 
 
 def test_batch_waits_for_the_others_and_at_most_so_long() -> None:
@@ -84,19 +84,19 @@ def test_batch_waits_for_the_others_and_at_most_so_long() -> None:
         ledger.lengths.observe("t", "", 1500)
     _crowd(ledger, max_new_tokens=1500, tpot_s=0.0215)
     admission = _admission(ledger, max_wait_s=20.0)
-    assert _ask(admission, **BATCH, max_new_tokens=1000).outcome is Outcome.WAITING
+    assert _ask(admission, **BATCH, max_new_tokens=1000).outcome is AdmissionOutcome.WAITING
     verdicts: list[Verdict] = []
     while (at := admission.next_at()) is not None:
         verdicts += admission.again(at)
         assert at <= 20.0
-    assert [v.outcome for v in verdicts] == [Outcome.REJECTED]
+    assert [v.outcome for v in verdicts] == [AdmissionOutcome.REJECTED]
 
 
 def test_a_client_that_leaves_waits_no_more() -> None:
     ledger = ledger_of("p1", "d1")
     _crowd(ledger)
     admission = _admission(ledger)
-    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    assert _ask(admission, ttft_s=4.0).outcome is AdmissionOutcome.WAITING
     admission.gone("new")
     admission.gone("new")
     assert admission.next_at() is None
@@ -106,8 +106,8 @@ def test_a_full_waiting_room_turns_away() -> None:
     ledger = ledger_of("p1", "d1")
     _crowd(ledger)
     admission = _admission(ledger, max_waiting=1)
-    assert _ask(admission, "a", ttft_s=4.0).outcome is Outcome.WAITING
-    assert _ask(admission, "b", ttft_s=4.0).outcome is Outcome.REJECTED
+    assert _ask(admission, "a", ttft_s=4.0).outcome is AdmissionOutcome.WAITING
+    assert _ask(admission, "b", ttft_s=4.0).outcome is AdmissionOutcome.REJECTED
 
 
 @settings(max_examples=15, deadline=None)
@@ -125,7 +125,7 @@ def test_everyone_is_answered_by_its_deadline(requests: list[tuple[float, int, f
         ttft_s = None if tpot_s is None else 5.0
         if (
             _ask(admission, f"r{number}", now, num_tokens=tokens, tpot_s=tpot_s, ttft_s=ttft_s).outcome
-            is Outcome.WAITING
+            is AdmissionOutcome.WAITING
         ):
             open_since[f"r{number}"] = now
         if ends:
@@ -149,20 +149,20 @@ def test_a_rejected_client_that_comes_back_when_told_is_served() -> None:
     # Decode alone is as good as the queue is long; take that way out too.
     book(ledger, "local", prefill=None, prefill_s=9.0)
     verdict = _ask(_admission(ledger))
-    assert verdict.outcome is Outcome.REJECTED
+    assert verdict.outcome is AdmissionOutcome.REJECTED
     assert verdict.retry_after_s is not None
     at = verdict.retry_after_s
     assert 7.0 <= at <= 13.0
     for number in range(8):
         if number + 1.0 <= at:
             ledger.first_token(f"r{number}", number + 1.0)
-    assert _ask(_admission(ledger), now=at).outcome is Outcome.PLACED
+    assert _ask(_admission(ledger), now=at).outcome is AdmissionOutcome.PLACED
 
 
 def test_what_never_fits_and_what_has_no_worker_yet() -> None:
     assert _ask(_admission(ledger_of("p1"))).retry_after_s == 1.0
     verdict = _ask(_admission(ledger_of("p1", "d1")), num_tokens=9_999, max_new_tokens=2)
-    assert (verdict.outcome, verdict.retry_after_s) == (Outcome.REJECTED, None)
+    assert (verdict.outcome, verdict.retry_after_s) == (AdmissionOutcome.REJECTED, None)
 
 
 @pytest.mark.parametrize("tpot_s", [0.001, 0.01, 0.0111, 0.0113, 0.0115, 0.012, 0.013, 0.015, 0.02])
@@ -170,7 +170,7 @@ def test_what_never_fits_and_what_has_no_worker_yet() -> None:
 def test_an_idle_cluster_turns_nobody_away(ttft_s: float, tpot_s: float) -> None:
     """Nothing will be better later; and steps that were thought too slow are measured by being done."""
     admission = _admission(ledger_of("p1", "d1"))
-    assert _ask(admission, ttft_s=ttft_s, tpot_s=tpot_s).outcome is Outcome.PLACED
+    assert _ask(admission, ttft_s=ttft_s, tpot_s=tpot_s).outcome is AdmissionOutcome.PLACED
 
 
 def test_tokens_that_come_too_slowly_alone_too_are_given_what_others_leave() -> None:
@@ -178,7 +178,7 @@ def test_tokens_that_come_too_slowly_alone_too_are_given_what_others_leave() -> 
     admission = _admission(ledger)
     book(ledger, "first", decode="d1")
     verdict = _ask(admission, tpot_s=0.001)
-    assert (verdict.outcome, verdict.decision.query.has_targets) == (Outcome.PLACED, False)
+    assert (verdict.outcome, verdict.decision.query.has_targets) == (AdmissionOutcome.PLACED, False)
 
 
 def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_not_expected_back() -> None:
@@ -186,13 +186,13 @@ def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_not_expect
     decoding(ledger, "close", tpot_s=0.013)
     admission = _admission(ledger, max_wait_s=20.0)
     unattainable: dict[str, Any] = {"num_tokens": 8000, "ttft_s": 2.0}
-    assert _ask(admission, "idle", **unattainable).outcome is Outcome.PLACED
+    assert _ask(admission, "idle", **unattainable).outcome is AdmissionOutcome.PLACED
     verdict = _ask(admission, "busy", **unattainable)  # a worker is free, but only one
-    assert verdict.outcome is Outcome.WAITING
+    assert verdict.outcome is AdmissionOutcome.WAITING
     assert _ask(admission, "short", num_tokens=100, tpot_s=0.1).decision.best.prefill == "p2"
     hasty = _admission(ledger, max_waiting=0)
     turned_away = [_ask(hasty, f"r{number}", ttft_s=2.0, num_tokens=8000 + number) for number in range(4)]
-    assert {verdict.outcome for verdict in turned_away} == {Outcome.REJECTED}
+    assert {verdict.outcome for verdict in turned_away} == {AdmissionOutcome.REJECTED}
     assert len({verdict.retry_after_s for verdict in turned_away}) == 1, "no time is set aside for any of them"
 
 
@@ -250,10 +250,10 @@ class _Cluster:
 
     def _take(self, verdict: Verdict, now: float) -> None:
         query = verdict.decision.query
-        if verdict.outcome is Outcome.PLACED:
+        if verdict.outcome is AdmissionOutcome.PLACED:
             self.served[query.tenant] += 1
             self.at(now, "first", query.request_id)
-        elif verdict.outcome is Outcome.WAITING:
+        elif verdict.outcome is AdmissionOutcome.WAITING:
             self.at(float(verdict.until or now), "again", "")
         elif query.request_id not in self.told:
             again = query.request_id + "'"
@@ -325,7 +325,7 @@ def test_where_nobody_has_targets_nobody_waits() -> None:
     ledger = ledger_of("p1", "p2", "d1", "d2")
     admission = _admission(ledger)
     verdicts = [_ask(admission, f"r{n}", 0.001 * n, **BATCH, num_tokens=3000) for n in range(40)]
-    assert {v.outcome for v in verdicts} == {Outcome.PLACED}
+    assert {v.outcome for v in verdicts} == {AdmissionOutcome.PLACED}
     assert Counter(v.decision.best.prefill for v in verdicts) == {"p1": 20, "p2": 20}
     assert Counter(v.decision.best.decode for v in verdicts) == {"d1": 20, "d2": 20}
     assert all(v.decision.uncached_tokens == 3000 for v in verdicts)
@@ -334,20 +334,22 @@ def test_where_nobody_has_targets_nobody_waits() -> None:
 def test_after_the_last_one_with_targets_those_without_wait_no_longer() -> None:
     ledger = ledger_of("p1", "d1")
     admission = _admission(ledger, slo_traffic_s=30.0)
-    assert _ask(admission, "target").outcome is Outcome.PLACED
-    assert _ask(admission, "batch", 1.0, **BATCH, num_tokens=3000).outcome is Outcome.WAITING
+    assert _ask(admission, "target").outcome is AdmissionOutcome.PLACED
+    assert _ask(admission, "batch", 1.0, **BATCH, num_tokens=3000).outcome is AdmissionOutcome.WAITING
     ledger.ended("target", 2.0)
-    assert _ask(admission, "later", 29.0, **BATCH, num_tokens=9000).outcome is Outcome.PLACED, "one is left idle"
-    assert _ask(admission, "calm", 31.0, **BATCH, num_tokens=3000).outcome is Outcome.PLACED
+    assert _ask(admission, "later", 29.0, **BATCH, num_tokens=9000).outcome is AdmissionOutcome.PLACED, (
+        "one is left idle"
+    )
+    assert _ask(admission, "calm", 31.0, **BATCH, num_tokens=3000).outcome is AdmissionOutcome.PLACED
 
 
 def test_who_waits_is_looked_at_again_when_room_comes_early() -> None:
     ledger = ledger_of("p1", "d1")
     _crowd(ledger)
     admission = _admission(ledger)
-    assert _ask(admission, ttft_s=4.0).outcome is Outcome.WAITING
+    assert _ask(admission, ttft_s=4.0).outcome is AdmissionOutcome.WAITING
     for number in range(6):
         ledger.ended(f"close-{number}", 0.01)
     assert admission.again(0.01) == []
     admission.wake(0.01, 1)
-    assert [v.outcome for v in admission.again(0.01)] == [Outcome.PLACED]
+    assert [v.outcome for v in admission.again(0.01)] == [AdmissionOutcome.PLACED]

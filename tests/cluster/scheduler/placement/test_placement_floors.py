@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.scheduler.placement.admission import Admission, AdmissionPolicy, Outcome, Verdict
+from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
 from cluster.scheduler.placement.estimates import Attainment
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
@@ -71,13 +71,13 @@ def _ask(admission: Admission, name: str, now: float, **changes: Any) -> Verdict
 
 def _time_to_come_back(admission: Admission) -> float:
     verdict = _ask(admission, "turned away", 0.0, num_tokens=100, ttft_s=2.0)
-    assert verdict.outcome is Outcome.REJECTED and verdict.retry_after_s is not None
+    assert verdict.outcome is AdmissionOutcome.REJECTED and verdict.retry_after_s is not None
     return verdict.retry_after_s
 
 
 def test_nobody_is_turned_away_for_the_length_of_a_prompt() -> None:
     admission = _lacking(_busy())
-    assert _ask(admission, "long", 0.0, num_tokens=9000, ttft_s=30.0).outcome is Outcome.PLACED
+    assert _ask(admission, "long", 0.0, num_tokens=9000, ttft_s=30.0).outcome is AdmissionOutcome.PLACED
 
 
 def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_less_than_its_floor() -> None:
@@ -87,11 +87,11 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
     book(ledger, "more", prefill_s=8.0, now=now)
     book(ledger, "alone, too", prefill=None, prefill_s=8.0, now=now)
     long = {"num_tokens": 4000, "ttft_s": 15.0}  # it would have waited for 12 s
-    assert _ask(admission, "first", now, **long).outcome is not Outcome.PLACED
+    assert _ask(admission, "first", now, **long).outcome is not AdmissionOutcome.PLACED
     for _ in range(100):
         admission.attainment.observe([(4000).bit_length()], 0.0)
     admission.attainment.overall = 0.4
-    assert _ask(admission, "second", now, **long).outcome is Outcome.PLACED
+    assert _ask(admission, "second", now, **long).outcome is AdmissionOutcome.PLACED
 
 
 @pytest.mark.parametrize("of_the_other", [0.2, 1.0])
@@ -104,7 +104,7 @@ def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_
     for _ in range(20):
         admission.attainment.observe(["b"], of_the_other)
     verdict = _ask(admission, "a's", 0.0, tenant="a", num_tokens=4000, ttft_s=15.0)
-    assert (verdict.outcome is Outcome.PLACED) == (of_the_other == 1.0)
+    assert (verdict.outcome is AdmissionOutcome.PLACED) == (of_the_other == 1.0)
 
 
 def test_a_length_below_its_floor_leaves_no_room_to_another_tenant_either() -> None:
@@ -115,11 +115,11 @@ def test_a_length_below_its_floor_leaves_no_room_to_another_tenant_either() -> N
     for _ in range(20):
         admission.attainment.observe(["b"], 0.2)
     long = {"tenant": "a", "num_tokens": 4000, "ttft_s": 15.0}
-    assert _ask(admission, "first", 0.0, **long).outcome is not Outcome.PLACED
+    assert _ask(admission, "first", 0.0, **long).outcome is not AdmissionOutcome.PLACED
     admission.attainment.overall = 0.4
     for _ in range(30):
         admission.attainment.observe([(4000).bit_length()], 0.0)
-    assert _ask(admission, "second", 0.0, **long).outcome is Outcome.PLACED
+    assert _ask(admission, "second", 0.0, **long).outcome is AdmissionOutcome.PLACED
 
 
 def test_a_group_that_is_nearly_all_of_them_is_not_below_its_floor_by_chance() -> None:
