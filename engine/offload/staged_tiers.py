@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.kv.cache import KVCache, SequenceKV
 from engine.model.transformer import LayerHooks
-from engine.offload.staging_plan import BlockPairs, Placement, StagingConfig, place
+from engine.offload.staging_plan import BlockPairs, StagingConfig, StagingPlan, plan_staging
 from engine.sequence import StepPlan
 
 TIMED_BYTES = 1 << 20  # smaller fetches say more about Python than about memory
@@ -62,14 +62,14 @@ class StagedTiers:
     def num_slots(self) -> int:
         return self.ring.num_groups if self.ring else 0
 
-    def place(self, plan: StepPlan) -> Placement | None:
+    def plan_staging(self, plan: StepPlan) -> StagingPlan | None:
         """Place a step's host-resident groups in the ring. None if all of the plan's sequences are on the device.
         Raises ValueError if they do not fit the ring."""
-        return place(plan, self.kv_cache.layout, self.ring, self.num_pool_blocks)
+        return plan_staging(plan, self.kv_cache.layout, self.ring, self.num_pool_blocks)
 
-    def fetched(self, placement: Placement, group: int) -> BlockPairs:
+    def fetched(self, staging_plan: StagingPlan, group: int) -> BlockPairs:
         """What the ring must hold of a group before it computes."""
-        return placement.fetched(group, self.kv_cache.layout.block_size, self.windows[group])
+        return staging_plan.fetched(group, self.kv_cache.layout.block_size, self.windows[group])
 
     def num_bytes(self, pairs: BlockPairs) -> int:
         return len(pairs) * self.kv_cache.layout.block_bytes
@@ -85,7 +85,7 @@ class Staging(Protocol):
     def stats(self) -> TransferStats: ...
 
     def step(
-        self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
+        self, plan: StepPlan, staging_plan: StagingPlan | None, on_layer: Callable[[int], None] | None
     ) -> AbstractContextManager[LayerHooks]:
         """The copies of one step, as hooks of its forward pass and as a context that no copy outlives unknown."""
         ...

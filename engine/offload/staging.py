@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 
 from engine.offload.staged_tiers import StagedTiers, TransferStats
-from engine.offload.staging_plan import BlockPairs, Placement
+from engine.offload.staging_plan import BlockPairs, StagingPlan
 from engine.sequence import StepPlan
 from kernels.cpu.thread_team import work_alone
 
@@ -89,8 +89,10 @@ class ThreadStaging:
         self.stats = TransferStats(host_bytes_per_s=_measure_copying())
         self._thread = CopyThread()
 
-    def step(self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None) -> StagedStep:
-        return StagedStep(self, plan, placement, on_layer)
+    def step(
+        self, plan: StepPlan, staging_plan: StagingPlan | None, on_layer: Callable[[int], None] | None
+    ) -> StagedStep:
+        return StagedStep(self, plan, staging_plan, on_layer)
 
     def close(self) -> None:
         self._thread.close()
@@ -98,8 +100,8 @@ class ThreadStaging:
     def submit(self, urgency: int, job: Callable[[], None]) -> Future[None]:
         return self._thread.submit(urgency, job)
 
-    def fetch_group(self, placement: Placement, group: int) -> None:
-        self.fetch(self.tiers.fetched(placement, group))
+    def fetch_group(self, staging_plan: StagingPlan, group: int) -> None:
+        self.fetch(self.tiers.fetched(staging_plan, group))
 
     def fetch(self, pairs: BlockPairs) -> None:
         started = time.perf_counter()
@@ -139,14 +141,14 @@ class StagedStep:
         self,
         staging: ThreadStaging,
         plan: StepPlan,
-        placement: Placement | None,
+        staging_plan: StagingPlan | None,
         on_layer: Callable[[int], None] | None,
     ) -> None:
         self._staging = staging
         self._plan = plan
-        self._placement = placement
+        self._staging_plan = staging_plan
         self._on_layer = on_layer
-        self._groups = placement.groups if placement else ()
+        self._groups = staging_plan.groups if staging_plan else ()
         self._index = {group: i for i, group in enumerate(self._groups)}
         self._layout = staging.tiers.kv_cache.layout
         self._num_slots = staging.tiers.num_slots
@@ -185,12 +187,12 @@ class StagedStep:
 
     def stored(self, layer: int) -> None:
         group = layer // self._layout.layers_per_group
-        if self._placement is None:
+        if self._staging_plan is None:
             if self._on_layer is not None:
                 self._on_layer(layer)
         elif group in self._index:
             if self._layout.group_ending_with(layer) == group:
-                self._submit(_WRITE_BACK, functools.partial(self._write_back, self._placement, group))
+                self._submit(_WRITE_BACK, functools.partial(self._write_back, self._staging_plan, group))
         elif self._on_layer is not None:
             self._submit(
                 _WRITE_BACK, functools.partial(self._on_layer, layer)
@@ -205,11 +207,11 @@ class StagedStep:
             self._fetch(self._groups[following])  # into this group's slot; its write-back was submitted before
 
     def _fetch(self, group: int) -> None:
-        assert self._placement is not None
-        self._submit_needed(group, functools.partial(self._staging.fetch_group, self._placement, group))
+        assert self._staging_plan is not None
+        self._submit_needed(group, functools.partial(self._staging.fetch_group, self._staging_plan, group))
 
-    def _write_back(self, placement: Placement, group: int) -> None:
-        self._staging.write(placement.written(group))
+    def _write_back(self, staging_plan: StagingPlan, group: int) -> None:
+        self._staging.write(staging_plan.written(group))
         if self._on_layer is not None:
             for layer in self._layout.layers_of(group):
                 self._on_layer(layer)

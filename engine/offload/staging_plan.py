@@ -66,8 +66,8 @@ class BlockPairs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """The places of one step's host-resident groups in the ring."""
+class StagingPlan:
+    """Where the host-resident groups of one step lie in the ring."""
 
     groups: tuple[int, ...]  # all of the step that rest on the host, ascending
     first_block: dict[int, int]  # of the slot of each group, in the device cache
@@ -105,8 +105,8 @@ def _numbers(spans: tuple[tuple[int, int], ...]) -> Blocks:
     return numbers
 
 
-def place(plan: StepPlan, layout: KVLayout, ring: StagingConfig | None, ring_start: int) -> Placement | None:
-    """The placement of a plan, None if nothing of it rests on the host. The ring begins at device block `ring_start`.
+def plan_staging(plan: StepPlan, layout: KVLayout, ring: StagingConfig | None, ring_start: int) -> StagingPlan | None:
+    """The staging plan of a step, None if nothing of it rests on the host. The ring begins at device block `ring_start`.
 
     Raises ValueError if the host-resident sequences need more columns than a slot has.
     """
@@ -125,7 +125,7 @@ def place(plan: StepPlan, layout: KVLayout, ring: StagingConfig | None, ring_sta
     tables = {
         index: _table(entry, layout.num_layer_groups, slots) for index, entry in zip(indices, staged, strict=True)
     }
-    return Placement(groups=groups, first_block=slots, staged=staged, tables=tables)
+    return StagingPlan(groups=groups, first_block=slots, staged=staged, tables=tables)
 
 
 def _line_up(items: list[ScheduledSequence], block_size: int) -> tuple[StagedSequence, ...]:

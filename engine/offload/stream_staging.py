@@ -30,7 +30,7 @@ from engine.kv.cache import KVCache
 from engine.memory.streams import CudaStream, Event, TimedEvent, TimedStream
 from engine.offload.block_link import BlockLink, ListedPairs
 from engine.offload.staged_tiers import StagedTiers, TransferStats
-from engine.offload.staging_plan import BlockPairs, Placement
+from engine.offload.staging_plan import BlockPairs, StagingPlan
 from engine.sequence import StepPlan
 
 _PROBE_BYTES = 64 << 20
@@ -68,8 +68,10 @@ class StreamStaging:
         self.written: Event | None = None  # behind all that was given to the outward stream
         self.stats = TransferStats(host_bytes_per_s=self._measure_fetching())
 
-    def step(self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None) -> StreamedStep:
-        return StreamedStep(self, plan, placement, on_layer)
+    def step(
+        self, plan: StepPlan, staging_plan: StagingPlan | None, on_layer: Callable[[int], None] | None
+    ) -> StreamedStep:
+        return StreamedStep(self, plan, staging_plan, on_layer)
 
     def close(self) -> None:
         self.streams.drain()
@@ -111,17 +113,17 @@ class StreamedStep:
         self,
         staging: StreamStaging,
         plan: StepPlan,
-        placement: Placement | None,
+        staging_plan: StagingPlan | None,
         on_layer: Callable[[int], None] | None,
     ) -> None:
         self._staging = staging
         self._streams = staging.streams
         self._tiers = staging.tiers
         self._plan = plan
-        self._placement = placement
+        self._staging_plan = staging_plan
         self._on_layer = on_layer
         self._layout = staging.tiers.kv_cache.layout
-        self._groups = placement.groups if placement else ()
+        self._groups = staging_plan.groups if staging_plan else ()
         self._index = {group: i for i, group in enumerate(self._groups)}
         arriving = [index for index, copy in enumerate(plan.copies) if copy.to == "device"]
         self._arriving = deque(sorted(arriving, key=lambda index: plan.copies[index].group))
@@ -216,9 +218,9 @@ class StreamedStep:
             ends = (copy.source, copy.destination) if copy.to == "device" else (copy.destination, copy.source)
             jobs["copy", index] = BlockPairs(host=ends[0], device=ends[1])
         for group in self._groups:
-            assert self._placement is not None
-            jobs["fetch", group] = self._tiers.fetched(self._placement, group)
-            jobs["write", group] = self._placement.written(group)
+            assert self._staging_plan is not None
+            jobs["fetch", group] = self._tiers.fetched(self._staging_plan, group)
+            jobs["write", group] = self._staging_plan.written(group)
         listed = self._staging.link.listed(list(jobs.values()), self._streams.compute.queue)
         self._lists = dict(zip(jobs, listed, strict=True))
 

@@ -23,7 +23,7 @@ from engine.model.config import DecoderConfig, ModelConfig
 from engine.model.transformer import LayerHooks, Model
 from engine.offload.staged_tiers import StagedTiers, Staging, TransferStats
 from engine.offload.staging import StoredLayers, ThreadStaging
-from engine.offload.staging_plan import Placement, StagingConfig
+from engine.offload.staging_plan import StagingConfig, StagingPlan
 from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.parallel.leader import GroupLeader, GroupModel
 from engine.sampling.grammar import GrammarMasks
@@ -60,7 +60,7 @@ class PreparedStep:
 
     plan: StepPlan
     batch: Batch | None  # None: it only copies
-    placement: Placement | None  # of what rests in host memory
+    staging_plan: StagingPlan | None  # of what rests in host memory
 
     @property
     def sampled_by(self) -> dict[Sequence, int]:
@@ -226,12 +226,12 @@ class ModelRunner:
 
         Tokens that `after` samples may be unknown still. Raises ValueError as `execute` does.
         """
-        placement = None if self.staging is None else self.staging.tiers.place(plan)
+        staging_plan = None if self.staging is None else self.staging.tiers.plan_staging(plan)
         if not plan.items:
-            return PreparedStep(plan, None, placement)
-        tables = {} if placement is None else placement.tables
+            return PreparedStep(plan, None, staging_plan)
+        tables = {} if staging_plan is None else staging_plan.tables
         batch = build_batch(plan, self.kv_cache, tables, {} if after is None else after.sampled_by)
-        return PreparedStep(plan, batch, placement)
+        return PreparedStep(plan, batch, staging_plan)
 
     @torch.inference_mode()
     def run(
@@ -246,7 +246,7 @@ class ModelRunner:
         the step brings may be waited for while the next one runs; where layers are staged by streams of their own, that
         includes their copies.
         """
-        with self._computing(step), self._hooks(step.plan, step.placement, on_layer) as hooks:
+        with self._computing(step), self._hooks(step.plan, step.staging_plan, on_layer) as hooks:
             output = self._compute(step, hooks, before_sampling)
         return replace(output, copies=hooks) if isinstance(hooks, StreamedStep) else output
 
@@ -282,10 +282,10 @@ class ModelRunner:
             raise
 
     def _hooks(
-        self, plan: StepPlan, placement: Placement | None, on_layer: Callable[[int], None] | None
+        self, plan: StepPlan, staging_plan: StagingPlan | None, on_layer: Callable[[int], None] | None
     ) -> AbstractContextManager[LayerHooks | None]:
-        if self.staging is not None and (plan.copies or placement is not None):
-            return self.staging.step(plan, placement, on_layer)
+        if self.staging is not None and (plan.copies or staging_plan is not None):
+            return self.staging.step(plan, staging_plan, on_layer)
         assert not plan.copies, "copies between tiers were planned for a runner without host memory"
         assert self.staging or not any(item.seq.host_groups for item in plan.items), "there is no host memory"
         return nullcontext(None if on_layer is None else StoredLayers(on_layer))

@@ -215,8 +215,8 @@ def test_a_group_is_fetched_while_the_one_before_it_computes(
     assert isinstance(staging, ThreadStaging)
     fetch, attend, met = staging.fetch_group, stepper.runner.model._attend, []  # type: ignore[union-attr]
 
-    def watched_fetch(placement: object, group: int) -> None:
-        fetch(placement, group)  # type: ignore[arg-type]
+    def watched_fetch(staging_plan: object, group: int) -> None:
+        fetch(staging_plan, group)  # type: ignore[arg-type]
         if group == 1:
             second_fetched.set()
 
