@@ -26,7 +26,7 @@ from kernels.triton.slabs import gather_slab, scatter_slab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LayerShape:
     """One layer of a model, and the batches that it is timed with. The default: Llama-3.1-8B."""
 
     hidden: int = 4096
@@ -68,7 +68,7 @@ class Case:
     times_as_fast: float | None = None
 
 
-def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+def cases(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     """One after the other, so that the memory of each can be given back before the next."""
     yield from _row_wise(shape, device)
     for rows in (*shape.few_rows, shape.prompt_tokens):
@@ -80,11 +80,11 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         yield from _sampling(shape, device, rows)
 
 
-def _random(shape: Shape, device: torch.device, *sizes: int) -> Tensor:
+def _random(shape: LayerShape, device: torch.device, *sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=shape.dtype, device=device)
 
 
-def _row_wise(shape: Shape, device: torch.device) -> Iterator[Case]:
+def _row_wise(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     kernels, rows, wide = GpuKernels(device, False), shape.prompt_tokens, shape.itemsize
     x, y = (_random(shape, device, rows, shape.hidden) for _ in range(2))
     weight = _random(shape, device, shape.hidden)
@@ -109,7 +109,7 @@ def _row_wise(shape: Shape, device: torch.device) -> Iterator[Case]:
     )
 
 
-def _projections(shape: Shape, device: torch.device, rows: int) -> Iterator[Case]:
+def _projections(shape: LayerShape, device: torch.device, rows: int) -> Iterator[Case]:
     """Those of the MLP, by cuBLAS and by our own batch-invariant kernel."""
     for name, inputs, outputs in (
         ("gate_up", shape.hidden, 2 * shape.intermediate),
@@ -134,7 +134,7 @@ def _projections(shape: Shape, device: torch.device, rows: int) -> Iterator[Case
         )
 
 
-def _prefill_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
+def _prefill_attention(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     tokens = shape.prompt_tokens
     q = _random(shape, device, tokens, shape.num_heads, shape.head_dim)
     kv = _random(shape, device, tokens, 2, shape.num_kv_heads, shape.head_dim)
@@ -163,7 +163,7 @@ def _prefill_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
         )
 
 
-def _decode_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
+def _decode_attention(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     rows, context = shape.decode_rows, shape.decode_context
     q = _random(shape, device, rows, shape.num_heads, shape.head_dim)
     cache, tables = filled_cache(shape, device, rows, context)
@@ -183,7 +183,13 @@ def _decode_attention(shape: Shape, device: torch.device) -> Iterator[Case]:
 
 
 def _attention(
-    shape: Shape, device: torch.device, segments: list[Segment], q: Tensor, cache: KVCache, *, batch_invariant: bool
+    shape: LayerShape,
+    device: torch.device,
+    segments: list[Segment],
+    q: Tensor,
+    cache: KVCache,
+    *,
+    batch_invariant: bool,
 ) -> Callable[[], object]:
     """One layer's, its plan made beforehand as it is for all layers but the first."""
     kernels = GpuKernels(device, batch_invariant)
@@ -193,7 +199,7 @@ def _attention(
     return lambda: plan.attend(q, nothing, nothing, rows, group=0, scale=scale, softcap=None)
 
 
-def _slabs(shape: Shape, device: torch.device) -> Iterator[Case]:
+def _slabs(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     tokens = shape.prompt_tokens
     cache, table = filled_cache(shape, device, 1, tokens)
     blocks = torch.from_numpy(table[0]).to(device)
@@ -212,7 +218,7 @@ def _slabs(shape: Shape, device: torch.device) -> Iterator[Case]:
     )
 
 
-def _sampling(shape: Shape, device: torch.device, rows: int) -> Iterator[Case]:
+def _sampling(shape: LayerShape, device: torch.device, rows: int) -> Iterator[Case]:
     """Of parameters that are already there. Logits have to be read once; noise and thresholds are computed on top."""
     logits = 3 * torch.randn(rows, shape.vocab_size, device=device)
     wishes: dict[str, dict[str, Any]] = {
@@ -232,7 +238,7 @@ def _sampling(shape: Shape, device: torch.device, rows: int) -> Iterator[Case]:
         )
 
 
-def _cache(shape: Shape, device: torch.device, num_tokens: int) -> KVCache:
+def _cache(shape: LayerShape, device: torch.device, num_tokens: int) -> KVCache:
     """Of one layer."""
     layout = KVLayout(
         num_layers=1,
@@ -246,7 +252,7 @@ def _cache(shape: Shape, device: torch.device, num_tokens: int) -> KVCache:
 
 
 def filled_cache(
-    shape: Shape, device: torch.device, num_seqs: int, num_tokens: int
+    shape: LayerShape, device: torch.device, num_seqs: int, num_tokens: int
 ) -> tuple[KVCache, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
     """Random KV, and the block tables of the sequences side by side, `[1, blocks]`: in an order without a pattern."""
     per_seq = -(-num_tokens // shape.block_size)

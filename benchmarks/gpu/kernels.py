@@ -19,7 +19,7 @@ import torch
 from benchmarks.common.part import GateError
 from benchmarks.common.provenance import ROOT, commit
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.kernel_cases import Case, Shape, cases
+from benchmarks.gpu.kernel_cases import Case, LayerShape, cases
 from benchmarks.gpu.speed.ceilings import Ceilings, Times, ceilings, timed
 from benchmarks.report.table import RESULTS
 
@@ -92,11 +92,11 @@ def judged(case: Case, times: Times, limits: Ceilings, others: dict[str, Row]) -
 def measure(report: Report, device: torch.device) -> None:
     require_green()
     with torch.inference_mode():
-        shape = Shape()
+        shape = LayerShape()
         measure_cases(report, device, shape, ceilings(device, shape.dtype))
 
 
-def measure_cases(report: Report, device: torch.device, shape: Shape, limits: Ceilings) -> None:
+def measure_cases(report: Report, device: torch.device, shape: LayerShape, limits: Ceilings) -> None:
     report.note(ceilings=asdict(limits))
     report.tell(f"matmul {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e9:.0f} GB/s")
     rows: dict[str, Row] = {}

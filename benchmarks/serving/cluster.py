@@ -33,7 +33,7 @@ AIM = 0.9  # of the in-process engine's output tokens per second at 32 concurren
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ClusterShape:
     """A cluster on two cores."""
 
     name: str
@@ -42,8 +42,8 @@ class Shape:
 
 _DECODE: Json = {"max_num_seqs": MAX_NUM_SEQS, "chunk_tokens": CHUNK_TOKENS}
 SHAPES = (
-    Shape("colocated", {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": NUM_THREADS}}),
-    Shape("1 prefill + 1 decode", {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}),
+    ClusterShape("colocated", {"prefill": {"replicas": 0}, "decode": {**_DECODE, "threads": NUM_THREADS}}),
+    ClusterShape("1 prefill + 1 decode", {"prefill": {"threads": 1}, "decode": {**_DECODE, "threads": 1}}),
 )
 
 
@@ -63,7 +63,7 @@ def measure() -> Json:
     }
 
 
-def _measure_shape(shape: Shape, engine: LocalEngine, quiet: QuietMachine) -> Json:
+def _measure_shape(shape: ClusterShape, engine: LocalEngine, quiet: QuietMachine) -> Json:
     note(f"starting the cluster: {shape.name}")
     with running_cluster(shape.settings) as port:
         gate = require_same_opinion(port, MODEL, engine)

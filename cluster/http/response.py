@@ -24,7 +24,7 @@ from cluster.errors import ApiError, DeadlineError, FailedError, UnreadError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.openai.choice import Delta
-from cluster.http.openai.sse import Shape, dumps, dumps_large
+from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.server.connection import Connection, connection_of
 from cluster.http.server.request_id import given_request_id
 from cluster.http.server.unread import PIECE_BYTES, Outbox
@@ -177,7 +177,7 @@ class Answer(Response):
 class GenerationResponse(Answer):
     """The answer to a request for text, which is generated while it is being sent."""
 
-    def __init__(self, api: Api, timeline: RequestTimeline, shape: Shape) -> None:
+    def __init__(self, api: Api, timeline: RequestTimeline, shape: AnswerShape) -> None:
         super().__init__(api, timeline, shape.job.id)
         self._shape = shape
         self._job = shape.job

@@ -13,7 +13,7 @@ from benchmarks.common.provenance import ROOT, commit
 from benchmarks.gpu import exactness, kernels
 from benchmarks.gpu.exactness import same_tokens
 from benchmarks.gpu.figures import Report, path_of, reported
-from benchmarks.gpu.kernel_cases import Case, Shape, cases
+from benchmarks.gpu.kernel_cases import Case, LayerShape, cases
 from benchmarks.gpu.kernels import TESTS, judged, measure_cases
 from benchmarks.gpu.speed.ceilings import Ceilings, Times
 from engine.checkpoint.builtin_models import ModelUnavailableError
@@ -22,7 +22,7 @@ from tests.support.interpreted import device
 from tests.support.model_families import VOCAB_SIZE
 from tests.support.small_models import SmallModel
 
-SMALL = Shape(
+SMALL = LayerShape(
     hidden=32,
     intermediate=48,
     num_heads=4,

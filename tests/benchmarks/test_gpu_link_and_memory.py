@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_cases import Shape
+from benchmarks.gpu.kernel_cases import LayerShape
 from benchmarks.gpu.speed import link, memory
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
 from tests.interpreted.device_queues import device_copies
@@ -16,7 +16,7 @@ from tests.support.interpreted import device
 
 
 def test_slabs_of_both_sizes_stand_beside_the_link(tmp_path: Path) -> None:
-    shape = Shape(num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float16)
+    shape = LayerShape(num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float16)
     small = link.Scale(shape=shape, slab_tokens=(5, 9), num_slabs=2, link_bytes=1 << 20, repeats=1)
     measure = functools.partial(link.measure, scale=small, copies=device_copies())
     found = figures(run_here("link", tmp_path, measure, device=device()))

@@ -21,7 +21,7 @@ from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.http_server import MODEL, scripted_api
 from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, random_prompts
-from tests.support.tier_shapes import Shape
+from tests.support.tier_shapes import TierShape
 from tests.support.waiting import HANGS_S, eventually
 
 pytestmark = pytest.mark.model
@@ -73,7 +73,7 @@ def _headers(key: str | None) -> dict[str, str]:
 async def clients_of(
     model: SmallModel, tokenizer: Tokenizer, folder: Path, *, num_prefill: int = 1, share: bool = False
 ) -> AsyncIterator[Clients]:
-    engine = Shape().engine("llama")
+    engine = TierShape().engine("llama")
     config = MiniClusterConfig(
         model_ref=str(model.folder),
         num_prefill=num_prefill,

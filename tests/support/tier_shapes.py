@@ -48,7 +48,7 @@ class SteadyClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TierShape:
     """Of one engine's KV memory. In tokens, so that shapes of different blocks can be compared."""
 
     block_size: int = 16

@@ -17,7 +17,15 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from tests.support.small_models import SmallModel, greedy, random_prompts
-from tests.support.tier_shapes import LAYER_TOKEN_BYTES, NUM_LAYERS, Models, Shape, SteadyClock, small_models, watching
+from tests.support.tier_shapes import (
+    LAYER_TOKEN_BYTES,
+    NUM_LAYERS,
+    Models,
+    SteadyClock,
+    TierShape,
+    small_models,
+    watching,
+)
 
 LENGTHS = [30, 7, 44, 19, 60, 3, 33, 48]
 SAMPLED = SamplingParams(max_tokens=24, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -38,7 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return small_models(tmp_path_factory)
 
 
-def _local_engine(model: SmallModel, family: str, shape: Shape, host_tokens: int) -> tuple[LocalEngine, LoadedModel]:
+def _local_engine(
+    model: SmallModel, family: str, shape: TierShape, host_tokens: int
+) -> tuple[LocalEngine, LoadedModel]:
     host_bytes = host_tokens * NUM_LAYERS * LAYER_TOKEN_BYTES[family]
     config: dict[str, Any] = shape.engine(family) | {"model_name": "model", "dtype": "float32", "num_threads": 1}
     loaded = load_model(EngineConfig(model_ref=str(model.folder), host_bytes=host_bytes, **config))
@@ -64,24 +74,24 @@ def _check_idle(*models: LoadedModel) -> None:
         model.host_pool.check_idle()
 
 
-LOCAL: list[tuple[str, Shape, int]] = [
-    ("llama", Shape(block_size=4, layers_per_group=1, ring=1, device=96, staging=96), 1600),
-    ("llama", Shape(block_size=8, layers_per_group=2, ring=4, device=120, staging=160), 160),
-    ("llama", Shape(block_size=16, layers_per_group=3, ring=2, device=112, staging=112), 1600),
-    ("mistral", Shape(block_size=4, layers_per_group=2, ring=2, device=96, staging=160), 160),
-    ("mistral", Shape(block_size=8, layers_per_group=3, ring=1, device=96, staging=96), 1600),
-    ("mistral", Shape(block_size=16, layers_per_group=1, ring=4, device=48, staging=192), 1600),
-    ("gemma3", Shape(block_size=4, layers_per_group=3, ring=4, device=96, staging=96), 1600),
-    ("gemma3", Shape(block_size=8, layers_per_group=1, ring=2, device=24, staging=240), 1600),
-    ("gemma3", Shape(block_size=16, layers_per_group=2, ring=1, device=112, staging=96), 192),
-    ("mixtral", Shape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
-    ("gpt-oss", Shape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
-    ("deepseek-v3", Shape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
+LOCAL: list[tuple[str, TierShape, int]] = [
+    ("llama", TierShape(block_size=4, layers_per_group=1, ring=1, device=96, staging=96), 1600),
+    ("llama", TierShape(block_size=8, layers_per_group=2, ring=4, device=120, staging=160), 160),
+    ("llama", TierShape(block_size=16, layers_per_group=3, ring=2, device=112, staging=112), 1600),
+    ("mistral", TierShape(block_size=4, layers_per_group=2, ring=2, device=96, staging=160), 160),
+    ("mistral", TierShape(block_size=8, layers_per_group=3, ring=1, device=96, staging=96), 1600),
+    ("mistral", TierShape(block_size=16, layers_per_group=1, ring=4, device=48, staging=192), 1600),
+    ("gemma3", TierShape(block_size=4, layers_per_group=3, ring=4, device=96, staging=96), 1600),
+    ("gemma3", TierShape(block_size=8, layers_per_group=1, ring=2, device=24, staging=240), 1600),
+    ("gemma3", TierShape(block_size=16, layers_per_group=2, ring=1, device=112, staging=96), 192),
+    ("mixtral", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("gpt-oss", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("deepseek-v3", TierShape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
 ]
 
 
 @pytest.mark.parametrize(("family", "shape", "host_tokens"), LOCAL)
-def test_local_engine(models: Models, family: str, shape: Shape, host_tokens: int) -> None:
+def test_local_engine(models: Models, family: str, shape: TierShape, host_tokens: int) -> None:
     """More sequences than the device holds; twice, so that the second time begins with prefixes in both tiers."""
     model, prompts = models(family), random_prompts(LENGTHS)
     engine, loaded = _local_engine(model, family, shape, host_tokens)
@@ -96,7 +106,7 @@ def test_local_engine(models: Models, family: str, shape: Shape, host_tokens: in
 
 @pytest.mark.parametrize(("family", "shape", "host_tokens"), LOCAL[::4])
 def test_what_is_sampled_does_not_depend_on_where_kv_rests(
-    models: Models, family: str, shape: Shape, host_tokens: int
+    models: Models, family: str, shape: TierShape, host_tokens: int
 ) -> None:
     model, prompts = models(family), random_prompts(LENGTHS, seed=1)
     params = [SAMPLED, PENALISED] * (len(prompts) // 2)
@@ -112,7 +122,7 @@ def test_what_is_sampled_does_not_depend_on_where_kv_rests(
 def test_groups_that_wander_between_the_tiers_while_a_sequence_generates(models: Models, family: str) -> None:
     """Not by the scheduler's own choice: any groups, at any step, there and back."""
     model, [prompt] = models(family), random_prompts([75], seed=4)
-    engine, loaded = _local_engine(model, family, Shape(block_size=8, device=256, staging=160), 640)
+    engine, loaded = _local_engine(model, family, TierShape(block_size=8, device=256, staging=160), 640)
     policy, allocator = engine.scheduler.tiers, engine.scheduler.allocator
     assert isinstance(policy, OffloadPolicy)
     seq = Sequence(request_id="r", attempt=0, params=greedy(40), prompt_token_ids=prompt)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.figures import Figure, Report, run_step
-from benchmarks.gpu.kernel_cases import Shape, filled_cache
+from benchmarks.gpu.kernel_cases import LayerShape, filled_cache
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_memory
 from kv_transfer.handoff.gpu_slab_copy import DeviceCopies, copies_on
@@ -34,7 +34,7 @@ AIM = 0.9
 class Scale:
     """`slab_tokens`: of one layer; 2,048 tokens of Llama-3.1-8B are the 8 MiB that links have for a slab by default."""
 
-    shape: Shape = Shape()  # noqa: RUF009 - frozen
+    shape: LayerShape = LayerShape()  # noqa: RUF009 - frozen
     slab_tokens: tuple[int, ...] = (2048, 8192)
     num_slabs: int = 16
     link_bytes: int = 1 << 30

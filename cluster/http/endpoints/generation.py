@@ -19,7 +19,7 @@ from cluster.http.openai.logprobs import (
     prompt_tokens,
 )
 from cluster.http.openai.schemas import ChatBody, CompletionBody
-from cluster.http.openai.sse import Shape, dumps, dumps_large
+from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.parse import Job, prepare_chat, prepare_completion
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
@@ -50,7 +50,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     return GenerationResponse(api, timeline, CompletionShape(job, api.tokenizer))
 
 
-class ChatShape(Shape):
+class ChatShape(AnswerShape):
     """OpenAI's `chat.completion` and `chat.completion.chunk`."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -115,7 +115,7 @@ class ReadChatShape(ChatShape):
         return "tool_calls" if called else delta.finish_reason
 
 
-class CompletionShape(Shape):
+class CompletionShape(AnswerShape):
     """OpenAI's `text_completion`, streamed or not. An echo opens each choice, together with the prompt's logprobs."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:

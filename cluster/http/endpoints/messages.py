@@ -25,7 +25,7 @@ from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import PLAIN, ChoiceEvents
 from cluster.http.openai.fields import Harmless, Stop, Unsupported
 from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
-from cluster.http.openai.sse import Shape, dumps
+from cluster.http.openai.sse import AnswerShape, dumps
 from cluster.http.openai.structured import Wanted
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
@@ -298,7 +298,7 @@ async def _chat(body: CountTokensBody, request: Request, api: Api) -> ChatBody:
     return await api.turns.reading(size, lambda: chat_of(body, switches_thinking=switches))
 
 
-class MessagesShape(Shape):
+class MessagesShape(AnswerShape):
     """Anthropic's `message`, whole, or streamed as blocks that are opened, added to and closed one after the other."""
 
     def __init__(self, job: Job) -> None:

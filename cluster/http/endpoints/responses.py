@@ -29,7 +29,7 @@ from cluster.http.openai.events import PLAIN, ChoiceEvents, new_call_id
 from cluster.http.openai.logprobs import chat_logprobs
 from cluster.http.openai.responses import Item, ResponsesBody, chat_of, in_its_own_words, new_id
 from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, ChatBody
-from cluster.http.openai.sse import Shape, dumps, dumps_large
+from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
 from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
@@ -313,7 +313,7 @@ class StoredAnswer(GenerationResponse):
         await super()._fail(send, error)
 
 
-class ResponsesShape(Shape):
+class ResponsesShape(AnswerShape):
     """OpenAI's `response`: whole, or streamed as items that are opened, added to and closed one after the other. The
     stream's last event has the whole response."""
 

@@ -61,7 +61,7 @@ def _pieces(value: object, depth: int) -> Iterator[bytes]:
             yield dumps(value)
 
 
-class Shape(ABC):
+class AnswerShape(ABC):
     """How one endpoint writes its answers: chunks named `chunk_name`, or a whole object named `whole_name`."""
 
     def __init__(self, job: Job, *, chunk_name: str, whole_name: str) -> None:

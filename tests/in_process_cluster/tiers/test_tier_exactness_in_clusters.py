@@ -30,7 +30,7 @@ from tests.support.tier_shapes import (
     LAYER_TOKEN_BYTES,
     NUM_LAYERS,
     Models,
-    Shape,
+    TierShape,
     failing_steps,
     small_models,
     watching,
@@ -44,88 +44,118 @@ Source = Literal["nowhere", "device", "host", "neighbour", "disk", "damaged disk
 class Case:
     family: str
     source: Source
-    prefill: Shape
-    decode: Shape
+    prefill: TierShape
+    decode: TierShape
     host: int  # tokens of each worker's host memory
     evicting: bool = False  # everything that nobody holds, again and again, while requests run
     chunk_tokens: int = 512
 
 
-SPLIT = Shape(device=64, staging=192)
-OTHER = Shape(block_size=8, layers_per_group=2, ring=4, device=192, staging=256)
+SPLIT = TierShape(device=64, staging=192)
+OTHER = TierShape(block_size=8, layers_per_group=2, ring=4, device=192, staging=256)
 CASES = {
     "nothing cached, host full": Case(
-        family="mistral", source="nowhere", prefill=SPLIT, decode=Shape(device=320, staging=256), host=256
+        family="mistral", source="nowhere", prefill=SPLIT, decode=TierShape(device=320, staging=256), host=256
     ),
     "device, one slot": Case(
-        family="llama", source="device", prefill=Shape(), decode=Shape(ring=1, device=240, staging=256), host=2048
+        family="llama",
+        source="device",
+        prefill=TierShape(),
+        decode=TierShape(ring=1, device=240, staging=256),
+        host=2048,
     ),
-    "device, other blocks": Case(family="gemma3", source="device", prefill=Shape(), decode=OTHER, host=2048),
+    "device, other blocks": Case(family="gemma3", source="device", prefill=TierShape(), decode=OTHER, host=2048),
     "host, all slots": Case(
-        family="mistral", source="host", prefill=Shape(), decode=Shape(ring=4, device=240, staging=256), host=2048
+        family="mistral",
+        source="host",
+        prefill=TierShape(),
+        decode=TierShape(ring=4, device=240, staging=256),
+        host=2048,
     ),
     "host, split prompt": Case(
-        family="gemma3", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048, chunk_tokens=32
+        family="gemma3",
+        source="host",
+        prefill=SPLIT,
+        decode=TierShape(device=240, staging=256),
+        host=2048,
+        chunk_tokens=32,
     ),
     "host, split prompt of one slot, other blocks": Case(
-        family="llama", source="host", prefill=Shape(ring=1, device=64, staging=192), decode=OTHER, host=2048
+        family="llama", source="host", prefill=TierShape(ring=1, device=64, staging=192), decode=OTHER, host=2048
     ),
     "host, evicted in use": Case(
         family="llama",
         source="host",
-        prefill=Shape(layers_per_group=2, device=256, staging=192),
-        decode=Shape(block_size=4, device=240, staging=256),
+        prefill=TierShape(layers_per_group=2, device=256, staging=192),
+        decode=TierShape(block_size=4, device=240, staging=256),
         host=1024,
         evicting=True,
     ),
     "host, by transformers": Case(
-        family="phi3", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048, chunk_tokens=32
+        family="phi3",
+        source="host",
+        prefill=SPLIT,
+        decode=TierShape(device=240, staging=256),
+        host=2048,
+        chunk_tokens=32,
     ),
     "disk, latent attention by transformers": Case(
-        family="youtu", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048
+        family="youtu", source="disk", prefill=TierShape(device=256), decode=OTHER, host=2048
     ),
-    "disk, latent": Case(family="deepseek-v3", source="disk", prefill=Shape(device=256), decode=OTHER, host=2048),
+    "disk, latent": Case(family="deepseek-v3", source="disk", prefill=TierShape(device=256), decode=OTHER, host=2048),
     "host, latent, split prompt": Case(
-        family="deepseek-v2", source="host", prefill=SPLIT, decode=Shape(device=240, staging=256), host=2048
+        family="deepseek-v2", source="host", prefill=SPLIT, decode=TierShape(device=240, staging=256), host=2048
     ),
     "neighbour, latent": Case(
-        family="deepseek-v3", source="neighbour", prefill=Shape(), decode=Shape(device=240, staging=256), host=2048
+        family="deepseek-v3",
+        source="neighbour",
+        prefill=TierShape(),
+        decode=TierShape(device=240, staging=256),
+        host=2048,
     ),
     "neighbour": Case(
-        family="gemma3", source="neighbour", prefill=Shape(), decode=Shape(device=240, staging=256), host=2048
+        family="gemma3", source="neighbour", prefill=TierShape(), decode=TierShape(device=240, staging=256), host=2048
     ),
     "neighbour, evicted in use": Case(
         family="mistral",
         source="neighbour",
         prefill=SPLIT,
-        decode=Shape(device=240, staging=256),
+        decode=TierShape(device=240, staging=256),
         host=2048,
         evicting=True,
     ),
     "disk, other blocks": Case(
         family="mistral",
         source="disk",
-        prefill=Shape(layers_per_group=3, ring=4, device=96, staging=192),
+        prefill=TierShape(layers_per_group=3, ring=4, device=96, staging=192),
         decode=OTHER,
         host=2048,
     ),
     "disk, host full": Case(
-        family="llama", source="disk", prefill=Shape(device=256), decode=Shape(device=320, staging=256), host=256
+        family="llama",
+        source="disk",
+        prefill=TierShape(device=256),
+        decode=TierShape(device=320, staging=256),
+        host=256,
     ),
     "disk, evicted in use": Case(
         family="gemma3",
         source="disk",
         prefill=SPLIT,
-        decode=Shape(device=240, staging=256),
+        decode=TierShape(device=240, staging=256),
         host=2048,
         evicting=True,
         chunk_tokens=48,
     ),
     "damaged disk, split prompt": Case(
-        family="llama", source="damaged disk", prefill=SPLIT, decode=Shape(ring=1, device=240, staging=256), host=2048
+        family="llama",
+        source="damaged disk",
+        prefill=SPLIT,
+        decode=TierShape(ring=1, device=240, staging=256),
+        host=2048,
     ),
     "damaged disk, other blocks": Case(
-        family="gemma3", source="damaged disk", prefill=Shape(layers_per_group=2), decode=OTHER, host=2048
+        family="gemma3", source="damaged disk", prefill=TierShape(layers_per_group=2), decode=OTHER, host=2048
     ),
 }
 PREFIX = random_prompts([112], seed=8)[0]
