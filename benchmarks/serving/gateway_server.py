@@ -24,7 +24,7 @@ from benchmarks.common.workload import MODEL
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.config.settings import GatewaySettings
 from cluster.errors import NotFoundError
-from cluster.gateway.generator import AnswerGateway, ClusterView, Generator, LinkState, ServingLimits, Tokens
+from cluster.gateway.generator import AnswerGateway, ClusterView, ConnectionState, Generator, ServingLimits, Tokens
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api
@@ -73,7 +73,7 @@ class _FullSpeed:
     def reports(self) -> list[KnownWorker]:
         return []
 
-    def link_states(self) -> dict[str, LinkState]:
+    def connection_states(self) -> dict[str, ConnectionState]:
         return {}
 
     @property

@@ -27,7 +27,7 @@ class ServingLimits:
     reason: str = ""  # a sentence, where not ready
 
 
-LinkState = Literal["up", "down", "silent"]
+ConnectionState = Literal["up", "down", "silent"]
 """The state of a gateway's connection to a worker. A worker whose step is overdue counts as silent, too."""
 
 Tokens = list[TokenEvent]
@@ -87,7 +87,7 @@ class ClusterView(Protocol):
         """Each live worker's registration and newest snapshot."""
         ...
 
-    def link_states(self) -> dict[str, LinkState]:
+    def connection_states(self) -> dict[str, ConnectionState]:
         """The state of this gateway's connection to each live worker."""
         ...
 

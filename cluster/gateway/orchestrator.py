@@ -31,7 +31,7 @@ from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.gateway.worker_connections import WorkerLinks
+from cluster.gateway.worker_connections import WorkerConnections
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
     Cancel,
@@ -89,17 +89,17 @@ class Orchestrator:
         on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
         """Begin nothing yet; see `start`. `on_slo` is called with how requests fared at other gateways. Others may read
-        the attributes `scheduler`, `links` and `runs` (by request id)."""
+        the attributes `scheduler`, `connections` and `runs` (by request id)."""
         self._config = config
         self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
-        self.links = WorkerLinks(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self.connections = WorkerConnections(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
         self.scheduler = SchedulerClient(
-            identity, locate_scheduler, self.links, self._on_replicas, on_slo, self._standing
+            identity, locate_scheduler, self.connections, self._on_replicas, on_slo, self._standing
         )
         self._placer = Placer(
-            self.scheduler, self.links, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
+            self.scheduler, self.connections, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
         )
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class Orchestrator:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         await self.scheduler.stop()
-        await self.links.stop()
+        await self.connections.stop()
 
     def limits(self) -> ServingLimits | None:
         """What the connected decode workers can serve; None while no decode worker is known. One that takes requests is
@@ -118,7 +118,7 @@ class Orchestrator:
         decodes = [known for known in self.scheduler.workers.values() if known[0].role == "decode"]
         if not decodes:
             return None
-        reached = [snapshot for info, snapshot in decodes if self.links.is_up(info.worker_id)]
+        reached = [snapshot for info, snapshot in decodes if self.connections.is_up(info.worker_id)]
         ready = any(not snapshot.draining for snapshot in reached)
         reason = "all decode workers that can be reached are about to leave" if reached else _NONE_REACHED
         longest = max(info.max_model_len for info, _ in decodes)
@@ -228,7 +228,7 @@ class Orchestrator:
         computing = None if run.placement is None else run.placement.prefill
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched in (worker_id, computing):
-                self.links.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
+                self.connections.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)
         if run.num_faults >= self._config.max_attempts:
@@ -243,7 +243,7 @@ class Orchestrator:
         Raises AttemptFailedError if the worker is gone, and DeadlineError."""
         request = message.request
         if request.num_tokens + len(request.prediction_token_ids) <= _LONG_PROMPT_TOKENS:
-            posted = self.links.post(worker_id, message)
+            posted = self.connections.post(worker_id, message)
         else:
             posted = await self._post_in_turn(run, worker_id, message)
         if not posted:
@@ -279,7 +279,7 @@ class Orchestrator:
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself
         for worker_id in run.touched:
-            self.links.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
+            self.connections.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt))
 
     def _standing(self) -> list[StandingRequest]:
         """All requests that are on workers now, for a scheduler that did not place them."""
@@ -288,7 +288,7 @@ class Orchestrator:
     # --- what comes in ---
 
     def _on_replicas(self, workers: list[WorkerInfo]) -> None:
-        self.links.update(workers)
+        self.connections.update(workers)
         self._placer.replicas_changed()
 
     def _on_message(self, worker_id: str, message: Message) -> None:
@@ -321,7 +321,7 @@ class Orchestrator:
             case Refused():
                 self._refused(worker_id, message)
             case StepOverdue(is_overdue=is_overdue):
-                self.links.step_overdue(worker_id, is_overdue)
+                self.connections.step_overdue(worker_id, is_overdue)
                 if is_overdue and self._quarantine.had(worker_id):
                     self._lost_in_a_step(worker_id)
                 self._tell_of_suspects()
@@ -378,11 +378,11 @@ class Orchestrator:
     def _tell_of_suspects(self) -> None:
         """End the attempts that wait for a silent worker or an overdue step, where another worker is left. Called again
         and again for as long as there are such workers."""
-        for worker_id in self.links.suspects():
+        for worker_id in self.connections.suspects():
             for run in self.runs.values():
                 if run.inbox or run.state is RequestState.PLACING or not self._may_leave(run, worker_id):
                     continue
-                if self.links.is_silent(worker_id):
+                if self.connections.is_silent(worker_id):
                     run.tell(AttemptFailedError("the worker is silent", worker_id, "silent"))
                 else:
                     run.tell(AttemptFailedError("the worker's step does not end", worker_id, "hung"))
@@ -395,14 +395,14 @@ class Orchestrator:
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
         """Whether another worker could take over from a suspected one; if none could, waiting is better. A decode
         worker can, since it computes prompts, too; a request to be pooled can go to any worker."""
-        suspects = self.links.suspects()
+        suspects = self.connections.suspects()
         if worker_id not in suspects:
             return False
         length = len(run.request.prompt_token_ids) + (0 if run.is_pooled else run.request.params.max_tokens)
         return any(
             (info.role == "decode" or run.is_pooled)
             and info.worker_id not in suspects
-            and self.links.is_up(info.worker_id)
+            and self.connections.is_up(info.worker_id)
             and not snapshot.draining
             and info.max_model_len >= length
             for info, snapshot in self.scheduler.workers.values()
@@ -457,7 +457,7 @@ class Orchestrator:
                 left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
-        for worker_id in left & self.links.suspects():  # a suspect will not tell of its overdue step once more
+        for worker_id in left & self.connections.suspects():  # a suspect will not tell of its overdue step once more
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 

@@ -13,7 +13,7 @@ from typing import Final
 from cluster.errors import DeadlineError, OverloadedError, UnavailableError
 from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
-from cluster.gateway.worker_connections import WorkerLinks
+from cluster.gateway.worker_connections import WorkerConnections
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.fields import MAX_HASHES
 from kv_transfer.messages.requests import RequestSpec
@@ -30,10 +30,10 @@ class Placer:
     """
 
     def __init__(
-        self, scheduler: SchedulerClient, links: WorkerLinks, *, link_timeout_s: float, retry_delay_s: float
+        self, scheduler: SchedulerClient, connections: WorkerConnections, *, link_timeout_s: float, retry_delay_s: float
     ) -> None:
         self._scheduler = scheduler
-        self._links = links
+        self._connections = connections
         self._link_timeout_s = link_timeout_s
         self._retry_delay_s = retry_delay_s
         self._replicas_changed = asyncio.Event()
@@ -59,16 +59,16 @@ class Placer:
         placement = await self._ask(run)
         run.placed(placement)
         needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
-        await self._links.wait_up(needed, self._link_timeout_s)
+        await self._connections.wait_up(needed, self._link_timeout_s)
         for worker_id in needed:
-            if not self._links.is_up(worker_id):
+            if not self._connections.is_up(worker_id):
                 raise AttemptFailedError("the worker cannot be reached", worker_id, "full")
         return placement
 
     async def _ask(self, run: RequestRun) -> Placement:
         while True:
-            avoided = run.excluded | self._links.suspects()
-            held = next((w for w in run.touched - avoided if self.is_decode(w) and self._links.is_up(w)), None)
+            avoided = run.excluded | self._connections.suspects()
+            held = next((w for w in run.touched - avoided if self.is_decode(w) and self._connections.is_up(w)), None)
             try:
                 async with asyncio.timeout(run.deadline - time.monotonic()):
                     return await self._scheduler.place(run.place_query(prefer_decode=held, avoid=avoided))

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
-from cluster.gateway.generator import AnswerGateway, LinkState
-from cluster.gateway.worker_connections import SILENCE_S, WorkerLinks
+from cluster.gateway.generator import AnswerGateway, ConnectionState
+from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
 from kv_transfer.connections.connection import Connection, connect
@@ -84,21 +84,21 @@ class SchedulerClient:
 
     `on_replicas` is called with each new list of workers, `on_slo` with how requests fared at other gateways. With each
     new connection the scheduler is told what `standing()` returns: the requests that are on workers, whoever placed
-    them. `links` tell which workers can be reached.
+    them. `worker_connections` tell which workers can be reached.
     """
 
     def __init__(
         self,
         identity: Identity,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
-        links: WorkerLinks,
+        worker_connections: WorkerConnections,
         on_replicas: Callable[[list[WorkerInfo]], None],
         on_slo: Callable[[bytes], None] = lambda report: None,
         standing: Callable[[], list[StandingRequest]] = list,
     ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
-        self._links = links
+        self._worker_connections = worker_connections
         self._on_replicas = on_replicas
         self._on_slo = on_slo
         self._standing = standing
@@ -206,21 +206,21 @@ class SchedulerClient:
     def describe_workers(self) -> list[dict[str, object]]:
         """Each live worker by its registration, its newest snapshot, the gateway's connection to it, and what the
         scheduler's block index knows."""
-        suspects = self._links.suspects()
+        suspects = self._worker_connections.suspects()
         return [
             {
                 **asdict(info),
                 **asdict(snapshot),
-                "connected": self._links.is_up(info.worker_id),
+                "connected": self._worker_connections.is_up(info.worker_id),
                 "suspect": info.worker_id in suspects,
                 "index": self._index_of(info.worker_id),
             }
             for info, snapshot in self.workers.values()
         ]
 
-    def link_states(self) -> dict[str, LinkState]:
+    def connection_states(self) -> dict[str, ConnectionState]:
         """The state of this gateway's connection to each live worker."""
-        suspects, is_up = self._links.suspects(), self._links.is_up
+        suspects, is_up = self._worker_connections.suspects(), self._worker_connections.is_up
         return {name: "silent" if name in suspects else "up" if is_up(name) else "down" for name in self.workers}
 
     def publish_slo(self, report: SloReport) -> None:

@@ -18,7 +18,7 @@ _MAX_FALLEN = 1024
 SILENCE_S = 1.5  # three pings that did not come
 
 
-class WorkerLinks:
+class WorkerConnections:
     """Holds a connection to each worker that it is told of.
 
     Calls `on_message(worker_id, message)` with each message that comes, and `on_lost(worker_id, in_order)` when a
@@ -57,10 +57,10 @@ class WorkerLinks:
         (self._overdue.add if is_overdue else self._overdue.discard)(worker_id)
 
     def update(self, workers: list[WorkerInfo]) -> None:
-        """Connect to every listed worker that is not connected. A link that works outlives its worker's listing."""
+        """Connect to every listed worker that is not connected. One that works outlives its worker's listing."""
         for info in workers:
             if info.worker_id not in self._tasks:
-                self._tasks[info.worker_id] = asyncio.create_task(self._run(info), name=f"link-{info.worker_id}")
+                self._tasks[info.worker_id] = asyncio.create_task(self._run(info), name=f"connection-{info.worker_id}")
 
     def post(self, worker_id: str, message: Message) -> bool:
         """Send to a worker; False if there is no connection to it."""

@@ -164,9 +164,9 @@ def test_a_worker_that_dies_and_one_that_leaves(target: Target, generator: Scrip
 def test_a_silent_worker(target: Target, generator: ScriptedGenerator) -> None:
     with viewing(target) as viewer:
         viewer.read()
-        generator.script.link_states = {"d0": "silent"}
+        generator.script.connection_states = {"d0": "silent"}
         viewer.until(lambda picture: picture["workers"]["d0"]["state"] == "silent")
-        generator.script.link_states = {}
+        generator.script.connection_states = {}
         answers = viewer.until(lambda picture: picture["workers"]["d0"]["state"] == "up")
         assert said(answers) == ["d0 is silent. Its requests go on elsewhere.", "d0 answers again."]
 

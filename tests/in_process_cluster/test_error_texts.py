@@ -110,8 +110,8 @@ class FailingWorker:
         self._port.connections[gateway].close(reason[:100])
 
 
-def links_are_up(cluster: MiniCluster, workers: list[FailingWorker]) -> bool:
-    return all(cluster.orchestrator.links.is_up(worker.worker_id) for worker in workers)
+def are_connected(cluster: MiniCluster, workers: list[FailingWorker]) -> bool:
+    return all(cluster.orchestrator.connections.is_up(worker.worker_id) for worker in workers)
 
 
 def app_of(cluster: MiniCluster, tokenizer: Tokenizer) -> FastAPI:
@@ -147,7 +147,7 @@ async def test_no_reason_of_a_worker_reaches_a_client(
             await worker.start()
             stack.push_async_callback(worker.stop)
         for number in range(500):
-            await eventually(lambda: links_are_up(cluster, workers), what="a link that was cut is not made again")
+            await eventually(lambda: are_connected(cluster, workers), what="a link that was cut is not made again")
             answer = await asked(app, number, stream=number % 2 == 0)
             message = check(answer)
             request_id = f"{answer.headers[b'x-request-id'].decode()}-0"

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.errors import PoisonRequestError
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.worker_connections import WorkerLinks
+from cluster.gateway.worker_connections import WorkerConnections
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.cost_model.step_cost import StepWork
 from engine.sampling.pending_output import PendingOutput
@@ -57,7 +57,7 @@ class Trap:
         self._cluster = cluster
         self._told: str | None = None
         if not one_by_one:
-            self._in_one_moment(cluster.orchestrator.links)
+            self._in_one_moment(cluster.orchestrator.connections)
         self._deed = deed
         self._strikes = strikes
         self._holds: dict[str, threading.Event] = {}  # of workers that hang, or are about to die
@@ -96,9 +96,9 @@ class Trap:
 
         worker.steps.costs.predicted_s = predicted_s  # type: ignore[method-assign]
 
-    def _in_one_moment(self, links: WorkerLinks) -> None:
+    def _in_one_moment(self, connections: WorkerConnections) -> None:
         """The second worker that hangs is told to be late just after the first, and before anybody has left that."""
-        tell = links.step_overdue
+        tell = connections.step_overdue
 
         def told(worker_id: str, is_overdue: bool) -> None:
             tell(worker_id, is_overdue)
@@ -106,7 +106,7 @@ class Trap:
                 self._told = next(name for name in self.lost if name != worker_id)  # who says nothing by itself
                 asyncio.get_running_loop().call_soon(tell, self._told, True)
 
-        links.step_overdue = told  # type: ignore[method-assign]
+        connections.step_overdue = told  # type: ignore[method-assign]
 
     def _hold(self, worker_id: str) -> None:
         hold = self._holds[worker_id] = threading.Event()

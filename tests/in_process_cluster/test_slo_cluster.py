@@ -62,7 +62,7 @@ async def gateway(cluster: MiniCluster, classes: SloConfig = NO_TARGETS) -> Asyn
     started.account.start(started.orchestrator.scheduler.publish_slo)
     try:
         wanted = {worker.info.worker_id for worker in cluster.workers}
-        assert await started.orchestrator.links.wait_up(wanted, HANGS_S)
+        assert await started.orchestrator.connections.wait_up(wanted, HANGS_S)
         yield started
     finally:
         await started.account.stop()

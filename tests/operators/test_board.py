@@ -238,9 +238,9 @@ def test_texts_of_what_happened_at_one_time_do_not_lie_on_each_other(browser: An
     with served(app) as url, opened(browser, url) as (page, seen):
         page.get_by_text("live", exact=True).wait_for()
         until(page, "document.querySelectorAll('.worker.up').length === 1")
-        generator.script.link_states = {"decode-x-1": "silent"}
+        generator.script.connection_states = {"decode-x-1": "silent"}
         until(page, "document.querySelectorAll('.flag.lost').length === 1")
-        generator.script.link_states, generator.script.workers = {}, workers
+        generator.script.connection_states, generator.script.workers = {}, workers
         until(page, "document.querySelectorAll('.flag.came').length === 2")
         is_read = "text => getComputedStyle(text).visibility !== 'hidden'"
         texts = f"[...document.querySelectorAll('.flag span')].filter({is_read})"

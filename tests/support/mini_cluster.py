@@ -136,7 +136,7 @@ class MiniCluster:
     async def ready(self, timeout_s: float = HANGS_S) -> None:
         """Until the gateway is connected to every worker."""
         wanted = {worker.info.worker_id for worker in self.workers}
-        assert await self.orchestrator.links.wait_up(wanted, timeout_s), "the workers did not come up"
+        assert await self.orchestrator.connections.wait_up(wanted, timeout_s), "the workers did not come up"
 
     async def add_prefill(self) -> PrefillWorker:
         worker = PrefillWorker(self._load(self.config.prefill_engine, "prefill"), self.config.prefill)

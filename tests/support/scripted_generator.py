@@ -18,7 +18,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from cluster.errors import GenerationError
-from cluster.gateway.generator import AnswerGateway, LinkState, ServingLimits, Tokens
+from cluster.gateway.generator import AnswerGateway, ConnectionState, ServingLimits, Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.slo.classes import RequestTerms
 from engine.sampling.grammar import allowed_by, grammar_tokenizer
@@ -68,7 +68,7 @@ class Script:
     error: Exception | None = None
     role_error: Exception | None = None  # to any change of a worker's role
     workers: list[KnownWorker] = field(default_factory=list)
-    link_states: dict[str, LinkState] = field(default_factory=dict)  # of those that are not up
+    connection_states: dict[str, ConnectionState] = field(default_factory=dict)  # of those that are not up
     loading: list[LoadingReport] = field(default_factory=list)
     decisions: list[str] | None = None  # newest first
     limits: ServingLimits | None = field(default_factory=lambda: ServingLimits(max_model_len=MAX_MODEL_LEN, ready=True))
@@ -114,9 +114,9 @@ class ScriptedGenerator:
     def reports(self) -> list[KnownWorker]:
         return self.script.workers
 
-    def link_states(self) -> dict[str, LinkState]:
+    def connection_states(self) -> dict[str, ConnectionState]:
         names = [info.worker_id for info, _ in self.script.workers]
-        return {name: self.script.link_states.get(name, "up") for name in names}
+        return {name: self.script.connection_states.get(name, "up") for name in names}
 
     @property
     def pools(self) -> dict[Role, int]:

@@ -59,7 +59,7 @@ async def worker_processes(
             started = [stack.enter_context(start(role)) for role in roles]
             for process in started:
                 workers[await asyncio.to_thread(name_of, process)] = process
-            assert await cluster.orchestrator.links.wait_up(set(workers), HANGS_S)
+            assert await cluster.orchestrator.connections.wait_up(set(workers), HANGS_S)
             yield cluster, workers
         finally:
             await cluster.stop()

@@ -167,7 +167,7 @@ class Observer:
         """Rows of the workers that are there and, for `GONE_S`, of those that are gone."""
         cluster = self._api.cluster
         rows = {info.worker_id: worker_row(info, snapshot) for info, snapshot in cluster.reports()}
-        for worker_id, state in cluster.link_states().items():
+        for worker_id, state in cluster.connection_states().items():
             if state != "up" and worker_id in rows:
                 rows[worker_id]["state"] = state
         for worker_id, row in (self._workers or {}).items():

@@ -12,7 +12,7 @@ import pytest
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway import scheduler_client
 from cluster.gateway.scheduler_client import SchedulerClient
-from cluster.gateway.worker_connections import WorkerLinks
+from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import SchedulerServer
@@ -88,7 +88,7 @@ async def _client(
         return server.endpoint
 
     client = SchedulerClient(
-        _identity("gateway"), locate, _no_links(), lambda workers: None, standing=lambda: list(standing)
+        _identity("gateway"), locate, _no_connections(), lambda workers: None, standing=lambda: list(standing)
     )
     client.workers = {info.worker_id: (info, snapshot) for info, snapshot in knows}
     client.start()
@@ -233,8 +233,8 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
 # --- a gateway without its scheduler ---
 
 
-def _no_links() -> WorkerLinks:
-    return WorkerLinks(_identity("gateway"), on_message=lambda *_: None, on_lost=lambda *_: None)
+def _no_connections() -> WorkerConnections:
+    return WorkerConnections(_identity("gateway"), on_message=lambda *_: None, on_lost=lambda *_: None)
 
 
 async def _nowhere() -> Endpoint:
@@ -242,7 +242,7 @@ async def _nowhere() -> Endpoint:
 
 
 def _alone(*workers: KnownWorker) -> SchedulerClient:
-    client = SchedulerClient(_identity("gateway"), _nowhere, _no_links(), lambda workers: None)
+    client = SchedulerClient(_identity("gateway"), _nowhere, _no_connections(), lambda workers: None)
     client.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
     return client
 
