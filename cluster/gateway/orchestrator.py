@@ -324,7 +324,7 @@ class Orchestrator:
                 self.connections.step_overdue(worker_id, is_overdue)
                 if is_overdue and self._quarantine.had(worker_id):
                     self._lost_in_a_step(worker_id)
-                self._tell_of_suspects()
+                self._leave_unresponsive()
             case _:
                 logger.warning("worker %s sent %s to a gateway", worker_id, type(message).__name__)
 
@@ -373,12 +373,12 @@ class Orchestrator:
     async def _watch_workers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._tell_of_suspects()
+            self._leave_unresponsive()
 
-    def _tell_of_suspects(self) -> None:
+    def _leave_unresponsive(self) -> None:
         """End the attempts that wait for a silent worker or an overdue step, where another worker is left. Called again
         and again for as long as there are such workers."""
-        for worker_id in self.connections.suspects():
+        for worker_id in self.connections.unresponsive():
             for run in self.runs.values():
                 if run.inbox or run.state is RequestState.PLACING or not self._may_leave(run, worker_id):
                     continue
@@ -393,15 +393,15 @@ class Orchestrator:
         return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether another worker could take over from a suspected one; if none could, waiting is better. A decode
+        """Whether another worker could take over from an unresponsive one; if none could, waiting is better. A decode
         worker can, since it computes prompts, too; a request to be pooled can go to any worker."""
-        suspects = self.connections.suspects()
-        if worker_id not in suspects:
+        unresponsive = self.connections.unresponsive()
+        if worker_id not in unresponsive:
             return False
         length = len(run.request.prompt_token_ids) + (0 if run.is_pooled else run.request.params.max_tokens)
         return any(
             (info.role == "decode" or run.is_pooled)
-            and info.worker_id not in suspects
+            and info.worker_id not in unresponsive
             and self.connections.is_up(info.worker_id)
             and not snapshot.draining
             and info.max_model_len >= length
@@ -457,7 +457,7 @@ class Orchestrator:
                 left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
                 run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
-        for worker_id in left & self.connections.suspects():  # a suspect will not tell of its overdue step once more
+        for worker_id in left & self.connections.unresponsive():  # it will not tell of its overdue step once more
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 

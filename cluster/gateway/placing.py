@@ -67,7 +67,7 @@ class Placer:
 
     async def _ask(self, run: RequestRun) -> Placement:
         while True:
-            avoided = run.excluded | self._connections.suspects()
+            avoided = run.excluded | self._connections.unresponsive()
             held = next((w for w in run.touched - avoided if self.is_decode(w) and self._connections.is_up(w)), None)
             try:
                 async with asyncio.timeout(run.deadline - time.monotonic()):

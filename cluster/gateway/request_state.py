@@ -238,7 +238,7 @@ class RequestRun:
             self.num_faults = self.num_stumbles = 0
         self.num_faults += cause in ("fault", "raised", "broke")
         self.num_stumbles += 1
-        self.excluded = self._suspects(failed_worker, cause)
+        self.excluded = self._to_exclude(failed_worker, cause)
         self.attempt += 1
         self.state = RequestState.PLACING
         self.placement = None
@@ -248,7 +248,7 @@ class RequestRun:
         self.inbox.clear()
         self._early.clear()
 
-    def _suspects(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
+    def _to_exclude(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
         """Workers that should not have the next attempt. If decode reports a failed hand-off, the prefill worker is one
         of them, since it may be at fault."""
         if failed_worker is None:

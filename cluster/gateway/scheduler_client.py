@@ -206,13 +206,13 @@ class SchedulerClient:
     def describe_workers(self) -> list[dict[str, object]]:
         """Each live worker by its registration, its newest snapshot, the gateway's connection to it, and what the
         scheduler's block index knows."""
-        suspects = self._worker_connections.suspects()
+        unresponsive = self._worker_connections.unresponsive()
         return [
             {
                 **asdict(info),
                 **asdict(snapshot),
                 "connected": self._worker_connections.is_up(info.worker_id),
-                "suspect": info.worker_id in suspects,
+                "suspect": info.worker_id in unresponsive,
                 "index": self._index_of(info.worker_id),
             }
             for info, snapshot in self.workers.values()
@@ -220,8 +220,8 @@ class SchedulerClient:
 
     def connection_states(self) -> dict[str, ConnectionState]:
         """The state of this gateway's connection to each live worker."""
-        suspects, is_up = self._worker_connections.suspects(), self._worker_connections.is_up
-        return {name: "silent" if name in suspects else "up" if is_up(name) else "down" for name in self.workers}
+        unresponsive, is_up = self._worker_connections.unresponsive(), self._worker_connections.is_up
+        return {name: "silent" if name in unresponsive else "up" if is_up(name) else "down" for name in self.workers}
 
     def publish_slo(self, report: SloReport) -> None:
         """Send a report to the scheduler, which adds up what all gateways saw."""

@@ -48,8 +48,8 @@ class WorkerConnections:
         connection = self._connections.get(worker_id)
         return connection is not None and connection.silent_s >= SILENCE_S
 
-    def suspects(self) -> set[str]:
-        """Connected workers that are silent or whose step is overdue."""
+    def unresponsive(self) -> set[str]:
+        """Connected workers that are silent or whose step is overdue: `suspect` in `GET /cluster`."""
         return {worker_id for worker_id in self._connections if self.is_silent(worker_id)} | self._overdue
 
     def step_overdue(self, worker_id: str, is_overdue: bool) -> None:

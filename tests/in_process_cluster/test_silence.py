@@ -64,12 +64,12 @@ async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: Small
         with brake(decode.model.runner) as held:
             await held.reached()
             connections = cluster.orchestrator.connections
-            await eventually(lambda: decode.info.worker_id in connections.suspects())
+            await eventually(lambda: decode.info.worker_id in connections.unresponsive())
             await asyncio.sleep(2 * LOOK_S)
         found = await request
         assert tokens_of(found) == llama.local(PROMPT, greedy(90)).tokens
         assert found[-1].attempt == 0
-        await eventually(lambda: not connections.suspects())
+        await eventually(lambda: not connections.unresponsive())
 
 
 async def test_a_gateway_that_comes_later_hears_of_a_late_step_too(llama: SmallModel) -> None:
@@ -85,7 +85,7 @@ async def test_a_gateway_that_comes_later_hears_of_a_late_step_too(llama: SmallM
             assert tokens_of(await asyncio.wait_for(request, HANGS_S)) == expected
             other = cluster.new_orchestrator()
             other.start()
-            await eventually(lambda: other.connections.suspects() == {hung.info.worker_id})
+            await eventually(lambda: other.connections.unresponsive() == {hung.info.worker_id})
             await other.stop()
 
 
