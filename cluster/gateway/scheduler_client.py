@@ -261,10 +261,10 @@ class SchedulerClient:
         raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
-        """The scheduler's answer where to run an attempt, or `_place_alone` if it is away, silent or late."""
+        """The scheduler's answer where to run an attempt, or `_place_without_scheduler` if it is away, silent or late."""
         connection = self.connection
         if connection is None or connection.silent_s >= SILENCE_S:
-            return self._place_alone(request)
+            return self._place_without_scheduler(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
         key = (request.request_id, request.attempt)
         try:
@@ -273,14 +273,14 @@ class SchedulerClient:
                 await connection.post_large(request)  # it names every block of the prompt
                 return await answer
         except TransportError:
-            return self._place_alone(request)
+            return self._place_without_scheduler(request)
         except TimeoutError:
             self.ended(request.request_id)  # the scheduler must not count a placement that nobody waits for
-            return self._place_alone(request)
+            return self._place_without_scheduler(request)
         finally:
             self._awaiting_placement.pop(key, None)
 
-    def _place_alone(self, request: Place) -> Placement | Unplaceable:
+    def _place_without_scheduler(self, request: Place) -> Placement | Unplaceable:
         """Choose workers without the scheduler, among those that could take the request by its rules
         (`filter.eligible`).
 
