@@ -138,19 +138,19 @@ def rank(
     computing, decode, prompt = with_splits(ledger, query, found, *shortlist(ledger.table, policy, query, found))
     predicted = predict(ledger, query, computing, decode, prompt, _AT_ONCE, now)
     scores = score(ledger, policy, query, predicted, query.waited_s)
-    ttft_s, tpot_s = scores.ttft_s[0], predicted.after.tpot_s[0]
+    ttft_s, tpot_s = scores.ttft_s[0], predicted.forecast.tpot_s[0]
     delay = _relative(ttft_s, query.ttft_s, _ASSUMED_TTFT_S) + _relative(tpot_s, query.tpot_s, _ASSUMED_TPOT_S)
     slo_gain, slo_probability, leaves_room = scores.slo_gain[0], scores.slo_probability[0], scores.leaves_room[0]
     # The pair, unless that costs chances: a decode worker that computes no prompts is better for those who come next.
-    elsewhere, is_split = predicted.beside & ~predicted.alone, prompt.split_at > 0.0
+    elsewhere, is_split = predicted.in_decode_pool & ~predicted.is_decode_alone, prompt.split_at > 0.0
     if policy.one_pool:
         rounded = (slo_gain - _price_in_one_pool(ledger.table, policy, query, predicted, ttft_s, now)).round(2)
     else:
         cost = policy.delay_cost * delay + policy.work_cost * _busy_work(ledger, predicted, now)
-        for kind in (predicted.beside, ~predicted.beside):
+        for kind in (predicted.in_decode_pool, ~predicted.in_decode_pool):
             if (least := cost[kind & ~is_split].min(initial=np.inf)) < np.inf:  # else none of them has ever room
                 cost[kind] -= least
-        rounded = (slo_gain - cost - policy.alone_gain * predicted.beside).round(3)
+        rounded = (slo_gain - cost - policy.alone_gain * predicted.in_decode_pool).round(3)
     if query.has_targets:
         too_bad = ~policy.admits(ttft_s, slo_gain, query.ttft_target_s, share)
         barred = np.zeros_like(leaves_room)
@@ -162,7 +162,7 @@ def rank(
     # decode workers nothing moves for nothing.
     ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
     return Candidates(
-        predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.beside, -rounded, too_bad, barred))
+        predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.in_decode_pool, -rounded, too_bad, barred))
     )
 
 
@@ -175,14 +175,14 @@ def _price_in_one_pool(
     crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))
     prompts = np.minimum(table.prompt_shares(slice(0, len(table)), now), 1.0)
     prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
-    paces_s = predicted.after.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
+    paces_s = predicted.forecast.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
     tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
     prompt = predicted.prompt
     here = prompt.rest_s / np.maximum(prompt.first_s + prompt.rest_s, 1e-9)  # of a split one, where it decodes
     crowd = crowds[computing] + here * (crowds[decode] - crowds[computing])
     disturbed = np.minimum(crowd, _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
     waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
-    handed_over = ~predicted.alone
+    handed_over = ~predicted.is_decode_alone
     price: Floats = (
         policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * handed_over
     )
@@ -193,9 +193,10 @@ def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
     """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
     workers it pays to go where a prefix is, on idle ones to be served sooner."""
     table = ledger.table
-    there, here = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
+    of_prefill, of_decode = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
     prompt = predicted.prompt
-    work: Floats = np.where(predicted.beside, here, there) * prompt.first_s + here * prompt.rest_s
+    busy_share = np.where(predicted.in_decode_pool, of_decode, of_prefill)
+    work: Floats = busy_share * prompt.first_s + of_decode * prompt.rest_s
     return work / ledger.demand.prompt_s if ledger.demand.prompt_s > 0.0 else np.zeros_like(work)
 
 
@@ -275,10 +276,10 @@ def _relative(seconds: Floats, target_s: float | None, assumed_s: float) -> Floa
 def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     ids, best = ledger.table.ids, candidates.order[:_NUM_ROWS]
     predicted, scores = candidates.predicted, candidates.scores
-    prompt, after = predicted.prompt, predicted.after
+    prompt, forecast = predicted.prompt, predicted.forecast
     columns = (
         *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
-        *(prompt.work_s, scores.ttft_s[0], after.tpot_s[0], after.kv_share[0]),
+        *(prompt.work_s, scores.ttft_s[0], forecast.tpot_s[0], forecast.kv_share[0]),
         *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
     parts = zip(

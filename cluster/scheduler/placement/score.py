@@ -32,19 +32,20 @@ from kv_transfer.messages.scheduling import Place
 class Prediction:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
-    By candidate: who computes the prompt, and who decodes; `alone`, where these are the same; `beside`, where a decode
-    worker computes it; `prompt`. By moment and candidate: `start_s`, from now until the prompt's computation begins;
-    `after`, on the decode worker; `slo_loss`, of all others, on both. `idle_share`, of the pool
-    that computes the prompt: see `_idle_shares`, for requests without targets; 0 for others."""
+    By candidate: `computing` computes the prompt and `decode` decodes. `is_decode_alone`: these are the same worker;
+    `in_decode_pool`: the prompt is computed by a decode worker, this one or another.
+    By moment and candidate: `start_s`, from now until the prompt's computation begins; `forecast`, of decoding;
+    `slo_loss`, of all others, on both workers; `idle_share`, of the pool that computes the prompt (see `_idle_shares`),
+    for requests without targets, and 0 for others."""
 
     later_s: Floats
     computing: Rows
     decode: Rows
-    alone: NDArray[np.bool_]
-    beside: NDArray[np.bool_]
+    is_decode_alone: NDArray[np.bool_]
+    in_decode_pool: NDArray[np.bool_]
     prompt: PromptForecast
     start_s: Floats
-    after: DecodeForecast
+    forecast: DecodeForecast
     slo_loss: Floats
     idle_share: Floats
 
@@ -79,24 +80,28 @@ def predict(
     if query.is_pooled:
         return _predict_pooled(ledger, query, computing, prompt, later_s, now)
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-    alone, beside = computing == decode, computing >= table.num_prefills
-    lead_s = _join_times(prompt.wait_s, prompt.work_s, alone | (prompt.split_at > 0.0), later_s)
+    is_decode_alone, in_decode_pool = computing == decode, computing >= table.num_prefills
+    lead_s = _join_times(prompt.wait_s, prompt.work_s, is_decode_alone | (prompt.split_at > 0.0), later_s)
     noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
-    after = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * alone, now)
-    start_s = _start_times(prompt.wait_s, after.room_s, alone, ~beside, later_s)
+    forecast = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * is_decode_alone, now)
+    start_s = _start_times(prompt.wait_s, forecast.room_s, is_decode_alone, ~in_decode_pool, later_s)
     computed_s = np.maximum(later_s[:, None], prompt.wait_s) + prompt.work_s
-    is_kept = ~beside & (after.room_s > computed_s) & (after.room_s < np.inf)
+    is_kept = ~in_decode_pool & (forecast.room_s > computed_s) & (forecast.room_s < np.inf)
     if is_kept.any():  # its second token waits for room
-        stall_s = np.where(is_kept, after.room_s - computed_s, 0.0)
-        after = replace(after, tpot_s=after.tpot_s + stall_s / num_output, gap_s=np.maximum(after.gap_s, stall_s))
-    slo_loss, elsewhere = after.slo_loss, beside & ~alone
+        stall_s = np.where(is_kept, forecast.room_s - computed_s, 0.0)
+        forecast = replace(
+            forecast, tpot_s=forecast.tpot_s + stall_s / num_output, gap_s=np.maximum(forecast.gap_s, stall_s)
+        )
+    slo_loss, elsewhere = forecast.slo_loss, in_decode_pool & ~is_decode_alone
     if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
         slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
     idle_share = _UNASKED
     if not query.has_targets:
-        idle_share = _idle_shares(table, beside, later_s, now)
-    return Prediction(later_s, computing, decode, alone, beside, prompt, start_s, after, slo_loss, idle_share)
+        idle_share = _idle_shares(table, in_decode_pool, later_s, now)
+    return Prediction(
+        later_s, computing, decode, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
+    )
 
 
 def _predict_pooled(
@@ -104,17 +109,21 @@ def _predict_pooled(
 ) -> Prediction:
     """Predict the placement of an embedding: nobody decodes, and no memory is held beyond the prompt's computation.
     Where that is in a decode worker, others there wait for it."""
-    table, beside = ledger.table, computing >= ledger.table.num_prefills
-    alone = np.ones_like(beside)
+    table, in_decode_pool = ledger.table, computing >= ledger.table.num_prefills
+    is_decode_alone = np.ones_like(in_decode_pool)
     nothing = np.zeros((len(later_s), len(computing)))
     slo_loss = nothing.copy()
-    if beside.any() and not query.has_targets:
-        lead_s = _join_times(prompt.wait_s, prompt.work_s, alone, later_s)
-        slo_loss[:, beside] = forecast_delay(table, computing[beside], prompt.added_s[beside], lead_s, now)
-    after = DecodeForecast(nothing, nothing, np.zeros(len(computing)), nothing, slo_loss)
+    if in_decode_pool.any() and not query.has_targets:
+        lead_s = _join_times(prompt.wait_s, prompt.work_s, is_decode_alone, later_s)
+        slo_loss[:, in_decode_pool] = forecast_delay(
+            table, computing[in_decode_pool], prompt.added_s[in_decode_pool], lead_s, now
+        )
+    forecast = DecodeForecast(nothing, nothing, np.zeros(len(computing)), nothing, slo_loss)
     start_s = np.maximum(later_s[:, None], prompt.wait_s)
-    idle_share = _UNASKED if query.has_targets else _idle_shares(table, beside, later_s, now)
-    return Prediction(later_s, computing, computing, alone, beside, prompt, start_s, after, slo_loss, idle_share)
+    idle_share = _UNASKED if query.has_targets else _idle_shares(table, in_decode_pool, later_s, now)
+    return Prediction(
+        later_s, computing, computing, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
+    )
 
 
 def score(
@@ -122,11 +131,11 @@ def score(
 ) -> Score:
     """Score a predicted placement. `waited_s`: how long the client has waited by now, or will have by each moment's
     now."""
-    work_s, later_s, after = predicted.prompt.work_s, predicted.later_s, predicted.after
+    work_s, later_s, forecast = predicted.prompt.work_s, predicted.later_s, predicted.forecast
     ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
     # Who has no room yet is bound to nobody yet.
-    early = after.room_s > later_s[:, None] + policy.max_room_s
+    early = forecast.room_s > later_s[:, None] + policy.max_room_s
     own = slo_probability if query.has_targets else 0.0
     slo_gain = np.where(early & (query.attempt == 0), -1.0, own - predicted.slo_loss)
     if query.has_targets:
@@ -139,19 +148,18 @@ def score(
 
 def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
     """The probability of meeting all targets, and of the memory sufficing."""
-    errors, after = table.rows[Row.RELATIVE_ERROR], predicted.after
+    errors, forecast = table.rows[Row.RELATIVE_ERROR], predicted.forecast
     in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
-    in_time = in_time + log_probability(after.tpot_s, query.tpot_target_s, errors[predicted.decode])
-    in_time = in_time + log_probability(after.gap_s, query.gap_target_s, errors[predicted.decode])
-    probability: Floats = np.exp(in_time + log_fit_probability(after.kv_share))
+    in_time = in_time + log_probability(forecast.tpot_s, query.tpot_target_s, errors[predicted.decode])
+    in_time = in_time + log_probability(forecast.gap_s, query.gap_target_s, errors[predicted.decode])
+    probability: Floats = np.exp(in_time + log_fit_probability(forecast.kv_share))
     return probability
 
 
 def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later_s: Floats) -> Floats:
     """Seconds from now until the newcomer decodes, by moment; the same for all candidates: were it each one's own, a
     longer queue would make a crowded decode worker look better. By candidate: `wait_s`, until its queue is done;
-    `work_s`, of its prompt; `others`, which are looked at only where there are none besides: who decode alone, or a
-    part alone."""
+    `work_s`, of its prompt; `others`: it decodes alone, or a part alone, and counts only where there are no pairs."""
     ready_s = wait_s + work_s
     soonest = (ready_s if others.all() else np.where(others, np.inf, ready_s)).argmin()
     joins_s: Floats = np.maximum(later_s, wait_s[soonest]) + work_s[soonest]
@@ -159,23 +167,23 @@ def _join_times(wait_s: Floats, work_s: Floats, others: NDArray[np.bool_], later
 
 
 def _start_times(
-    wait_s: Floats, room_s: Floats, alone: NDArray[np.bool_], takes_late: NDArray[np.bool_], later_s: Floats
+    wait_s: Floats, room_s: Floats, is_decode_alone: NDArray[np.bool_], takes_late: NDArray[np.bool_], later_s: Floats
 ) -> Floats:
     """Seconds from now until the prompt's computation begins, by moment and candidate. It is computed where it decodes,
     or queues elsewhere: in a prefill worker at once, which can keep it until there is room (`takes_late`), in a decode
     worker only when there is."""
     later_s = later_s[:, None]
-    queues_s = np.where(alone, 0.0, np.maximum(wait_s - later_s, 0.0))
+    queues_s = np.where(is_decode_alone, 0.0, np.maximum(wait_s - later_s, 0.0))
     due_s = np.maximum(later_s, wait_s)
     reserved_s = np.where(room_s > later_s, room_s + queues_s, np.maximum(due_s, room_s))
     return np.where(takes_late & (room_s < np.inf), due_s, reserved_s)
 
 
-def _idle_shares(table: WorkerTable, beside: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
+def _idle_shares(table: WorkerTable, in_decode_pool: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
     """The idle share of the pool that computes the prompt, by moment and candidate: the workers that have no prompts to
     compute by then, or that had none lately if these are fewer."""
-    there, here = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
-    return np.where(beside, here, there)
+    of_prefill, of_decode = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
+    return np.where(in_decode_pool, of_decode, of_prefill)
 
 
 def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:
