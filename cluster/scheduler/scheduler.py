@@ -90,17 +90,17 @@ class GlobalScheduler:
             return self.block_index.on_events(message, now)
         return self.block_index.on_snapshot(message, now)
 
-    def lost(self, worker_id: str, now: float) -> bool:
-        """The worker is out of sight. False if it was not known."""
+    def unregister(self, worker_id: str, now: float) -> bool:
+        """Forget a worker that is gone. Returns False if it was not known."""
         self.block_index.forget(worker_id)
         self._recovered.on_worker_lost(worker_id, now)
-        return self.ledger.lost(worker_id, now)
+        return self.ledger.unregister(worker_id, now)
 
     def expire(self, now: float) -> list[str]:
         """Drop and name the workers that have been silent too long."""
         silent = self.ledger.silent(now, self._policy.stale_after_s)
         for worker_id in silent:
-            self.lost(worker_id, now)
+            self.unregister(worker_id, now)
         return silent
 
     def replicas(self) -> Replicas:

@@ -158,7 +158,7 @@ class SchedulerServer:
             return  # it has come back on another one since
         del self._workers[worker_id]
         self._role_changes.gone(worker_id)
-        if self.scheduler.lost(worker_id, time.monotonic()):
+        if self.scheduler.unregister(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
 

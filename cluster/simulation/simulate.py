@@ -226,7 +226,7 @@ class Simulation:
 
     def _lost(self, worker: SimulatedWorker, keys: list[SequenceKey]) -> None:
         """Gateways and scheduler see that it is gone."""
-        self._router.lost(worker.worker_id, self._clock.now)
+        self._router.unregister(worker.worker_id, self._clock.now)
         for key in keys:
             live = self._live.get(key.request_id)
             if live is not None and live.key == key and live.placement is not None:

@@ -120,8 +120,8 @@ class Ledger:
     # --- workers ---
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
-        """A worker's new life. What was booked on an earlier one is void."""
-        self.lost(info.worker_id, now)
+        """Begin a worker's new life. What was booked on an earlier one is void."""
+        self.unregister(info.worker_id, now)
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
@@ -140,8 +140,8 @@ class Ledger:
             self._take_in(worker, snapshot, now, snapshot.context_tokens if counts_context else None)
         return True
 
-    def lost(self, worker_id: str, now: float) -> bool:
-        """The worker is gone, and with it all that was booked there. False if it was not known."""
+    def unregister(self, worker_id: str, now: float) -> bool:
+        """Forget a worker that is gone, and all that was booked there. Returns False if it was not known."""
         if worker_id not in self._workers:
             return False
         for booking in self.booked_on(worker_id):

@@ -25,8 +25,8 @@ class Router(Protocol):
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None: ...
 
-    def lost(self, worker_id: str, now: float) -> object:
-        """A worker is gone, and what was placed there with it; who comes again is placed under the same request id."""
+    def unregister(self, worker_id: str, now: float) -> object:
+        """Forget a worker that is gone, and what was placed there; who comes again is placed under the same request id."""
         ...
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object: ...
@@ -148,7 +148,7 @@ class Baseline(ABC):
         member = self._members[info.worker_id] = Member(info, snapshot, cost)
         (self.prefills if info.role == "prefill" else self.decodes).append(member)
 
-    def lost(self, worker_id: str, now: float) -> None:
+    def unregister(self, worker_id: str, now: float) -> None:
         member = self._members.pop(worker_id)
         (self.prefills if member.info.role == "prefill" else self.decodes).remove(member)
         self._index.forget(worker_id)

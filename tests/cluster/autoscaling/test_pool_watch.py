@@ -220,7 +220,7 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
     assert sizing.advice is not None and sizing.advice.num_decode == 2
     during = targets(sizing, 21.0)
     assert during["d1"] == 3  # as Serve has it
-    ledger.lost("d2", 22.0)
+    ledger.unregister("d2", 22.0)
     assert targets(sizing, 22.0)["d1"] == 3
     ledger.register(replace(worker_info("p2"), home="decode", pid=2), costed_snapshot("p2"), 23.0)
     assert targets(sizing, 23.0)["d1"] == 3

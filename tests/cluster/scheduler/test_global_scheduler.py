@@ -78,8 +78,8 @@ def test_a_silent_worker_is_dropped_and_can_come_back() -> None:
 
 def test_a_lost_worker_gets_nothing() -> None:
     scheduler = scheduler_of("p1", "p2", "d1")
-    assert scheduler.lost("p1", 0.0)
-    assert not scheduler.lost("p1", 0.0)
+    assert scheduler.unregister("p1", 0.0)
+    assert not scheduler.unregister("p1", 0.0)
     assert all(placed(scheduler, f"r{n}").prefill == "p2" for n in range(3))
 
 

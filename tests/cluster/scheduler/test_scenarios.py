@@ -120,7 +120,7 @@ class World:
 
     def on_lost(self, names: list[str], options: dict[str, str]) -> list[str]:
         self.roles.gone(names[0])
-        return [] if self.scheduler.lost(names[0], self.now) else ["unknown"]
+        return [] if self.scheduler.unregister(names[0], self.now) else ["unknown"]
 
     def on_expire(self, names: list[str], options: dict[str, str]) -> list[str]:
         return [f"{name} was silent too long" for name in self.scheduler.expire(self.now)]

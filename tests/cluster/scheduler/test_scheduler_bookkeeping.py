@@ -50,7 +50,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def lose(self, which: int) -> None:
         worker_id = sorted(self.alive)[which % len(self.alive)]
-        assert self.scheduler.lost(worker_id, self.now)
+        assert self.scheduler.unregister(worker_id, self.now)
         self.alive.discard(worker_id)
 
     @rule(seconds=st.floats(0.0, 4.0))

@@ -52,7 +52,7 @@ def test_whoever_decodes_goes_on_while_its_worker_is_out_of_sight() -> None:
     scheduler = _scheduler("p1", "d1")
     assert _place(scheduler, "r", 0.0)
     scheduler.first_token("r", 1.0)
-    scheduler.lost("d1", 2.0)
+    scheduler.unregister("d1", 2.0)
     assert len(scheduler.ledger) == 0
     scheduler.register(_life("d1", 1), _report("d1", 2, num_running=1, context_tokens=1180), 3.0)
     assert len(scheduler.ledger) == 1
@@ -69,7 +69,7 @@ def test_an_answer_is_not_taken_to_grow_beyond_what_was_asked_for() -> None:
     scheduler = _scheduler("p1", "d1")
     assert _place(scheduler, "r", 0.0)
     scheduler.first_token("r", 1.0)
-    scheduler.lost("d1", 2.0)
+    scheduler.unregister("d1", 2.0)
     scheduler.register(_life("d1", 1), _report("d1", 2, num_running=1), 1000.0)
     slot = scheduler.ledger.table.slots[:, scheduler.ledger.table.row("d1"), 0]
     assert _fact(scheduler, "d1", Row.STEPS) - slot[Slot.JOINED_STEP] == 400
@@ -79,7 +79,7 @@ def test_prompts_keep_their_order_and_what_was_computed_meanwhile_is_done() -> N
     scheduler = _scheduler("p1", "d1")
     for number in range(3):
         assert _place(scheduler, f"r{number}", 0.0)
-    scheduler.lost("p1", 0.5)
+    scheduler.unregister("p1", 0.5)
     scheduler.first_token("r0", 1.01)
     scheduler.ended("r1", 1.2)
     assert _fact(scheduler, "d1", Row.BOOKED) == 1, "its prompt is computed: the prefill worker does not matter"
@@ -108,7 +108,7 @@ def test_a_gateway_s_word_is_newer_than_what_was_booked() -> None:
     """It has placed the request on the later life already, without this scheduler."""
     scheduler = _scheduler("p1", "d1")
     assert _place(scheduler, "r", 0.0)
-    scheduler.lost("d1", 1.0)
+    scheduler.unregister("d1", 1.0)
     again = Place(request_id="r", attempt=1, num_tokens=1000, max_new_tokens=400)
     scheduler.recovered(StandingRequest(place=again, prefill="p1", decode="d1"), 1.5)
     scheduler.register(_life("d1", 2), _report("d1", 1), 2.0)
@@ -205,7 +205,7 @@ class ComingAndGoing(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def a_connection_drops(self, worker_id: str) -> None:
-        assert self.scheduler.lost(worker_id, self.now) == self.seen[worker_id]
+        assert self.scheduler.unregister(worker_id, self.now) == self.seen[worker_id]
         self.seen[worker_id] = False
 
     @rule(worker_id=st.sampled_from(WORKERS))

@@ -191,10 +191,10 @@ def test_a_lost_worker_takes_its_bookings_along_and_no_others() -> None:
     ledger = ledger_of("p1", "p2", "d1", "d2")
     book(ledger, "queued"), book(ledger, "elsewhere", prefill="p2", decode="d2")
     decoding(ledger, "decoding")
-    assert ledger.lost("p1", 1.0)
+    assert ledger.unregister("p1", 1.0)
     assert [b.query.request_id for b in ledger.bookings()] == ["elsewhere", "decoding"]
-    assert ledger.lost("d1", 1.0)
-    assert not ledger.lost("d1", 1.0)
+    assert ledger.unregister("d1", 1.0)
+    assert not ledger.unregister("d1", 1.0)
     assert "elsewhere" in ledger
     assert "decoding" not in ledger
 
@@ -361,7 +361,7 @@ def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> Non
     assert ledger.table.ids == ["p1", "p2", "d1", "d2", "d3"]
     assert ledger.table.pools() == (slice(0, 2), slice(2, 5))
     for worker_id in ("p1", "d1"):
-        ledger.lost(worker_id, 0.0)
+        ledger.unregister(worker_id, 0.0)
     assert ledger.table.ids == ["p2", "d2", "d3"]
     assert (ledger.table.rows[:, 1].tolist(), ledger.table.slots[:, 1, 0].tolist()) == before
     assert not ledger.table.rows[:, 3:].any()
