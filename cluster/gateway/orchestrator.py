@@ -273,7 +273,7 @@ class Orchestrator:
         """Let go of a request that has ended, and cancel what workers still hold for it."""
         del self.runs[run.request_id]
         run.wakeup.close()
-        self._quarantine.ended(run)
+        self._quarantine.on_ended(run)
         self.scheduler.ended(run.request_id, run.num_output_tokens)
         finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
@@ -298,7 +298,7 @@ class Orchestrator:
                 for token in tokens:
                     self._deliver_token(worker_id, token, now)
                 if tokens:
-                    self._quarantine.heard(worker_id)
+                    self._quarantine.on_tokens_from(worker_id)
                 for handoff in handoffs:
                     if (run := self.runs.get(handoff.request_id)) is not None:
                         run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
@@ -322,7 +322,7 @@ class Orchestrator:
                 self._refused(worker_id, message)
             case StepOverdue(is_overdue=is_overdue):
                 self.connections.step_overdue(worker_id, is_overdue)
-                if is_overdue and self._quarantine.had(worker_id):
+                if is_overdue and self._quarantine.was_recalled_from(worker_id):
                     self._lost_in_a_step(worker_id)
                 self._leave_unresponsive()
             case _:
@@ -336,7 +336,7 @@ class Orchestrator:
         if run.take(worker_id, token, now) and was_prefilling:
             self.scheduler.first_token(run.request_id)
         if run.alone:
-            self._quarantine.came(run)
+            self._quarantine.on_tokens_of(run)
 
     def _current(self, request_id: str, attempt: int) -> RequestRun | None:
         """The request, if this is its present attempt; None: that attempt or the whole request is over."""
@@ -428,7 +428,7 @@ class Orchestrator:
             if run.attempt == attempt:
                 run.computing_on.add(worker_id)
                 run.timeline.computing()
-            self._quarantine.computes(run, worker_id)
+            self._quarantine.on_computing(run, worker_id)
         if alone:
             self._alone_on[worker_id] = {request_id for request_id, _ in sequences}
         else:
@@ -442,7 +442,7 @@ class Orchestrator:
     def _lost_in_a_step(self, worker_id: str) -> None:
         """Suspect all requests in the step of a worker that died or hangs: each of them may be the reason."""
         runs = [run for run in self.runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
-        if self._quarantine.lost(worker_id, runs):
+        if self._quarantine.on_worker_lost(worker_id, runs):
             self._end_guilty()
         self._recall_copies()
 
@@ -474,9 +474,9 @@ class Orchestrator:
             if failure.cause == "shared":
                 self._quarantine.suspect(run)
             if failure.cause == "raised":
-                found |= self._quarantine.raised(worker_id, run)
+                found |= self._quarantine.on_raised(worker_id, run)
         if broke:
-            found |= self._quarantine.lost(worker_id, broke)
+            found |= self._quarantine.on_worker_lost(worker_id, broke)
             self._recall_copies()
         if found:
             self._end_guilty()

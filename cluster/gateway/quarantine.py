@@ -116,14 +116,14 @@ class Quarantine:
         record.not_before = time.monotonic() + _SETTLING_S
         return True
 
-    def computes(self, run: RequestRun, worker_id: str) -> None:
+    def on_computing(self, run: RequestRun, worker_id: str) -> None:
         """Note that a worker has begun to compute this request. If copies were recalled a moment ago, it had not heard
         of that yet, and counts as one that had a copy."""
         record = self._record_of(run)
         if record is not None and not run.alone and time.monotonic() < record.not_before:
             record.was_on.add(worker_id)
 
-    def had(self, worker_id: str) -> bool:
+    def was_recalled_from(self, worker_id: str) -> bool:
         """Whether this worker had copies of a suspected request that were recalled just now."""
         return any(worker_id in record.was_on for record in self._records.values())
 
@@ -131,7 +131,7 @@ class Quarantine:
         """Whether the worker's loss has been counted and no token has come from it since."""
         return worker_id in self._lost
 
-    def lost(self, worker_id: str, runs: Collection[RequestRun]) -> bool:
+    def on_worker_lost(self, worker_id: str, runs: Collection[RequestRun]) -> bool:
         """Note that a worker died, or is silent, in a step of `runs`: all of them are suspected.
 
         Returns whether this loss convicted a request. A worker's loss counts once until it is heard again."""
@@ -158,7 +158,7 @@ class Quarantine:
                 record.on_trial = max(suspects, key=lambda run: len(run.emitted)).request_id
         return len(twice) == 1 and self._convict(twice[0])
 
-    def heard(self, worker_id: str) -> None:
+    def on_tokens_from(self, worker_id: str) -> None:
         """Note that tokens came from a worker: if it is lost after this, that is another loss."""
         self._lost.pop(worker_id, None)
 
@@ -166,7 +166,7 @@ class Quarantine:
         """Suspect this request, because a step of it and others failed."""
         self._open(self.fingerprint(run)).suspects.add(run.request_id)
 
-    def raised(self, worker_id: str, run: RequestRun) -> bool:
+    def on_raised(self, worker_id: str, run: RequestRun) -> bool:
         """Note that this request's own steps fail on the worker while others' do not.
         Returns whether it is guilty now."""
         record = self._open(self.fingerprint(run))
@@ -176,7 +176,7 @@ class Quarantine:
         run.num_raised += 1
         return max(len(record.raised_on), run.num_raised) >= _LOSSES and self._convict(record)
 
-    def came(self, run: RequestRun) -> None:
+    def on_tokens_of(self, run: RequestRun) -> None:
         """Note that tokens of a suspect came. It is cleared once it has all that come of steps of its own: the next
         token is of a step that it shares."""
         if run.placement is None:
@@ -186,7 +186,7 @@ class Quarantine:
         if run.ended or (run.decode_took_over and run.num_of_attempt >= num_alone):
             self._release(run, is_cleared=True)
 
-    def ended(self, run: RequestRun) -> None:
+    def on_ended(self, run: RequestRun) -> None:
         """Take the request off trial: it is over. Only one that has finished is cleared."""
         self._release(run, is_cleared=run.state is RequestState.FINISHED)
 

@@ -42,10 +42,10 @@ async def test_who_is_in_the_steps_of_two_lost_workers_is_guilty_and_so_are_its_
     book, poison = Quarantine(), a_run("p")
     await book.admit(poison)
     assert is_free(poison) and book.allows(poison)
-    assert not book.lost("w1", [poison, a_run("i", 2)])
+    assert not book.on_worker_lost("w1", [poison, a_run("i", 2)])
     await book.admit(poison)
     assert not is_free(poison)
-    assert book.lost("w2", [poison])
+    assert book.on_worker_lost("w2", [poison])
     for guilty in (poison, a_run("copy"), a_run("other seed", seed=5)):
         with pytest.raises(PoisonRequestError):
             await book.admit(guilty)
@@ -56,40 +56,40 @@ async def test_who_is_in_the_steps_of_two_lost_workers_is_guilty_and_so_are_its_
 async def test_more_may_be_in_a_lost_step_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "_MAX_RECORDS", 3)
     book, runs = Quarantine(), [a_run(str(n), n) for n in range(5)]
-    assert not book.lost("w1", runs)
+    assert not book.on_worker_lost("w1", runs)
     assert len(book) == 3
-    assert not book.lost("w2", runs)
-    assert book.lost("w3", [runs[4]])
+    assert not book.on_worker_lost("w2", runs)
+    assert book.on_worker_lost("w3", [runs[4]])
 
 
 async def test_nobody_is_guilty_while_it_may_have_been_one_of_several() -> None:
     book, both = Quarantine(), [a_run("p"), a_run("i", 2)]
-    assert not book.lost("w1", both)
-    assert not book.lost("w2", both)
+    assert not book.on_worker_lost("w1", both)
+    assert not book.on_worker_lost("w2", both)
     assert not any(map(book.is_guilty, both))
-    assert book.lost("w3", [both[0]])
+    assert book.on_worker_lost("w3", [both[0]])
     assert [book.is_guilty(run) for run in both] == [True, False]
 
 
 async def test_a_worker_is_lost_once_unless_it_is_heard_in_between() -> None:
     book, run = Quarantine(), a_run("r")
     for _ in range(3):
-        assert not book.lost("w1", [run])
-    book.heard("w1")
-    assert book.lost("w1", [run])
+        assert not book.on_worker_lost("w1", [run])
+    book.on_tokens_from("w1")
+    assert book.on_worker_lost("w1", [run])
 
 
 async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
     book, run = Quarantine(), a_run("r")
-    book.lost("w1", [run])
+    book.on_worker_lost("w1", [run])
     await book.admit(run)
     brings(run, NUM_ALONE - 1)
-    book.came(run)
+    book.on_tokens_of(run)
     assert not is_free(run)
     brings(run, 1)
-    book.came(run)
+    book.on_tokens_of(run)
     assert is_free(run) and not len(book)
-    assert not book.lost("w2", [run]), "what it was suspected of before counts no more"
+    assert not book.on_worker_lost("w2", [run]), "what it was suspected of before counts no more"
 
 
 @pytest.mark.parametrize(("split_at", "num_tokens"), [(0, NUM_ALONE + 1), (4, NUM_ALONE)])
@@ -108,46 +108,46 @@ async def test_so_many_come_of_such_steps_on_two_workers(split_at: int, num_toke
 
 async def test_a_late_token_of_the_last_attempt_clears_nobody() -> None:
     book, run = Quarantine(), a_run("r")
-    book.lost("w1", [run])
+    book.on_worker_lost("w1", [run])
     await book.admit(run)
     brings(run, NUM_ALONE)
     run.next_attempt("d", "fault")
-    book.came(run)
+    book.on_tokens_of(run)
     assert not is_free(run)
 
 
 async def test_copies_are_tried_one_at_a_time_the_furthest_first() -> None:
     book, runs = Quarantine(), [a_run(f"r{n}") for n in range(3)]
     brings(runs[1], 4)
-    book.lost("w1", runs)
+    book.on_worker_lost("w1", runs)
     tasks = [asyncio.create_task(book.admit(run)) for run in runs]
     await eventually(lambda: tasks[1].done())
     await asyncio.sleep(0.01)
     assert [task.done() for task in tasks] == [False, True, False]
     runs[1].next_attempt("w1")
     brings(runs[1], NUM_ALONE)
-    book.came(runs[1])
+    book.on_tokens_of(runs[1])
     await asyncio.gather(*tasks)
     assert [run.alone for run in runs] == [True, False, True]
 
 
 async def test_who_leaves_while_it_is_tried_makes_way_for_a_copy() -> None:
     book, first, second = Quarantine(), a_run("first"), a_run("second")
-    book.lost("w1", [first])
+    book.on_worker_lost("w1", [first])
     await book.admit(first)
     waiting = asyncio.create_task(book.admit(second))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     first.end(RequestState.CANCELLED)
-    book.ended(first)
+    book.on_ended(first)
     await waiting
     assert not is_free(second), "nothing has cleared the first one"
-    assert book.lost("w2", [second])
+    assert book.on_worker_lost("w2", [second])
 
 
 async def test_a_copy_waits_until_its_own_deadline_at_most() -> None:
     book, first = Quarantine(), a_run("first")
-    book.lost("w1", [first])
+    book.on_worker_lost("w1", [first])
     await book.admit(first)
     with pytest.raises(DeadlineError):
         await book.admit(a_run("second", deadline_s=0.02))
@@ -158,8 +158,8 @@ async def test_workers_that_copies_were_recalled_from_count_if_they_are_lost_at_
 ) -> None:
     monkeypatch.setattr(quarantine, "_SETTLING_S", HANGS_S)
     book, first, copy = Quarantine(), a_run("first"), a_run("copy")
-    book.lost("w1", [first])
-    assert book.recall(copy, {"w2"}) and book.had("w2")
+    book.on_worker_lost("w1", [first])
+    assert book.recall(copy, {"w2"}) and book.was_recalled_from("w2")
     trial = asyncio.create_task(book.admit(first))
     await asyncio.sleep(0)
     assert not trial.done()
@@ -167,46 +167,46 @@ async def test_workers_that_copies_were_recalled_from_count_if_they_are_lost_at_
     monkeypatch.setattr(quarantine, "_SETTLING_S", 0.05)
     assert book.recall(copy, {"w2"})
     await book.admit(first)
-    assert not book.had("w2"), "it lives"
+    assert not book.was_recalled_from("w2"), "it lives"
     again = a_run("again")
     assert book.recall(again, {"w3"})
-    assert book.lost("w3", [])
+    assert book.on_worker_lost("w3", [])
     assert book.is_guilty(first)
 
 
 async def test_so_do_workers_that_begin_with_a_copy_before_they_hear_that_it_was_recalled() -> None:
     book, first, copy = Quarantine(), a_run("first"), a_run("copy")
-    book.lost("w1", [first])
+    book.on_worker_lost("w1", [first])
     assert book.recall(copy, set()), "it waits for its turn somewhere"
-    assert not book.lost("w2", []), "which had not said that it began"
-    book.computes(copy, "w3")
-    assert book.lost("w3", [])
+    assert not book.on_worker_lost("w2", []), "which had not said that it began"
+    book.on_computing(copy, "w3")
+    assert book.on_worker_lost("w3", [])
     assert book.is_guilty(first)
 
 
 async def test_whose_steps_fail_on_two_workers_is_guilty() -> None:
     book, run, copy = Quarantine(), a_run("r"), a_run("copy")
-    assert not book.raised("w1", run)
-    assert not book.raised("w1", copy)
-    assert book.raised("w2", copy)
+    assert not book.on_raised("w1", run)
+    assert not book.on_raised("w1", copy)
+    assert book.on_raised("w2", copy)
     assert book.is_guilty(run)
     alone = a_run("alone", 2)
-    assert not book.raised("w1", alone)
-    assert book.raised("w1", alone), "there may be no other worker"
+    assert not book.on_raised("w1", alone)
+    assert book.on_raised("w1", alone), "there may be no other worker"
 
 
 async def test_what_is_held_against_somebody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "REMEMBERED_S", 0.01)
     monkeypatch.setattr(quarantine, "_MAX_RECORDS", 3)
     book, run = Quarantine(), a_run("r")
-    book.lost("w1", [run])
-    book.lost("w2", [run])
+    book.on_worker_lost("w1", [run])
+    book.on_worker_lost("w2", [run])
     run.end(RequestState.FAILED)
-    book.ended(run)
+    book.on_ended(run)
     await asyncio.sleep(0.02)
     await book.admit(a_run("copy"))
     for n in range(9):
-        book.lost(f"v{n}", [a_run(f"r{n}", 10 + n)])
+        book.on_worker_lost(f"v{n}", [a_run(f"r{n}", 10 + n)])
     assert len(book) == 3
 
 
