@@ -32,7 +32,7 @@ TESTS = (
     "tests/interpreted/test_slab_kernels.py",
     "tests/interpreted/test_device_copying.py",
     "tests/interpreted/test_pinned_slabs.py",
-    "tests/interpreted/test_block_link.py",
+    "tests/interpreted/test_block_copier.py",
     "tests/interpreted/test_offloading.py",
     "tests/interpreted/test_sampling_kernels.py",
     "tests/kernels/test_block_digest.py",

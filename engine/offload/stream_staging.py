@@ -28,7 +28,7 @@ import torch
 
 from engine.kv.cache import KVCache
 from engine.memory.streams import CudaStream, Event, TimedEvent, TimedStream
-from engine.offload.block_link import BlockLink, ListedPairs
+from engine.offload.block_copier import BlockCopier, ListedPairs
 from engine.offload.staged_tiers import StagedTiers, TransferStats
 from engine.offload.staging_plan import BlockPairs, StagingPlan
 from engine.sequence import StepPlan
@@ -64,7 +64,7 @@ class StreamStaging:
         assert isinstance(tiers.kv_cache, KVCache), "the ranks of a group have caches of their own"
         self.tiers = tiers
         self.streams = streams
-        self.link = BlockLink(tiers.kv_cache, tiers.host_cache)
+        self.copier = BlockCopier(tiers.kv_cache, tiers.host_cache)
         self.written: Event | None = None  # behind all that was given to the outward stream
         self.stats = TransferStats(host_bytes_per_s=self._measure_fetching())
 
@@ -84,12 +84,12 @@ class StreamStaging:
         tiers, streams = self.tiers, self.streams
         most = min(tiers.kv_cache.num_blocks, tiers.host_cache.num_blocks)
         blocks = np.arange(min(most, max(1, _PROBE_BYTES // tiers.kv_cache.layout.block_bytes)), dtype=np.int32)
-        [pairs] = self.link.listed([BlockPairs(host=blocks, device=blocks[::-1])], streams.compute.queue)
+        [pairs] = self.copier.listed([BlockPairs(host=blocks, device=blocks[::-1])], streams.compute.queue)
         streams.outward.follow(streams.compute.record())
-        streams.outward.queue(partial(self.link.load, pairs))
+        streams.outward.queue(partial(self.copier.load, pairs))
         streams.outward.record().wait()
         begun = streams.inward.record()
-        streams.inward.queue(partial(self.link.load, pairs))
+        streams.inward.queue(partial(self.copier.load, pairs))
         ended = streams.inward.record()
         ended.wait()
         return tiers.num_bytes(pairs.pairs) / max(ended.seconds_since(begun), 1e-9)
@@ -221,7 +221,7 @@ class StreamedStep:
             assert self._staging_plan is not None
             jobs["fetch", group] = self._tiers.fetched(self._staging_plan, group)
             jobs["write", group] = self._staging_plan.written(group)
-        listed = self._staging.link.listed(list(jobs.values()), self._streams.compute.queue)
+        listed = self._staging.copier.listed(list(jobs.values()), self._streams.compute.queue)
         self._lists = dict(zip(jobs, listed, strict=True))
 
     def _fetch(self, i: int) -> None:
@@ -238,7 +238,7 @@ class StreamedStep:
     def _load(self, group: int, job: Job) -> None:
         inward, listed = self._streams.inward, self._lists[job]
         begin = inward.record()
-        inward.queue(partial(self._staging.link.load, listed))
+        inward.queue(partial(self._staging.copier.load, listed))
         end = self._arrived[group] = inward.record()
         self._fetches.append((self._tiers.num_bytes(listed.pairs), begin, end))
 
@@ -251,7 +251,7 @@ class StreamedStep:
     def _save(self, job: Job) -> Event:
         outward, listed = self._streams.outward, self._lists[job]
         begin = outward.record()
-        outward.queue(partial(self._staging.link.save, listed))
+        outward.queue(partial(self._staging.copier.save, listed))
         end = outward.record()
         self._writes.append((self._tiers.num_bytes(listed.pairs), begin, end))
         return end

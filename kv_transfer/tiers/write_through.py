@@ -19,7 +19,7 @@ import torch
 from engine.kv.block_pool import BlockKey, BlockLease
 from engine.kv.cache import KVCache
 from engine.memory.streams import CudaStream, MarkQueued, Stream, queued_on
-from engine.offload.block_link import BlockLink
+from engine.offload.block_copier import BlockCopier
 from engine.offload.staging_plan import BlockPairs, Blocks
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.connections.event_loops import HomeLoop
@@ -30,7 +30,7 @@ Offload = Callable[[Blocks, Blocks], None]
 """Copy blocks `[n]` of the device to blocks `[n]` of the host, pairwise; done when it returns or raises."""
 
 
-def offload_on(stream: Stream, link: BlockLink, queued: MarkQueued) -> Offload:
+def offload_on(stream: Stream, copier: BlockCopier, queued: MarkQueued) -> Offload:
     """An `Offload` that copies from a GPU on a stream of its own, so that neither steps nor hand-offs stand behind it.
 
     It follows `queued()`, an event behind all that compute was given when a copy is asked for: a block is copied once
@@ -39,8 +39,8 @@ def offload_on(stream: Stream, link: BlockLink, queued: MarkQueued) -> Offload:
     """
 
     def save(pairs: BlockPairs) -> None:
-        for listed in link.listed([pairs]):
-            link.save(listed)
+        for listed in copier.listed([pairs]):
+            copier.save(listed)
 
     def offload(blocks: Blocks, into: Blocks) -> None:
         stored = queued()
@@ -58,7 +58,7 @@ def offload_between(device: TierMemory, host: TierMemory) -> Offload:
     """How blocks get from this device to this host memory."""
     cache = device.cache
     if cache.device.type == "cuda" and isinstance(cache, KVCache):
-        return offload_on(CudaStream(cache.device), BlockLink(cache, host.memory), queued_on(cache.device))
+        return offload_on(CudaStream(cache.device), BlockCopier(cache, host.memory), queued_on(cache.device))
     return lambda blocks, into: cache.copy_out(blocks, host.memory, into)
 
 

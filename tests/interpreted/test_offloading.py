@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.kv.cache import KVCache, KVLayout
-from engine.offload.block_link import BlockLink
+from engine.offload.block_copier import BlockCopier
 from engine.offload.staging_plan import Blocks
 from kv_transfer.tiers.write_through import offload_on
 from tests.interpreted.device_queues import LazyStream
@@ -22,7 +22,7 @@ class World:
         if device().type == "cuda":
             self.on_host = KVCache(LAYOUT, 8, memory=self.on_host.blocks.view(torch.uint8).flatten().pin_memory())
         self.compute, self.down = LazyStream(), LazyStream()
-        self.offload = offload_on(self.down, BlockLink(self.on_device, self.on_host), self.compute.record)
+        self.offload = offload_on(self.down, BlockCopier(self.on_device, self.on_host), self.compute.record)
 
 
 def blocks(*numbers: int) -> Blocks:
@@ -45,7 +45,7 @@ def test_a_copy_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise RuntimeError("the device is out of order")
 
-    monkeypatch.setattr(BlockLink, "save", fail)
+    monkeypatch.setattr(BlockCopier, "save", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         world.offload(blocks(5), blocks(0))
     monkeypatch.undo()

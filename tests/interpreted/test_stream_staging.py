@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from engine.memory.streams import Event
-from engine.offload import block_link, stream_staging
-from engine.offload.block_link import BlockLink, ListedPairs
+from engine.offload import block_copier, stream_staging
+from engine.offload.block_copier import BlockCopier, ListedPairs
 from engine.offload.staging_plan import BlockPairs
 from engine.offload.stream_staging import StreamedStep, StreamStaging
 from kernels import reference
@@ -46,7 +46,7 @@ def blocks_are_copied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             source, sources % len(source), target, targets % len(target)
         ),
     )
-    monkeypatch.setattr(block_link, "_STRETCH_BYTES", 1 << 40)
+    monkeypatch.setattr(block_copier, "_STRETCH_BYTES", 1 << 40)
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +190,12 @@ def test_both_ends_are_waited_for(
 def test_lists_of_blocks_come_by_what_all_copies_follow(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = BlockLink.listed
+    listed = BlockCopier.listed
 
-    def by_another_stream(link: BlockLink, lists: list[BlockPairs], queue: Any) -> list[ListedPairs]:
-        return listed(link, lists, queue.__self__.device.outward.queue)
+    def by_another_stream(copier: BlockCopier, lists: list[BlockPairs], queue: Any) -> list[ListedPairs]:
+        return listed(copier, lists, queue.__self__.device.outward.queue)
 
-    monkeypatch.setattr(BlockLink, "listed", by_another_stream)
+    monkeypatch.setattr(BlockCopier, "listed", by_another_stream)
     assert gives_other_tokens(folder, expected)
 
 

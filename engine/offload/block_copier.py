@@ -1,4 +1,4 @@
-"""Whole blocks between a device's cache and one in memory of the host, without waiting for the device.
+"""Copies of whole blocks between a device's cache and one in memory of the host, without waiting for the device.
 
 Knows how they get there fast, not when they may: the caller's stream is the one that is current.
 """
@@ -37,8 +37,9 @@ def _at_once(work: Callable[[], object]) -> None:
     work()
 
 
-class BlockLink:
-    """Between two caches of one layout. `load` to the device, `save` to the host; both return before it is done."""
+class BlockCopier:
+    """Copies blocks between two caches of one layout: `load` to the device, `save` to the host. Both return before the
+    bytes are there."""
 
     def __init__(self, device_cache: KVCache, host_cache: KVCache) -> None:
         assert device_cache.layout == host_cache.layout, "blocks of both tiers must be of one layout"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.kv.cache import KVCache, KVLayout
-from engine.offload import block_link
-from engine.offload.block_link import BlockLink, stretch_bounds
+from engine.offload import block_copier
+from engine.offload.block_copier import BlockCopier, stretch_bounds
 from engine.offload.staging_plan import BlockPairs
 from kernels import reference
 from kernels.triton.block_copies import copy_blocks
@@ -61,16 +61,16 @@ def tiers(head_dim: int = 8) -> tuple[KVCache, KVCache]:
 def test_blocks_go_pairwise(
     pairs: BlockPairs, loads: bool, stretch_bytes: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_link, "_STRETCH_BYTES", stretch_bytes)
+    monkeypatch.setattr(block_copier, "_STRETCH_BYTES", stretch_bytes)
     on_device, on_host = tiers(head_dim)
     expected = {name: cache.blocks.cpu().clone() for name, cache in (("device", on_device), ("host", on_host))}
     if loads:
         expected["device"][pairs.device.tolist()] = expected["host"][pairs.host.tolist()]
     else:
         expected["host"][pairs.host.tolist()] = expected["device"][pairs.device.tolist()]
-    link = BlockLink(on_device, on_host)
-    for listed in link.listed([NONE, pairs, NONE])[:2]:
-        (link.load if loads else link.save)(listed)
+    copier = BlockCopier(on_device, on_host)
+    for listed in copier.listed([NONE, pairs, NONE])[:2]:
+        (copier.load if loads else copier.save)(listed)
     wait_for_device()
     for name, cache in (("device", on_device), ("host", on_host)):
         assert torch.equal(cache.blocks.cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
@@ -81,13 +81,13 @@ def test_many_short_stretches_are_one_launch_and_long_ones_are_copied(monkeypatc
     monkeypatch.setattr(
         "kernels.triton.block_copies.copy_blocks", lambda *arguments: launched.append(len(arguments[1]))
     )
-    link = BlockLink(*tiers())
-    [listed] = link.listed([SCATTERED])
-    link.load(listed)
+    copier = BlockCopier(*tiers())
+    [listed] = copier.listed([SCATTERED])
+    copier.load(listed)
     assert launched == [4]
-    monkeypatch.setattr(block_link, "_STRETCH_BYTES", IN_A_ROW.host.size * 192)
-    for listed in link.listed([IN_A_ROW, SCATTERED, IN_A_ROW]):
-        link.load(listed)
+    monkeypatch.setattr(block_copier, "_STRETCH_BYTES", IN_A_ROW.host.size * 192)
+    for listed in copier.listed([IN_A_ROW, SCATTERED, IN_A_ROW]):
+        copier.load(listed)
     assert launched == [4, 4]
 
 
