@@ -15,7 +15,7 @@ from typing import Final
 
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
-from cluster.simulation.links import Link
+from cluster.simulation.links import NetworkLink
 from cluster.simulation.records import Record, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
@@ -169,7 +169,7 @@ def _shape(arguments: argparse.Namespace, device_name: str) -> WorkerShape:
     if device_name == arguments.device:
         cost = _read_cost(arguments.cost) if arguments.cost else cost
         kv_tokens = arguments.kv_tokens
-    link = Link(
+    link = NetworkLink(
         bytes_per_s=arguments.link_gb_per_s * 1e9,
         token_bytes=model.kv_bytes_per_token,
         num_layers=model.num_layers,

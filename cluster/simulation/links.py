@@ -17,7 +17,7 @@ _INSTANT_S: Final = 1e-9  # what takes less has been sent: rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class NetworkLink:
     """A worker's link to all others: `bytes_per_s` out, and as many in. `token_bytes`: the KV of a token in all of the
     model's `num_layers`, which workers send one after the other as they are computed."""
 
@@ -117,7 +117,7 @@ class Network:
     def now(self) -> float:
         return self._clock.now
 
-    def open(self, sender: str, sender_link: Link, receiver: str, receiver_link: Link) -> Flow:
+    def open(self, sender: str, sender_link: NetworkLink, receiver: str, receiver_link: NetworkLink) -> Flow:
         out = self._ports.setdefault(("out", sender), Port(sender_link.bytes_per_s))
         into = self._ports.setdefault(("in", receiver), Port(receiver_link.bytes_per_s))
         flow = Flow(self, out, into)

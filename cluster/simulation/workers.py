@@ -17,7 +17,7 @@ from typing import Final, Protocol, get_args
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.guesses import DraftedCost, Guesses
 from cluster.simulation.host_tier import HostTier
-from cluster.simulation.links import Flow, Link, Network
+from cluster.simulation.links import Flow, Network, NetworkLink
 from cluster.simulation.routers.base import Router
 from cluster.simulation.steps import CurvedCost, SimulatedSteps, TrueCost, observed_factors, step_factors
 from cluster.simulation.workload.prompts import TOKEN
@@ -78,7 +78,7 @@ class WorkerShape:
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
     pulled_token_s: float = 0.0
-    link: Link | None = None
+    link: NetworkLink | None = None
     host_kv_tokens: int = 0
     host_token_s: float = 0.0
     asks_neighbours: bool = False
@@ -405,7 +405,7 @@ class SimulatedWorker(ABC):
         self.on_room()
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> NetworkLink:
         assert self.shape.link is not None, "where there is a network, each worker has a link"
         return self.shape.link
 

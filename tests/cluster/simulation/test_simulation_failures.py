@@ -12,7 +12,7 @@ import pytest
 from cluster.__main__ import main
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
-from cluster.simulation.links import Link
+from cluster.simulation.links import NetworkLink
 from cluster.simulation.records import Record
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import CacheAware, Dynamo, LeastOutstandingTokens, QueueLengthRouter
@@ -28,7 +28,7 @@ COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_
 SHAPE = WorkerShape(cost=COST, kv_tokens=64_000, token_budget=1024, block_size=32, prefix_caching=False)
 MESSAGE_S = 0.001
 CONFIG = SimulationConfig(num_prefill=2, num_decode=2, prefill=SHAPE, decode=SHAPE, message_s=MESSAGE_S)
-LINKED = replace(SHAPE, link=Link(bytes_per_s=2e9, token_bytes=131_072, num_layers=32))
+LINKED = replace(SHAPE, link=NetworkLink(bytes_per_s=2e9, token_bytes=131_072, num_layers=32))
 WORKLOAD = Workload(
     requests_per_s=8.0, num_requests=60, burstiness=3.0, turn=LogNormal(median=900, sigma=1.0, most=6000)
 )

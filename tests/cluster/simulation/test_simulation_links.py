@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.links import Flow, Link, Network
+from cluster.simulation.links import Flow, Network, NetworkLink
 from cluster.simulation.routers.base import Placed
 from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
@@ -20,7 +20,7 @@ from cluster.simulation.workload.traces import TraceRequest
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
 
-LINK = Link(bytes_per_s=1000.0, token_bytes=10, num_layers=5)
+LINK = NetworkLink(bytes_per_s=1000.0, token_bytes=10, num_layers=5)
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)
 TOKEN_BYTES, NUM_LAYERS, BYTES_PER_S = 131_072, 32, 50e9
 LAST_LAYER_S = TOKEN_BYTES / NUM_LAYERS / BYTES_PER_S  # of a token, on a link of its own
@@ -30,7 +30,7 @@ SHAPE = WorkerShape(
     token_budget=1024,
     block_size=32,
     handoff_token_s=LAST_LAYER_S,
-    link=Link(bytes_per_s=BYTES_PER_S, token_bytes=TOKEN_BYTES, num_layers=NUM_LAYERS),
+    link=NetworkLink(bytes_per_s=BYTES_PER_S, token_bytes=TOKEN_BYTES, num_layers=NUM_LAYERS),
 )
 CONFIG = SimulationConfig(num_prefill=2, num_decode=1, prefill=SHAPE, decode=SHAPE, message_s=0.001)
 WORKLOAD = Workload(
@@ -54,7 +54,7 @@ class World:
         self.network = Network(self.clock)
         self.ends: dict[str, float] = {}
 
-    def open(self, name: str, *, out: Link = LINK, into: Link = LINK) -> Flow:
+    def open(self, name: str, *, out: NetworkLink = LINK, into: NetworkLink = LINK) -> Flow:
         return self.network.open(name[0], out, name[1], into)
 
     def send(self, name: str, num_bytes: float) -> None:
