@@ -21,10 +21,10 @@ from engine.kv.cache import KVCache, KVLayout
 from engine.memory.host import keep_freed_memory
 from engine.model.transformer import Model
 from engine.parallel.batches import num_on_device, unpack_batch
-from engine.parallel.device_link import use_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
+from engine.parallel.rank_devices import use_device
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
 from kernels.ops import kernels_for
 

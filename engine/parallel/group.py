@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel group do together: sums, joins, and telling all. Each has a deadline.
 
 Every rank calls the same functions in the same order. Tensors of the host go by gloo, those of a GPU by NCCL, which
-begins when a stream comes to it: see `engine.parallel.device_link`. Knows tensors; nothing of models, steps or
+begins when a stream comes to it: see `engine.parallel.rank_devices`. Knows tensors; nothing of models, steps or
 processes.
 
 Shape legend: T packed tokens, E hidden size, R rows, V vocabulary.
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (  # where they have types
 
 from engine.memory.devices import CPU
 from engine.model.shards import Shard
-from engine.parallel.device_link import add_device_backend, do_nothing
+from engine.parallel.rank_devices import add_device_backend, do_nothing
 from engine.parallel.spec import RankSpec
 
 _LOCAL = "127.0.0.1"  # a group is of one node

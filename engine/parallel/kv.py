@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kv.cache import GroupRow, KVCache, KVLayout
 from engine.model.shards import Shard
-from engine.parallel.device_link import wait_for
+from engine.parallel.rank_devices import wait_for
 
 _COPY_BYTES = 4 << 20
 

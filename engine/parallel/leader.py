@@ -27,10 +27,10 @@ from engine.model.config import ModelConfig
 from engine.model.shards import Shard, check_degree
 from engine.model.transformer import LayerHooks, Model
 from engine.parallel.batches import pack_batch
-from engine.parallel.device_link import do_nothing, mark_on, rank_device
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, GroupWatch, RankProcess, end_of
+from engine.parallel.rank_devices import do_nothing, mark_on, rank_device
 from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from kernels.quantised_weight import ActivationBits
 

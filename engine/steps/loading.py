@@ -33,8 +33,8 @@ from engine.model.adapters import AdapterPool, adapter_pool
 from engine.model.config import Backend, DecoderConfig, ModelConfig, read_config
 from engine.model.shards import WHOLE
 from engine.model.transformer import Model
-from engine.parallel.device_link import require_devices
 from engine.parallel.leader import GroupLeader
+from engine.parallel.rank_devices import require_devices
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.sampler import Sampler
 from engine.steps.decode_graphs import DecodeGraphLimits
