@@ -25,7 +25,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
-from cluster.http.server.connection import Connection, connection_of
+from cluster.http.server.connection import HttpConnection, connection_of
 from cluster.http.server.request_id import given_request_id
 from cluster.http.server.unread import PIECE_BYTES, Outbox
 from cluster.slo.account import slo_outcome_of
@@ -45,7 +45,7 @@ _LARGE_BYTES: Final = 64 * 2**10  # of JSON, which take about a millisecond
 class Answer(Response):
     """An answer that is computed while it is being sent. Subclasses say in `_answer` what it is."""
 
-    _connection: Connection  # set when the answer begins to be sent
+    _connection: HttpConnection  # set when the answer begins to be sent
 
     def __init__(self, api: Api, timeline: RequestTimeline, request_id: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Answer(Response):
             if connection.taken_at is None:
                 connection.abort()
 
-    async def _unread(self, connection: Connection) -> None:
+    async def _unread(self, connection: HttpConnection) -> None:
         """Wait until the client has taken nothing for too long, or too much waits for it, and note that outcome."""
         timeout_s = self._api.limits.unread_timeout_s
         last_seen, since = None, 0.0
@@ -335,7 +335,7 @@ class ReadResponse(Response):
             if self._started and not self._complete:
                 connection.abort()
 
-    async def _send(self, send: Send, connection: Connection, outbox: Outbox) -> None:
+    async def _send(self, send: Send, connection: HttpConnection, outbox: Outbox) -> None:
         """Raises TimeoutError or UnreadError for a client that does not read, and what `pieces` raise."""
         timeout_s = self._api.limits.unread_timeout_s
         content: bytes | None = await anext(self._pieces, None)
@@ -355,7 +355,7 @@ class ReadResponse(Response):
             await connection.taken()
         self._complete = True
 
-    def _is_over(self, connection: Connection) -> bool:
+    def _is_over(self, connection: HttpConnection) -> bool:
         """Whether the rest may be left out."""
         return False
 
@@ -366,7 +366,7 @@ class EventStream(ReadResponse):
     def __init__(self, api: Api, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(api, events, {"content-type": "text/event-stream", **UNBUFFERED})
 
-    def _is_over(self, connection: Connection) -> bool:
+    def _is_over(self, connection: HttpConnection) -> bool:
         return connection.is_ending()
 
 

@@ -21,7 +21,7 @@ from cluster.errors import UnreadError
 from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.openai.choice import Delta, TokenEntry
-from cluster.http.server.connection import Connection
+from cluster.http.server.connection import HttpConnection
 from cluster.http.server.unread import PIECE_BYTES, Unread
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
@@ -283,7 +283,7 @@ def test_a_connection_tells_what_is_not_taken_through_serve_s_own_receive() -> N
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         proxy = ASGIDIReceiveProxy(scope, receive, asyncio.get_running_loop())
-        connection = Connection(proxy)
+        connection = HttpConnection(proxy)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         left.append(connection.num_not_taken())
         await send({"type": "http.response.body", "body": bytes(2**20), "more_body": True})

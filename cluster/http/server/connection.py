@@ -47,7 +47,7 @@ class TimedProtocol(HttpToolsProtocol):
     `uvicorn.Config(http=TimedProtocol)`.
     """
 
-    answered: tuple[Connection, ...] = ()  # those whose last byte waits to be written
+    answered: tuple[HttpConnection, ...] = ()  # those whose last byte waits to be written
 
     _came_at: float | None = None  # when the bytes came that are read next, if they may begin a request
     _is_amid_request = False
@@ -145,7 +145,7 @@ def by_monotonic(stamp_ns: int) -> float:
     return (after_ns - max(0, now_ns - stamp_ns)) / 1e9
 
 
-class Connection:
+class HttpConnection:
     """The client's TCP connection under one HTTP request:
     when its first byte came, when its answer left, and how to abort it."""
 
@@ -223,11 +223,11 @@ class Connection:
 
 def note_connection(scope: Scope, receive: Receive) -> None:
     """Note a request's connection, for `connection_of`. `receive` is the one that the server gave."""
-    scope[_CONNECTION] = Connection(receive)
+    scope[_CONNECTION] = HttpConnection(receive)
 
 
-def connection_of(scope: Scope) -> Connection:
-    connection: Connection = scope[_CONNECTION]
+def connection_of(scope: Scope) -> HttpConnection:
+    connection: HttpConnection = scope[_CONNECTION]
     return connection
 
 
