@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.common.waves import Wave
 from benchmarks.common.workload import Load, draw_prompts
-from cluster.load.client import NO_HEADERS, AnswerError, Server, stream_chunks
+from cluster.load.client import NO_HEADERS, AnswerError, ServerAddress, stream_chunks
 from cluster.load.timing import RequestTiming
 
 REQUEST_TIMEOUT_S = 300.0
@@ -24,8 +24,8 @@ _ID = re.compile(rb'"id":"([^"]+)"')
 _CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
 
-def local_server(port: int) -> Server:
-    return Server("127.0.0.1", port)
+def local_server(port: int) -> ServerAddress:
+    return ServerAddress("127.0.0.1", port)
 
 
 def http_wave(port: int, model: str, load: Load, headers: Mapping[str, str] = NO_HEADERS) -> Wave:

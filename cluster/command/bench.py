@@ -24,7 +24,7 @@ from typing import Any, Final, TextIO
 import uvloop
 
 from cluster.command.arguments import ArgumentsError
-from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, Server, read_stream, stream_chunks
+from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, ServerAddress, read_stream, stream_chunks
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import text_of
 from cluster.load.timing import MS, Json, RequestTiming, percentile, rounded
@@ -90,7 +90,7 @@ def _ms(seconds: float) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        server = Server.at(arguments.url)
+        server = ServerAddress.at(arguments.url)
     except ValueError as error:
         raise ArgumentsError(str(error)) from error
     _require_meaning(arguments)
@@ -160,7 +160,7 @@ def _headers(lines: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def first_model(server: Server, headers: Mapping[str, str]) -> str:
+def first_model(server: ServerAddress, headers: Mapping[str, str]) -> str:
     """The name of the first model that the server has.
     Raises AnswerError if it names none, OSError if nobody answers."""
     try:
@@ -211,7 +211,9 @@ def _workload(arguments: argparse.Namespace, num_requests: int) -> Workload:
 class Asker:
     """Sends requests to one server and keeps what became of them."""
 
-    def __init__(self, server: Server, model: str, headers: Mapping[str, str], arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, server: ServerAddress, model: str, headers: Mapping[str, str], arguments: argparse.Namespace
+    ) -> None:
         self.server = server
         self.sent: list[Sent] = []
         self.num_running = 0

@@ -23,7 +23,7 @@ import uvloop
 from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
 from cluster.batch.service import run_lines
 from cluster.command.arguments import ArgumentsError
-from cluster.load.client import AnswerError, Server
+from cluster.load.client import AnswerError, ServerAddress
 
 _PATIENCE_S: Final = 600.0  # how long a server may answer nothing at all before it is given up
 _LINE_S: Final = 3_600.0  # how long one answer may take
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns its exit code: 1 if lines are left without an answer."""
     source, out = arguments.input, arguments.output
     try:
-        server = Server.at(arguments.url)
+        server = ServerAddress.at(arguments.url)
     except ValueError as error:
         raise ArgumentsError(str(error)) from error
     if not source.is_file():
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
 
 
-def _run(source: Path, out: Path, server: Server, num_lines: int, concurrency: int) -> int:
+def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurrency: int) -> int:
     """Answer the lines of a checked file. Returns the exit code. Raises BatchFileError, AnswerError or OSError."""
     if out.exists():
         with out.open("rb") as file:
@@ -179,7 +179,7 @@ class Answers:
         return sum(not succeeded for _, succeeded in self._places.values())
 
 
-async def _answer_all(source: Path, answers: Answers, server: Server, num_lines: int, concurrency: int) -> None:
+async def _answer_all(source: Path, answers: Answers, server: ServerAddress, num_lines: int, concurrency: int) -> None:
     """Send all lines that have no answer yet, and add their answers. Raises BatchFileError if the server answers
     nothing for `_PATIENCE_S`."""
     last_answer = time.monotonic()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from cluster.command.arguments import ArgumentsError
-from cluster.load.client import AnswerError, Server
+from cluster.load.client import AnswerError, ServerAddress
 
 _TIMEOUT_S: Final = 5.0
 _BAR: Final = 10  # characters
@@ -41,7 +41,7 @@ class Picture:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        server = Server.at(arguments.url)
+        server = ServerAddress.at(arguments.url)
     except ValueError as error:
         raise ArgumentsError(str(error)) from error
     if arguments.once or not sys.stdout.isatty():
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _watch(server, arguments.every)
 
 
-def _show_once(server: Server) -> int:
+def _show_once(server: ServerAddress) -> int:
     try:
         picture = look(server)
     except (OSError, AnswerError) as error:
@@ -61,7 +61,7 @@ def _show_once(server: Server) -> int:
     return 0
 
 
-def _watch(server: Server, every_s: float) -> int:
+def _watch(server: ServerAddress, every_s: float) -> int:
     """Draw the cluster every `every_s` until Ctrl-C, and at once when the terminal has another size."""
     wake, ended = threading.Event(), False
 
@@ -90,7 +90,7 @@ def _watch(server: Server, every_s: float) -> int:
     return 0
 
 
-def _lines(server: Server) -> list[Line]:
+def _lines(server: ServerAddress) -> list[Line]:
     """The lines of a new picture, or, if nothing answers as Legato does, a line that says why. It may come back."""
     try:
         return frame(look(server))
@@ -112,7 +112,7 @@ def _has_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def look(server: Server) -> Picture:
+def look(server: ServerAddress) -> Picture:
     """Ask a gateway for a picture of its cluster.
     Raises OSError if nobody answers, AnswerError if what answers is not Legato."""
     from prometheus_client.parser import text_string_to_metric_families
@@ -134,7 +134,7 @@ def look(server: Server) -> Picture:
         raise AnswerError(f"{server.url} answers, but not as Legato does ({error!r})") from error
 
 
-def _unreachable(server: Server, error: Exception) -> str:
+def _unreachable(server: ServerAddress, error: Exception) -> str:
     if isinstance(error, AnswerError):
         hint = " Is it a Legato?" if error.status == 404 else ""
         return f"{str(error).splitlines()[0]}{hint}"

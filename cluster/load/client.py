@@ -37,7 +37,7 @@ class AnswerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerAddress:
     """Where a server listens. `prefix` stands before all of its paths."""
 
     host: str
@@ -46,7 +46,7 @@ class Server:
     tls: bool = False
 
     @classmethod
-    def at(cls, url: str) -> Server:
+    def at(cls, url: str) -> ServerAddress:
         """The server at a URL such as `http://127.0.0.1:8000`, with or without `http://` and a `/v1` at its end. Raises
         ValueError."""
         try:
@@ -92,7 +92,7 @@ EXAMPLE: Final = "http://127.0.0.1:8000"
 
 
 async def stream_chunks(
-    server: Server, body: bytes, headers: Mapping[str, str] = NO_HEADERS, *, path: str = COMPLETIONS
+    server: ServerAddress, body: bytes, headers: Mapping[str, str] = NO_HEADERS, *, path: str = COMPLETIONS
 ) -> AsyncGenerator[bytes, None]:
     """Yields the pieces of the answer to a POST, as they come. Raises AnswerError for another status than 200 or an
     answer that is no whole HTTP, OSError if nobody listens or the connection breaks."""
@@ -112,7 +112,7 @@ async def stream_chunks(
         writer.close()
 
 
-def _head(server: Server, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+def _head(server: ServerAddress, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
     lines = [
         f"POST {server.prefix}{path} HTTP/1.1",
         f"host: {server.authority}",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.load.client import CHAT, AnswerError, Server, Streamed, read_stream, stream_chunks
+from cluster.load.client import CHAT, AnswerError, ServerAddress, Streamed, read_stream, stream_chunks
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import WORDS, prompt_of, text_of
 from cluster.simulation.workload.traces import TraceRequest
@@ -30,7 +30,7 @@ def chunked(*pieces: bytes) -> list[bytes]:
 
 
 @asynccontextmanager
-async def answering(pieces: Sequence[bytes]) -> AsyncIterator[tuple[Server, list[bytes]]]:
+async def answering(pieces: Sequence[bytes]) -> AsyncIterator[tuple[ServerAddress, list[bytes]]]:
     """A server that sends these bytes, and the requests that it was sent."""
     heads: list[bytes] = []
 
@@ -44,7 +44,7 @@ async def answering(pieces: Sequence[bytes]) -> AsyncIterator[tuple[Server, list
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        yield Server("127.0.0.1", server.sockets[0].getsockname()[1]), heads
+        yield ServerAddress("127.0.0.1", server.sockets[0].getsockname()[1]), heads
 
 
 async def asked(pieces: Sequence[bytes], path: str = CHAT) -> Streamed:
@@ -126,7 +126,7 @@ async def test_what_is_no_answer_is_said(pieces: list[bytes], status: int, told:
 
 async def test_what_is_sent() -> None:
     async with answering([CLOSED]) as (server, heads):
-        behind = Server(server.host, server.port, "/gateway")
+        behind = ServerAddress(server.host, server.port, "/gateway")
         assert [chunk async for chunk in stream_chunks(behind, b"{}", {"x-slo-class": "batch"}, path=CHAT)] == []
     assert heads[0].startswith(b"POST /gateway/v1/chat/completions HTTP/1.1\r\n")
     assert b"\r\nx-slo-class: batch\r\n" in heads[0] and b"\r\ncontent-length: 2\r\n" in heads[0]
@@ -135,21 +135,21 @@ async def test_what_is_sent() -> None:
 @pytest.mark.parametrize(
     ("url", "server"),
     [
-        ("http://127.0.0.1:8000", Server("127.0.0.1", 8000)),
-        ("localhost:8000/v1/", Server("localhost", 8000)),
-        ("https://example.org/llm/v1", Server("example.org", 443, "/llm", True)),
-        ("http://[::1]:80", Server("::1", 80)),
+        ("http://127.0.0.1:8000", ServerAddress("127.0.0.1", 8000)),
+        ("localhost:8000/v1/", ServerAddress("localhost", 8000)),
+        ("https://example.org/llm/v1", ServerAddress("example.org", 443, "/llm", True)),
+        ("http://[::1]:80", ServerAddress("::1", 80)),
     ],
 )
-def test_urls(url: str, server: Server) -> None:
-    assert Server.at(url) == server
-    assert Server.at(server.url) == server
+def test_urls(url: str, server: ServerAddress) -> None:
+    assert ServerAddress.at(url) == server
+    assert ServerAddress.at(server.url) == server
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:port", "http://x:99999", "x?y=1"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ValueError, match=r"no URL of a server.*http://127.0.0.1:8000"):
-        Server.at(url)
+        ServerAddress.at(url)
 
 
 def test_a_text_has_a_word_for_each_token_and_shares_what_the_trace_shares() -> None:
