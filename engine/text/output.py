@@ -27,7 +27,7 @@ EventKind = Literal["text", "reasoning", "call", "arguments"]
 
 
 @dataclass(slots=True)
-class Event:
+class OutputEvent:
     """`text` and `reasoning`: more of either. `call`: one is opened, `text` is its function's name. `arguments`: more
     of the JSON text of that call's arguments. `index` counts the calls of an answer."""
 
@@ -41,7 +41,7 @@ class EventReader(ABC):
 
     def __init__(self) -> None:
         self._buffer = ""  # not decided yet
-        self._events: list[Event] = []
+        self._events: list[OutputEvent] = []
         self.num_calls = 0
         self.has_reasoned = False
 
@@ -50,7 +50,7 @@ class EventReader(ABC):
     def is_past_reasoning(self) -> bool:
         """What comes from here on is none."""
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[OutputEvent]:
         """What has become certain."""
         for at in range(0, len(text), _PIECE_CHARS):
             self._buffer += text[at : at + _PIECE_CHARS]
@@ -58,7 +58,7 @@ class EventReader(ABC):
                 pass
         return self._taken()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """What had to wait; nothing may follow."""
         self._end()
         self._buffer = ""
@@ -77,9 +77,9 @@ class EventReader(ABC):
         if last is not None and kind != "call" and (last.kind, last.index) == (kind, index):
             last.text += text
         elif text:
-            self._events.append(Event(kind, text, index))
+            self._events.append(OutputEvent(kind, text, index))
 
-    def _taken(self) -> list[Event]:
+    def _taken(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events
 

@@ -32,7 +32,7 @@ from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
-from engine.text.output import Event
+from engine.text.output import OutputEvent
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -323,7 +323,7 @@ class MessagesShape(AnswerShape):
             self._ending = self._stopped(delta)
         return b"".join(sent)
 
-    def _opened(self, event: Event) -> bytes:
+    def _opened(self, event: OutputEvent) -> bytes:
         self._num_blocks += 1
         self._open = "arguments" if event.kind == "call" else event.kind
         return _sse("content_block_start", index=self._num_blocks - 1, content_block=_block(event))
@@ -391,11 +391,11 @@ def _sse(kind: str, **members: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), dumps({"type": kind, **members}))
 
 
-def _piece(event: Event) -> dict[str, str]:
+def _piece(event: OutputEvent) -> dict[str, str]:
     return {"type": _DELTA[event.kind], _MEMBER[event.kind]: event.text}
 
 
-def _block(event: Event) -> dict[str, Any]:
+def _block(event: OutputEvent) -> dict[str, Any]:
     """The block of a message that an event opens, as it begins."""
     match event.kind:
         case "text":

@@ -35,7 +35,7 @@ from cluster.http.parse import Job, chat_token_ids, prepare_chat
 from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
-from engine.text.output import Event
+from engine.text.output import OutputEvent
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,7 @@ class ResponsesShape(AnswerShape):
         if delta.finish_reason is None:
             return told
         if not self._output:
-            told += self._opened(Event("text", ""))
+            told += self._opened(OutputEvent("text", ""))
         if self._open == "text" and self._waiting:
             told.append(self._added(""))
         self.status = "incomplete" if delta.finish_reason == "length" else "completed"
@@ -447,7 +447,7 @@ class ResponsesShape(AnswerShape):
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
-    def _opened(self, event: Event) -> list[dict[str, Any]]:
+    def _opened(self, event: OutputEvent) -> list[dict[str, Any]]:
         """Open another item, and its part if it has parts. Returns the events that tell of it."""
         item: Item
         match event.kind:

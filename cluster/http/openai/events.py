@@ -1,8 +1,8 @@
 """What a choice says as a stream of events, and OpenAI's chat answers made from it.
 
 An answer of which calls or reasoning are to be read has a `Reading`. Its choices' deltas go through a parser each; the
-events that come out (`engine.text.output.Event`) are what every API's shape is a translation of. Chats without have no
-parser and no events.
+events that come out (`engine.text.output.OutputEvent`) are what every API's shape is a translation of. Chats without
+have no parser and no events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from cluster.http.openai.choice import Delta
 from engine.text.formats import ReasoningFormat, ToolFormat
 from engine.text.harmony import output_parser
-from engine.text.output import Event
+from engine.text.output import OutputEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ChoiceEvents:
     def has_calls(self) -> bool:
         return self._parser.num_calls > 0
 
-    def read(self, delta: Delta) -> list[Event]:
+    def read(self, delta: Delta) -> list[OutputEvent]:
         events = self._parser.feed(delta.text)
         return events if delta.finish_reason is None else events + self._parser.finish()
 
@@ -65,7 +65,7 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def chat_members(events: Sequence[Event]) -> dict[str, Any]:
+def chat_members(events: Sequence[OutputEvent]) -> dict[str, Any]:
     """The members that events add to a chat's message, as OpenAI's `delta` has them.
     Calls that are opened get their ids here."""
     texts: dict[str, list[str]] = {"text": [], "reasoning": []}
@@ -89,7 +89,7 @@ def chat_members(events: Sequence[Event]) -> dict[str, Any]:
     return members
 
 
-def chat_message(events: Sequence[Event], *, reasons: bool) -> dict[str, Any]:
+def chat_message(events: Sequence[OutputEvent], *, reasons: bool) -> dict[str, Any]:
     """A whole chat message made of a choice's events.
     `reasons`: it has a member for its reasoning, even if there is none."""
     members = chat_members(events)

@@ -18,7 +18,7 @@ from engine.text.formats import (
     with_hermes_tools,
 )
 from engine.text.harmony import output_parser
-from engine.text.output import Event
+from engine.text.output import OutputEvent
 
 LLAMA, MISTRAL, GEMMA = (TOOL_FORMATS[name] for name in ("llama", "mistral", "gemma"))
 THINK = REASONING_FORMATS["think"]
@@ -28,7 +28,7 @@ FUNCTIONS = {"f", "g"}
 Said = list[tuple[str, str, int]]
 
 
-def put_together(events: list[Event]) -> Said:
+def put_together(events: list[OutputEvent]) -> Said:
     said: Said = []
     for event in events:
         if said and event.kind != "call" and (said[-1][0], said[-1][2]) == (event.kind, event.index):
@@ -221,21 +221,21 @@ def test_events(output: str, settings: dict[str, Any], expected: Said) -> None:
 def test_arguments_come_as_they_are_written() -> None:
     parser = output_parser(tools=HERMES, functions=FUNCTIONS)
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"pla') == [
-        Event("call", "f", 0),
-        Event("arguments", '{"pla', 0),
+        OutputEvent("call", "f", 0),
+        OutputEvent("arguments", '{"pla', 0),
     ]
-    assert parser.feed('ce": "Par') == [Event("arguments", 'ce": "Par', 0)]
-    assert parser.feed('is"}}') == [Event("arguments", 'is"}', 0)]
+    assert parser.feed('ce": "Par') == [OutputEvent("arguments", 'ce": "Par', 0)]
+    assert parser.feed('is"}}') == [OutputEvent("arguments", 'is"}', 0)]
 
 
 def test_harmonys_arguments_come_as_they_are_written() -> None:
     parser = output_parser(functions=FUNCTIONS, **HARMONY)
     assert parser.feed("<|channel|>commentary to=functions.f ") == []
     assert parser.feed('<|constrain|>json<|message|>{"pla') == [
-        Event("call", "f", 0),
-        Event("arguments", '{"pla', 0),
+        OutputEvent("call", "f", 0),
+        OutputEvent("arguments", '{"pla', 0),
     ]
-    assert parser.feed('ce": "Par') == [Event("arguments", 'ce": "Par', 0)]
+    assert parser.feed('ce": "Par') == [OutputEvent("arguments", 'ce": "Par', 0)]
     assert parser.is_past_reasoning and not parser.has_reasoned
 
 
