@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
 from cluster.simulation.simulate import Live, Simulation, SimulationConfig, SimulationResult
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
@@ -30,7 +30,7 @@ class Sizing(Protocol):
         """Asked each `period_s`, with the workers that take requests."""
         ...
 
-    def ended(self, record: Record, now: float) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         """A request was served, or turned away (once more)."""
         ...
 

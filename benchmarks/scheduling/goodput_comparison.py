@@ -16,7 +16,7 @@ from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_search import WIDTH, Goal, Search, Spread, with_seed
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.simulation.plan.demand import demand_of
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.countings import COUNTINGS, HEADLINE, Counting
 from engine.cost_model.step_cost import StepCost, StepWork
@@ -144,7 +144,7 @@ def _overloaded(setting: Setting, router: str, layout: Layout, load: float, firs
     """Shares in time under each counting, and requests in time per second while new clients came. Of those who came
     back when they were told to: how many were then served in time."""
     counts = Counts(setting.requests(first, 1.0), setting.promises)
-    records: list[Record] = play(setting, router, layout, load, first, counts.see).records
+    records: list[RequestRecord] = play(setting, router, layout, load, first, counts.see).records
     until = max(record.first_arrival_s for record in records)
     good = sum(r.is_met and r.first_token_s is not None and r.first_token_s <= until for r in records)
     back = [r for r in records if r.arrival_s > r.first_arrival_s]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass
 from cluster.slo.countings import LEAST, SHARES, Counting, length_groups
@@ -91,7 +91,7 @@ class Counts:
         self._is_open = dict.fromkeys(self._groups, True)
         self._known: set[str] = set()
 
-    def see(self, record: Record) -> None:
+    def see(self, record: RequestRecord) -> None:
         """Called when it has its first token, ends or is turned away."""
         if record.request_id in self._known:
             return

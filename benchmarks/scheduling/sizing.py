@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
 from cluster.autoscaling.sizing import PoolSizer, PoolsPlan
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import SimulatedWorker
 from cluster.slo.classes import SloConfig
@@ -23,7 +23,7 @@ class FixedSizes:
     def sizes(self, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker], now: float) -> Sizes | None:
         return None
 
-    def ended(self, record: Record, now: float) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         """It is nothing to it."""
 
 
@@ -81,7 +81,7 @@ class QueueSizes:
         held = sum(snapshot.num_running + snapshot.num_waiting for snapshot in snapshots)
         return self._prefill.look(queued, now), self._decode.look(held, now)
 
-    def ended(self, record: Record, now: float) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         """It is nothing to it."""
 
 
@@ -99,7 +99,7 @@ class PredictedSizes:
         advice = self._sizer.advise(now, *self._watch.views(now, BurnAlerts.of(self._tracker.totals(now))))
         return None if advice is None else (advice.num_prefill, advice.num_decode)
 
-    def ended(self, record: Record, now: float) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         served = Served(slo=record.slo, model="simulated")
         is_served = record.end_s is not None
         self._news.ended(

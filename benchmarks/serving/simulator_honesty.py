@@ -36,7 +36,7 @@ from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_li
 from cluster.load.pace import send_at_their_times
 from cluster.load.timing import RequestTiming, describe_requests, percentile
 from cluster.simulation.plan.demand import demand_of
-from cluster.simulation.records import Quantiles, Record
+from cluster.simulation.records import Quantiles, RequestRecord
 from cluster.simulation.whatif import replay
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.traces import TraceRequest, read_trace
@@ -192,7 +192,7 @@ def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], bl
     ]
 
 
-def compared(log: Sequence[LoggedRequest], records: Sequence[Record], gaps_s: Sequence[float]) -> list[Json]:
+def compared(log: Sequence[LoggedRequest], records: Sequence[RequestRecord], gaps_s: Sequence[float]) -> list[Json]:
     """Of the requests that are judged, whose gaps were `gaps_s` in all. `records`: of one replay or of several."""
     judged = sorted(log, key=lambda request: request.arrival_s)[NUM_WARM:]
     names = {request.request_id for request in judged}

@@ -16,7 +16,7 @@ from typing import Final
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import NetworkLink
-from cluster.simulation.records import Record, Summary
+from cluster.simulation.records import RequestRecord, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
     CacheAware,
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError, with advice, for what cannot be simulated."""
     if arguments.plot is not None or arguments.plot_loads is not None:
         _require_plots(arguments)
-    records: dict[str, list[Record]] = {}
+    records: dict[str, list[RequestRecord]] = {}
     summaries: dict[str, list[tuple[float, Summary]]] = {}
     for name in arguments.router or ["legato"]:
         config = _config(arguments, one_pool=name in _ONE_POOL)
@@ -96,7 +96,7 @@ def _require_plots(arguments: argparse.Namespace) -> None:
 
 def _plot(
     arguments: argparse.Namespace,
-    records: dict[str, list[Record]],
+    records: dict[str, list[RequestRecord]],
     summaries: dict[str, list[tuple[float, Summary]]],
 ) -> None:
     from cluster.simulation.plots import plot_over_load, plot_over_time  # matplotlib need not be installed

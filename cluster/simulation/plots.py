@@ -9,7 +9,7 @@ from typing import Final
 import matplotlib
 import numpy as np
 
-from cluster.simulation.records import Record, Summary
+from cluster.simulation.records import RequestRecord, Summary
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
@@ -20,7 +20,7 @@ _REQUESTS_PER_BIN: Final = 20  # on average, so that a P95 means something
 _QUANTILES: Final = ((0.5, "-"), (0.95, "--"))
 
 
-def plot_over_time(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+def plot_over_time(runs: Mapping[str, Sequence[RequestRecord]], path: Path) -> None:
     """TTFT, TPOT and goodput of each run, by the time at which requests first arrived."""
     records = next(iter(runs.values()))
     edges = _edges(records)
@@ -60,7 +60,7 @@ def plot_over_load(runs: Mapping[str, Sequence[tuple[float, Summary]]], path: Pa
     _save(path, (ttft, tpot, good))
 
 
-def _edges(records: Sequence[Record]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _edges(records: Sequence[RequestRecord]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = records[0].first_arrival_s, records[-1].first_arrival_s
     num_bins = min(_MOST_BINS, max(1, len(records) // _REQUESTS_PER_BIN))
     return np.linspace(first, max(last, first + 1e-3), num_bins + 1)
@@ -69,8 +69,8 @@ def _edges(records: Sequence[Record]) -> np.ndarray[tuple[int], np.dtype[np.floa
 def _quantiles(
     axes: Axes,
     edges: np.ndarray[tuple[int], np.dtype[np.float64]],
-    records: Sequence[Record],
-    value_of: Callable[[Record], float | None],
+    records: Sequence[RequestRecord],
+    value_of: Callable[[RequestRecord], float | None],
     name: str,
     color: str,
 ) -> None:

@@ -47,7 +47,7 @@ _NO_GAPS = Gaps()
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class RequestRecord:
     """Times are of the virtual clock, as the gateway sees them. None: it did not come to that.
 
     `arrival_s` is of the last time that the client came; it was turned away `num_rejections` times in all, at last for
@@ -208,7 +208,7 @@ def _row(summary: ClassSummary) -> list[str]:
 
 
 def summarise(
-    records: Sequence[Record], utilisation: dict[str, float], router: str, num_preemptions: int = 0
+    records: Sequence[RequestRecord], utilisation: dict[str, float], router: str, num_preemptions: int = 0
 ) -> Summary:
     """The first of the classes is `all`. Raises ValueError without requests."""
     if not records:
@@ -233,7 +233,7 @@ def summarise(
     )
 
 
-def _summary_of(name: str, records: list[Record], offered_s: float) -> ClassSummary:
+def _summary_of(name: str, records: list[RequestRecord], offered_s: float) -> ClassSummary:
     num_met = sum(r.is_met for r in records)
     num_served = sum(r.end_s is not None for r in records)
     return ClassSummary(

@@ -20,7 +20,7 @@ from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import Network
-from cluster.simulation.records import Gaps, Record, Summary, summarise
+from cluster.simulation.records import Gaps, RequestRecord, Summary, summarise
 from cluster.simulation.routers.base import Router
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
@@ -96,7 +96,7 @@ class Live:
 
     request: TraceRequest
     hasher: PrefixHasher
-    record: Record
+    record: RequestRecord
     attempt: int = 0
     token_times: list[float] = field(default_factory=list)  # at the workers
     placement: Placement | None = None  # where it runs
@@ -114,11 +114,11 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    records: list[Record]  # in order of first arrival
+    records: list[RequestRecord]  # in order of first arrival
     summary: Summary
 
 
-Watch = Callable[[Record], None]
+Watch = Callable[[RequestRecord], None]
 """Told of a request when it has its first token, ends or is turned away. What it raises ends the simulation."""
 
 
@@ -136,7 +136,7 @@ class Simulation:
         self._watch = watch
         self._clock = VirtualClock()
         self._live: dict[str, Live] = {}
-        self._records: list[Record] = []
+        self._records: list[RequestRecord] = []
         self._asks_at = math.inf  # when the router is asked for answers next
         self._network = Network(self._clock) if config.decode.link is not None else None
         self._prefills: dict[str, SimulatedPrefill] = {}
@@ -285,7 +285,7 @@ class Simulation:
         slo_class = self._config.slo.named(request.slo_class or self._config.slo.default)
         if slo_class is None or request.request_id in self._live:
             raise ValueError(f"request {request.request_id} of class {request.slo_class!r}: no such class, or a twin")
-        record = Record(
+        record = RequestRecord(
             request_id=request.request_id,
             slo=slo_class,
             first_arrival_s=self._clock.now,

@@ -13,7 +13,7 @@ from typing import Final
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.plan.search import Layout, OutOfTime
-from cluster.simulation.records import Quantiles, Record, aligned
+from cluster.simulation.records import Quantiles, RequestRecord, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
 from cluster.simulation.workers import WorkerShape
@@ -189,7 +189,7 @@ def best_layout(cluster: LoggedCluster, requests: Sequence[LoggedRequest], *, ti
         raise ValueError("the log holds no requests: there is nothing to replay")
     deadline = time.monotonic() + time_s
 
-    def watch(record: Record) -> None:
+    def watch(record: RequestRecord) -> None:
         if time.monotonic() > deadline:
             raise OutOfTime
 
@@ -221,11 +221,11 @@ def best_layout(cluster: LoggedCluster, requests: Sequence[LoggedRequest], *, ti
     )
 
 
-def _in_time(records: Sequence[Record]) -> float:
+def _in_time(records: Sequence[RequestRecord]) -> float:
     return round(sum(record.is_met for record in records) / len(records), 4)
 
 
-def _least_in_time(records: Sequence[Record]) -> float:
+def _least_in_time(records: Sequence[RequestRecord]) -> float:
     return min(_in_time(group) for _, group in length_groups(records))
 
 
@@ -233,7 +233,7 @@ def _shares(share: LayoutShare) -> str:
     return f"{share.in_time:.1%} in time, of no tenth by length less than {share.least:.1%}"
 
 
-def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int = 0) -> list[Record]:
+def replay(cluster: LoggedCluster, requests: Sequence[LoggedRequest], seed: int = 0) -> list[RequestRecord]:
     """What the log's requests see of the cluster as it was, simulated; in order of arrival, from second 0.
 
     `seed`: of the noise in steps.

@@ -30,7 +30,7 @@ from benchmarks.scheduling.goodput_setting import (
     play,
     with_limits,
 )
-from cluster.simulation.records import Gaps, Record
+from cluster.simulation.records import Gaps, RequestRecord
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass
 from cluster.slo.countings import COUNTINGS, LEAST, Counting, length_groups
@@ -68,8 +68,8 @@ def _hundred(long: int = 0) -> list[TraceRequest]:
     ]
 
 
-def _record(request: TraceRequest, *, ttft_s: float = 0.5, tpot_s: float = 0.02, p99_s: float = 0.02) -> Record:
-    return Record(
+def _record(request: TraceRequest, *, ttft_s: float = 0.5, tpot_s: float = 0.02, p99_s: float = 0.02) -> RequestRecord:
+    return RequestRecord(
         request_id=request.request_id,
         slo=SloClass(name="x", ttft_s=1.0),
         first_arrival_s=request.arrival_s,
@@ -82,13 +82,13 @@ def _record(request: TraceRequest, *, ttft_s: float = 0.5, tpot_s: float = 0.02,
     )
 
 
-def _turned_away(request: TraceRequest) -> Record:
+def _turned_away(request: TraceRequest) -> RequestRecord:
     record = _record(request)
     record.num_rejections, record.first_token_s, record.end_s = 1, None, None
     return record
 
 
-def _serves(requests: list[TraceRequest], records: list[Record]) -> dict[tuple[Promise, Counting], Count]:
+def _serves(requests: list[TraceRequest], records: list[RequestRecord]) -> dict[tuple[Promise, Counting], Count]:
     counts = Counts(requests, PROMISES)
     for record in records:
         counts.see(record)

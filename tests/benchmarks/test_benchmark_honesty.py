@@ -13,7 +13,7 @@ from benchmarks.serving.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOK
 from cluster.config.settings import LegatoConfig
 from cluster.gateway.request_log import LoggedRequest
 from cluster.load.timing import RequestTiming, describe_requests, in_time
-from cluster.simulation.records import Gaps, Record
+from cluster.simulation.records import Gaps, RequestRecord
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import NO_TARGETS, SloClass
@@ -84,7 +84,7 @@ def test_only_what_comes_after_the_warm_up_is_judged() -> None:
                 tpot_s=0.1 * seconds,
             )
         )
-        record = Record(
+        record = RequestRecord(
             request_id=f"r{number}",
             slo=NO_TARGETS.classes[0],
             first_arrival_s=float(number),

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult
 from cluster.simulation.workers import SimulatedWorker, WorkerShape
@@ -60,7 +60,7 @@ class Scripted(FixedSizes):
         due = [time for time in self._script if time <= now]
         return self._script[max(due)] if due else None
 
-    def ended(self, record: Record, now: float) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         self.num_ended += 1
 
 

@@ -13,7 +13,7 @@ from cluster.__main__ import main
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import NetworkLink
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import CacheAware, Dynamo, LeastOutstandingTokens, QueueLengthRouter
 from cluster.simulation.routers.legato import LegatoRouter
@@ -42,7 +42,7 @@ def prefill_s(num_tokens: int) -> float:
     return COST.prefill_s(num_tokens, 0, 1024)
 
 
-def played(config: SimulationConfig, router: Router, seed: int = 3) -> list[Record]:
+def played(config: SimulationConfig, router: Router, seed: int = 3) -> list[RequestRecord]:
     return simulate(config, draw_requests(WORKLOAD, seed), router).records
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
-from cluster.simulation.records import Record
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.steps import observed_factors, step_factors
 from cluster.simulation.whatif import replay
 from cluster.slo.classes import NO_TARGETS
@@ -225,7 +225,7 @@ def doubled() -> StepNoise:
     return StepNoise(ratios=(2.0,) * len(DEVIATES))
 
 
-def replayed(noise: dict[StepKind, StepNoise]) -> list[Record]:
+def replayed(noise: dict[StepKind, StepNoise]) -> list[RequestRecord]:
     """Answers of one sequence at a time."""
     requests = [
         LoggedRequest(request_id=f"r{n}", arrival_s=10.0 * n, prompt_tokens=40, output_tokens=33)
