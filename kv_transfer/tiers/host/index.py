@@ -90,7 +90,7 @@ def block_digest(key: BlockKey, content: ByteView) -> int:
     return digest
 
 
-class Record(NamedTuple):
+class BlockRecord(NamedTuple):
     """A record as it was read; its fields may stem from different moments, which only the digest can tell."""
 
     version: int
@@ -131,15 +131,15 @@ class SegmentIndex:
         """A copy of all versions, `[num_blocks]`."""
         return self._versions.copy()
 
-    def record(self, block: int) -> Record:
-        return Record._make(_RECORD.unpack_from(self._memory, self._record_at(block)))
+    def record(self, block: int) -> BlockRecord:
+        return BlockRecord._make(_RECORD.unpack_from(self._memory, self._record_at(block)))
 
     def block(self, block: int) -> memoryview:
         """The block's bytes in place."""
         start = block * self.shape.block_bytes
         return self.blocks[start : start + self.shape.block_bytes]
 
-    def valid_records(self) -> Iterator[tuple[int, Record]]:
+    def valid_records(self) -> Iterator[tuple[int, BlockRecord]]:
         """(block, record) of those that are valid, in the order of their blocks."""
         for block in range(self.shape.num_blocks):
             record = self.record(block)
