@@ -199,7 +199,7 @@ def _suits_tma(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ProductTile:
     m: int
     n: int
     k: int  # the same for all tiles of a type
@@ -207,15 +207,15 @@ class Tile:
     num_stages: int
 
 
-def tile_of(dtype: torch.dtype, wide: bool, fetch: Fetch = "loads", crowded: bool = False) -> Tile:
+def tile_of(dtype: torch.dtype, wide: bool, fetch: Fetch = "loads", crowded: bool = False) -> ProductTile:
     """`crowded`: with bias and residual, for which the widest tile leaves no registers on Hopper."""
     if dtype == torch.float32:
-        return Tile(32, 64, 32, 4, 3) if wide else Tile(16, 32, 32, 4, 3)
+        return ProductTile(32, 64, 32, 4, 3) if wide else ProductTile(16, 32, 32, 4, 3)
     if fetch == "tma":
-        return Tile(128, 128 if crowded else 256, 64, 8, 4)
+        return ProductTile(128, 128 if crowded else 256, 64, 8, 4)
     if fetch == "tma-specialised":
-        return Tile(128, 256, 64, 8, 3)
-    return Tile(128, 128, 64, 8, 3) if wide else Tile(64, 32, 64, 4, 5)
+        return ProductTile(128, 256, 64, 8, 3)
+    return ProductTile(128, 128, 64, 8, 3) if wide else ProductTile(64, 32, 64, 4, 5)
 
 
 @functools.cache
