@@ -132,7 +132,7 @@ def measured(cost: StepCost, step_noise: float = 0.0) -> StepCost:
     return replace(cost, relative_error=max(_LEAST_ERROR, 0.8 * step_noise))
 
 
-class Listener(Protocol):
+class TokenListener(Protocol):
     """Hears of requests' tokens: of the first and the last at the moment at which the worker has them, of others
     perhaps later."""
 
@@ -167,7 +167,7 @@ class SimulatedWorker(ABC):
         worker_id: str,
         shape: WorkerShape,
         clock: VirtualClock,
-        listener: Listener,
+        listener: TokenListener,
         *,
         epoch: int,
         repetitions: Callable[[StepPlan], int] = lambda plan: 0,
@@ -479,7 +479,7 @@ class SimulatedDecode(SimulatedWorker):
         worker_id: str,
         shape: WorkerShape,
         clock: VirtualClock,
-        listener: Listener,
+        listener: TokenListener,
         *,
         epoch: int,
         network: Network | None = None,
@@ -703,7 +703,7 @@ class SimulatedPrefill(SimulatedWorker):
         worker_id: str,
         shape: WorkerShape,
         clock: VirtualClock,
-        listener: Listener,
+        listener: TokenListener,
         *,
         epoch: int,
         network: Network | None = None,
