@@ -17,7 +17,7 @@ Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ProcessNeed:
     """Processes of one kind, and what they take: there are `replicas` of them, and each takes `each` on one node.
     `settings`: the branch of the configuration that says so."""
 
@@ -30,15 +30,15 @@ class Need:
         return self.replicas * self.each.get(resource, 0.0)
 
 
-def needs(config: LegatoConfig) -> list[Need]:
+def needs(config: LegatoConfig) -> list[ProcessNeed]:
     """The processes that are started with the application. Pools that grow later get what is there then."""
     found = []
     for name, pool in config.pools.items():
         if pool.replicas and not (name == "prefill" and config.colocated):
             each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
-            found.append(Need(f"{name} worker", name, pool.replicas, each))
-    found.append(Need("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
-    found.append(Need("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
+            found.append(ProcessNeed(f"{name} worker", name, pool.replicas, each))
+    found.append(ProcessNeed("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
+    found.append(ProcessNeed("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
     return found
 
 
@@ -79,7 +79,7 @@ def _amount(number: float, resource: str) -> str:
     return f"{number:g} {unit}"
 
 
-def _advice(needs: Sequence[Need], resource: str) -> str:
+def _advice(needs: Sequence[ProcessNeed], resource: str) -> str:
     name = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(resource, "resources")
     pools = [need.settings for need in needs if need.settings != "scheduler"]
     lower = " or ".join([f"{settings}.{name}" for settings in pools] + [f"{settings}.replicas" for settings in pools])
