@@ -90,7 +90,7 @@ def block_allocator(model: LoadedModel) -> BlockAllocator:
     )
 
 
-class Scheduler(Protocol):
+class WorkerScheduler(Protocol):
     """What both roles' schedulers have for the worker that drives them."""
 
     @property
@@ -127,7 +127,7 @@ class Worker(ABC):
     """
 
     role: ClassVar[Role]
-    scheduler: Scheduler
+    scheduler: WorkerScheduler
     steps: StepLoop  # from `start` on
     info: WorkerInfo  # once it has started
 
