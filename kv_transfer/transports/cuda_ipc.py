@@ -26,8 +26,8 @@ from kv_transfer.messages.connections import SegmentOffer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, SlabBytes
 from kv_transfer.transports.shared_memory.segment import (
-    Segment,
     SegmentError,
+    SharedSegment,
     make_segment,
     map_file,
     new_name,
@@ -44,7 +44,7 @@ class DeviceMemory(Protocol):
         """Processes of one node can map each other's memory if this is the same."""
         ...
 
-    def allocate(self, num_bytes: int) -> Segment:
+    def allocate(self, num_bytes: int) -> SharedSegment:
         """Raises SegmentError."""
         ...
 
@@ -58,7 +58,7 @@ class SealedMemory:
 
     place = "host"
 
-    def allocate(self, num_bytes: int) -> Segment:
+    def allocate(self, num_bytes: int) -> SharedSegment:
         return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> memoryview:
@@ -90,7 +90,7 @@ class DeviceCarrier(SharedMemoryCarrier):
         if self._mailbox is not None:
             self._mailbox.close()
 
-    def make_segment(self, num_bytes: int, peer: Hello) -> Segment:
+    def make_segment(self, num_bytes: int, peer: Hello) -> SharedSegment:
         """Its descriptor is in the peer's mailbox before the peer is told of it. Raises SegmentError."""
         segment = self._memory.allocate(num_bytes)
         try:
@@ -188,12 +188,12 @@ class CudaMemory:
         self.place = f"cuda {torch.cuda.get_device_properties(device).uuid}"
         self._memory = GpuMemory(device)
 
-    def allocate(self, num_bytes: int) -> Segment:
+    def allocate(self, num_bytes: int) -> SharedSegment:
         try:
             view, file = self._memory.allocate(num_bytes)
         except GpuMemoryError as error:
             raise SegmentError(str(error)) from error
-        return Segment(view, file, new_name())
+        return SharedSegment(view, file, new_name())
 
     def map(self, file: int, offer: SegmentOffer) -> Tensor:
         try:

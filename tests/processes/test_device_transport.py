@@ -29,7 +29,7 @@ from kv_transfer.transports.cuda_ipc import (
     SealedMemory,
     post_file,
 )
-from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment
+from kv_transfer.transports.shared_memory.segment import SegmentError, SharedSegment, make_segment
 from kv_transfer.transports.shared_memory.transport import SharedMemoryLink
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, LinkConfig, SocketTransport
@@ -53,7 +53,7 @@ class OtherMemory:
     place: str
     refusal: str = ""
 
-    def allocate(self, num_bytes: int) -> Segment:
+    def allocate(self, num_bytes: int) -> SharedSegment:
         return make_segment(num_bytes)
 
     def map(self, file: int, offer: SegmentOffer) -> SlabBytes:

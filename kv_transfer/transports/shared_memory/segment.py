@@ -28,7 +28,7 @@ class SegmentError(Exception):
     """The segment cannot be made or mapped; a sentence says why."""
 
 
-class Segment:
+class SharedSegment:
     """Memory of this process, and a descriptor that others map it by; freed with the last mapping of it, here or there.
 
     `view` is writable. `file` is there until `close_file`.
@@ -64,7 +64,7 @@ def new_name() -> str:
     return f"legato-{secrets.token_hex(16)}"
 
 
-def make_segment(num_bytes: int, pin: Pin | None = None) -> Segment:
+def make_segment(num_bytes: int, pin: Pin | None = None) -> SharedSegment:
     """Make a segment in a memory file. Raises SegmentError."""
     name = new_name()
     file = -1
@@ -81,7 +81,7 @@ def make_segment(num_bytes: int, pin: Pin | None = None) -> Segment:
             f"A shared-memory segment of {num_bytes} bytes cannot be made: {error}. "
             "Use fewer or smaller slabs, raise the process's limits, or use the transport 'tcp'."
         ) from error
-    return Segment(view, file, name)
+    return SharedSegment(view, file, name)
 
 
 def map_segment(offer: SegmentOffer, pin: Pin | None = None) -> memoryview:

@@ -22,7 +22,13 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.connections import OfferAnswer, SegmentOffer, SlabsFreed
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, SlabBytes
-from kv_transfer.transports.shared_memory.segment import Segment, SegmentError, make_segment, map_segment, supported
+from kv_transfer.transports.shared_memory.segment import (
+    SegmentError,
+    SharedSegment,
+    make_segment,
+    map_segment,
+    supported,
+)
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 
@@ -82,7 +88,7 @@ class SharedMemoryLink(ConnectedLink):
         settings = replace(config.connection, max_payload_bytes=_PLACE.size)
         super().__init__(Connection(peer_socket, settings, intercept=self._on_message, on_closed=self._on_closed))
         self._slabs = config.slabs
-        self._segment: Segment | None = None  # of the slabs that we offer
+        self._segment: SharedSegment | None = None  # of the slabs that we offer
         self._carrier = carrier
         self._incoming = _Incoming(carrier.map_segment, self._connection.post)
 
@@ -178,7 +184,7 @@ class SharedMemoryCarrier(Carrier):
         await link.open()
         return link
 
-    def make_segment(self, num_bytes: int, peer: Hello) -> Segment:
+    def make_segment(self, num_bytes: int, peer: Hello) -> SharedSegment:
         """Make a segment for this peer to map. Raises SegmentError."""
         return make_segment(num_bytes, self._config.slabs.pin)
 
