@@ -28,7 +28,7 @@ WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most whe
 WAKE_COUNT: Final = 4  # so many of them,
 FREED_S: Final = 0.02  # and when a worker turns out to be done with its prompts by so much earlier than predicted
 
-Answer = Placement | Unplaceable
+PlacementAnswer = Placement | Unplaceable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class GlobalScheduler:
         """Requests that run on workers which are out of sight: booked once these are known."""
         return len(self._recovered)
 
-    def place(self, request: Place, now: float) -> Answer | Queued:
+    def place(self, request: Place, now: float) -> PlacementAnswer | Queued:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`."""
         self.ledger.ended(request.request_id, now)  # an earlier attempt
@@ -134,7 +134,7 @@ class GlobalScheduler:
         within_s = min(self._policy.admission.max_wait_s, max(0.0, query.ttft_target_s - query.waited_s))
         return Queued(request_id=request.request_id, attempt=request.attempt, within_s=within_s)
 
-    def answers(self, now: float) -> list[Answer]:
+    def answers(self, now: float) -> list[PlacementAnswer]:
         """The answers to requests that waited. Called at `next_at`."""
         if self._wake_at <= now:
             self._wake_at, self._woken_at = float("inf"), now
@@ -177,7 +177,7 @@ class GlobalScheduler:
 
     # --- between the words and the decision ---
 
-    def _answer(self, request: Place, verdict: Verdict) -> Answer:
+    def _answer(self, request: Place, verdict: Verdict) -> PlacementAnswer:
         request_id, attempt = request.request_id, request.attempt
         reason = self._reason(verdict)
         self.log.add(request, verdict, reason)

@@ -17,7 +17,7 @@ import pytest
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.request_log import RequestRecorder, logged_cluster, read_log
-from cluster.scheduler.scheduler import Answer, GlobalScheduler, SchedulerPolicy
+from cluster.scheduler.scheduler import GlobalScheduler, PlacementAnswer, SchedulerPolicy
 from cluster.simulation.whatif import what_if
 from cluster.slo.classes import INTERACTIVE, SloConfig
 from engine.kv.prefix import block_hashes
@@ -72,13 +72,13 @@ class RecordedScheduler(GlobalScheduler):
         self.told.append((now, encode(message)))
         return super().blocks(message, now)
 
-    def place(self, request: Place, now: float) -> Answer | Queued:
+    def place(self, request: Place, now: float) -> PlacementAnswer | Queued:
         self.told.append((now, encode(request)))
         answer = super().place(request, now)
         self.said.append(encode(answer))
         return answer
 
-    def answers(self, now: float) -> list[Answer]:
+    def answers(self, now: float) -> list[PlacementAnswer]:
         self.told.append((now, _TICK))
         answers = super().answers(now)
         self.said += map(encode, answers)
