@@ -14,7 +14,7 @@ from typing import Protocol
 
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
-from cluster.simulation.simulate import Live, Simulation, SimulationConfig, SimulationResult
+from cluster.simulation.simulate import LiveRequest, Simulation, SimulationConfig, SimulationResult
 from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
 from cluster.simulation.workload.traces import TraceRequest
 from engine.sequence import Sequence
@@ -97,7 +97,7 @@ class ElasticSimulation(Simulation):
         super().on_finished(seq)
         self._sizing.ended(record, self._clock.now)
 
-    def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+    def _reject(self, live: LiveRequest, reason: str, retry_after_s: float | None) -> None:
         super()._reject(live, reason, retry_after_s)
         self._sizing.ended(live.record, self._clock.now)
 

@@ -91,7 +91,7 @@ class SimulationConfig:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """A request that is in the cluster, or whose client will come back."""
 
     request: TraceRequest
@@ -135,7 +135,7 @@ class Simulation:
         self._router = router
         self._watch = watch
         self._clock = VirtualClock()
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._records: list[RequestRecord] = []
         self._asks_at = math.inf  # when the router is asked for answers next
         self._network = Network(self._clock) if config.decode.link is not None else None
@@ -217,7 +217,7 @@ class Simulation:
         """The worker of that id; None if it is dead."""
         return self._prefills.get(worker_id) or self._decodes.get(worker_id)
 
-    def _concerns(self, worker: SimulatedWorker, live: Live) -> bool:
+    def _concerns(self, worker: SimulatedWorker, live: LiveRequest) -> bool:
         """Whether this attempt cannot end without that worker."""
         if live.placement is None:
             return False
@@ -237,7 +237,7 @@ class Simulation:
         worker = self._make_worker(worker_id, life=life)
         worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s, neighbours=self._alive)
 
-    def _retry(self, live: Live, lost: str) -> None:
+    def _retry(self, live: LiveRequest, lost: str) -> None:
         """The attempt is over, the request is not: as `Orchestrator._prepare_retry` has it. What a decode worker keeps
         for it is kept, what others compute for it is not wanted any more."""
         placement, key = live.placement, live.key
@@ -255,7 +255,7 @@ class Simulation:
         live.num_faults += 1
         self._again(live, _GATEWAY.retry_delay_s * min(live.num_faults - 1, _GATEWAY.max_attempts))
 
-    def _again(self, live: Live, delay_s: float) -> None:
+    def _again(self, live: LiveRequest, delay_s: float) -> None:
         """Another attempt, or the end of the request."""
         live.attempt += 1
         live.num_retries += 1
@@ -266,7 +266,7 @@ class Simulation:
         else:
             self._clock.after(delay_s + self._config.message_s, lambda: self._place(live))
 
-    def _drop_held(self, live: Live) -> None:
+    def _drop_held(self, live: LiveRequest) -> None:
         if live.held is not None:
             (key, decode), live.held = live.held, None
             decode.drop(key)
@@ -296,16 +296,16 @@ class Simulation:
         )
         hasher = ContentHasher(request, len(self._records), self._config.decode.block_size)
         self._records.append(record)
-        self._live[request.request_id] = live = Live(request, hasher, record)
+        self._live[request.request_id] = live = LiveRequest(request, hasher, record)
         self._come(live)
         self._await_next(requests)
 
-    def _come(self, live: Live) -> None:
+    def _come(self, live: LiveRequest) -> None:
         live.record.arrival_s = self._clock.now
         live.num_retries, live.placement = 0, None
         self._clock.after(self._config.gateway_s + self._config.message_s, lambda: self._place(live))
 
-    def _place(self, live: Live) -> None:
+    def _place(self, live: LiveRequest) -> None:
         answer = self._router.place(self._query(live), self._clock.now)
         if not isinstance(answer, Queued):
             self._answer(live, answer)
@@ -326,7 +326,7 @@ class Simulation:
             self._answer(self._live[answer.request_id], answer)
         self._await_answers()
 
-    def _answer(self, live: Live, answer: Placement | Unplaceable) -> None:
+    def _answer(self, live: LiveRequest, answer: Placement | Unplaceable) -> None:
         if isinstance(answer, Unplaceable) and self._may_wait(live):  # what has begun is not turned away
             self._clock.after(_GATEWAY.retry_delay_s, lambda: self._place(live))
         elif isinstance(answer, Unplaceable):
@@ -335,11 +335,11 @@ class Simulation:
         else:
             self._clock.after(2 * self._config.message_s, lambda: self._begin(live, answer))
 
-    def _may_wait(self, live: Live) -> bool:
+    def _may_wait(self, live: LiveRequest) -> bool:
         has_begun = live.num_retries > 0 or len(live.token_times) > live.num_before
         return has_begun and self._clock.now < live.record.arrival_s + _GATEWAY.request_deadline_s
 
-    def _query(self, live: Live) -> Place:
+    def _query(self, live: LiveRequest) -> Place:
         request, declared, slo = live.request, self._config.declared_tokens, live.record.slo
         num_emitted = live.num_before
         num_findable = (request.prompt_tokens - 1) // self._config.decode.block_size
@@ -360,7 +360,7 @@ class Simulation:
             prefix_hashes=b"".join(live.hasher.hashes[:num_findable]),
         )
 
-    def _begin(self, live: Live, placement: Placement) -> None:
+    def _begin(self, live: LiveRequest, placement: Placement) -> None:
         """The decode worker has the gateway's message."""
         live.record.placed_s = self._clock.now
         live.record.prefill, live.record.decode = placement.prefill, placement.decode
@@ -406,7 +406,7 @@ class Simulation:
                 keeping = prefill
                 self._clock.after(2 * self._config.message_s, lambda: self._prefill(live, placement, seq, False))
 
-    def _prefill(self, live: Live, placement: Placement, reserved: Sequence, is_reserved: bool = True) -> None:
+    def _prefill(self, live: LiveRequest, placement: Placement, reserved: Sequence, is_reserved: bool = True) -> None:
         assert placement.prefill is not None
         if live.key != reserved.key:
             return  # this attempt is over
@@ -427,16 +427,16 @@ class Simulation:
         elif isinstance(prefill, SimulatedDecode):
             prefill.start(seq, refuse, decode, unreserved)
 
-    def _sequence(self, live: Live, part_tokens: int = 0) -> Sequence:
+    def _sequence(self, live: LiveRequest, part_tokens: int = 0) -> Sequence:
         promised = live.record.slo if self._config.promises_steps else _NOTHING
         return sequence_of(live.request, live.hasher, live.attempt, promised, live.num_before, part_tokens)
 
-    def _refuse(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+    def _refuse(self, live: LiveRequest, reason: str, retry_after_s: float | None) -> None:
         """A worker refuses the request; its message has a way to go."""
         key = live.key
         self._clock.after(self._config.message_s, lambda: self._heard_refusal(live, key, reason, retry_after_s))
 
-    def _heard_refusal(self, live: Live, key: SequenceKey, reason: str, retry_after_s: float | None) -> None:
+    def _heard_refusal(self, live: LiveRequest, key: SequenceKey, reason: str, retry_after_s: float | None) -> None:
         if live.key != key:
             return  # this attempt is over
         if retry_after_s is not None and self._may_wait(live):
@@ -444,11 +444,11 @@ class Simulation:
         else:
             self._refused(live, reason, retry_after_s)
 
-    def _refused(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+    def _refused(self, live: LiveRequest, reason: str, retry_after_s: float | None) -> None:
         self._router.ended(live.request.request_id, self._clock.now, None)
         self._reject(live, reason, retry_after_s)
 
-    def _reject(self, live: Live, reason: str, retry_after_s: float | None) -> None:
+    def _reject(self, live: LiveRequest, reason: str, retry_after_s: float | None) -> None:
         self._drop_held(live)
         live.record.num_rejections += 1
         live.record.rejected, live.record.retry_after_s = reason, retry_after_s
