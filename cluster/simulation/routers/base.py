@@ -71,8 +71,8 @@ class Member:
     info: WorkerInfo
     snapshot: WorkerSnapshot
     cost: StepCost
-    prefills: dict[str, Placed] = field(default_factory=dict)
-    decodes: dict[str, Placed] = field(default_factory=dict)
+    prefills: dict[str, PlacedRequest] = field(default_factory=dict)
+    decodes: dict[str, PlacedRequest] = field(default_factory=dict)
     queued_tokens: int = 0
     queued_blocks: int = 0
     context_tokens: int = 0
@@ -99,18 +99,18 @@ class Member:
         context = self.context_tokens + query.num_tokens
         return self.cost.step_s(StepWork(decodes=len(self.decodes) + 1, context_tokens=context))
 
-    def count_prefill(self, placed: Placed, sign: int) -> None:
+    def count_prefill(self, placed: PlacedRequest, sign: int) -> None:
         self.queued_tokens += sign * (placed.query.num_tokens - placed.cached_tokens)
         self.queued_blocks += sign * self.blocks_of(placed.query)
 
-    def count_decode(self, placed: Placed, sign: int) -> None:
+    def count_decode(self, placed: PlacedRequest, sign: int) -> None:
         self.context_tokens += sign * placed.query.num_tokens
         self.outstanding_tokens += sign * (placed.query.num_tokens + placed.query.max_new_tokens)
         self.decode_blocks += sign * self.blocks_of(placed.query)
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class PlacedRequest:
     """A request and its workers. `prefill` None: the decode worker computes all of it."""
 
     query: Place
@@ -136,11 +136,11 @@ class Baseline(ABC):
         self.prefills: list[Member] = []
         self.decodes: list[Member] = []
         self._members: dict[str, Member] = {}
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, PlacedRequest] = {}
         self._index = BlockIndex()
 
     @abstractmethod
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable: ...
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable: ...
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         cost = reported_cost(info.role, snapshot.step_cost)
@@ -186,7 +186,7 @@ class Baseline(ABC):
             decode=placed.decode.info.worker_id,
         )
 
-    def book(self, placed: Placed, now: float) -> None:
+    def book(self, placed: PlacedRequest, now: float) -> None:
         request_id, computing = placed.query.request_id, placed.computing
         computing.computed_at = now + computing.ttft_s(placed.query, placed.cached_tokens, now)
         self._placed[request_id] = computing.prefills[request_id] = placed.decode.decodes[request_id] = placed
@@ -215,7 +215,7 @@ class Baseline(ABC):
         placed.decode.count_decode(placed, -1)
 
     @staticmethod
-    def _computed(placed: Placed) -> None:
+    def _computed(placed: PlacedRequest) -> None:
         if placed.computing.prefills.pop(placed.query.request_id, None) is not None:
             placed.computing.count_prefill(placed, -1)
 

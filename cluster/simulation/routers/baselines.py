@@ -16,7 +16,7 @@ from itertools import count, groupby
 from typing import Final, Literal
 
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
-from cluster.simulation.routers.base import Baseline, Member, Placed, turned_away
+from cluster.simulation.routers.base import Baseline, Member, PlacedRequest, turned_away
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.scheduling import Place, Unplaceable
@@ -33,10 +33,10 @@ class RoundRobin(Baseline):
         super().__init__()
         self._turns = count()
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         turn = next(self._turns)
         prefills, decodes = self.prefills, self.decodes
-        return Placed(query, prefills[turn % len(prefills)] if prefills else None, decodes[turn % len(decodes)])
+        return PlacedRequest(query, prefills[turn % len(prefills)] if prefills else None, decodes[turn % len(decodes)])
 
 
 class LeastOutstandingTokens(Baseline):
@@ -44,9 +44,9 @@ class LeastOutstandingTokens(Baseline):
     side, of prompts and declared outputs on the decode side.
     """
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         prefill = min(self.prefills, key=lambda m: m.queued_tokens, default=None)
-        return Placed(query, prefill, min(self.decodes, key=lambda m: m.outstanding_tokens))
+        return PlacedRequest(query, prefill, min(self.decodes, key=lambda m: m.outstanding_tokens))
 
 
 class Colocated(Baseline):
@@ -57,8 +57,8 @@ class Colocated(Baseline):
     The workers' scheduler does that with what is started on decode workers; simulate it without prefill workers.
     """
 
-    def choose(self, query: Place, now: float) -> Placed:
-        return Placed(query, None, min(self.decodes, key=lambda m: m.outstanding_tokens))
+    def choose(self, query: Place, now: float) -> PlacedRequest:
+        return PlacedRequest(query, None, min(self.decodes, key=lambda m: m.outstanding_tokens))
 
 
 class DistServe(Baseline):
@@ -66,9 +66,9 @@ class DistServe(Baseline):
     shortest queue, first come first served; decodes to the least loaded decode instance. Nobody is turned away.
     """
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         prefill = min(self.prefills, key=lambda m: len(m.prefills), default=None)
-        return Placed(query, prefill, min(self.decodes, key=lambda m: len(m.decodes)))
+        return PlacedRequest(query, prefill, min(self.decodes, key=lambda m: len(m.decodes)))
 
 
 class Dynamo(Baseline):
@@ -92,7 +92,7 @@ class Dynamo(Baseline):
         self._active: defaultdict[str, Counter[bytes]] = defaultdict(Counter)  # by worker: blocks that requests share
         self._alone: Counter[str] = Counter()  # by worker: the last, partial blocks of requests
 
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable:
         cached = self.cached_tokens(query)
         decodes = [m for m in self.decodes if not self._is_busy(m)]
         prefills = [m for m in self.prefills if m.queued_tokens <= self._busy_tokens]
@@ -100,12 +100,12 @@ class Dynamo(Baseline):
             return turned_away(query, "all workers are busy", MIN_RETRY_AFTER_S)
         if not prefills:
             both = min(decodes, key=lambda m: self._prefill_cost(m, query, cached) + self._would_be_active(m, query))
-            return Placed(query, None, both, cached.get(both.info.worker_id, 0))
+            return PlacedRequest(query, None, both, cached.get(both.info.worker_id, 0))
         prefill = min(prefills, key=lambda m: self._prefill_cost(m, query, cached))
         decode = min(decodes, key=lambda m: self._would_be_active(m, query))
-        return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
+        return PlacedRequest(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
 
-    def book(self, placed: Placed, now: float) -> None:
+    def book(self, placed: PlacedRequest, now: float) -> None:
         super().book(placed, now)
         self._count(placed, 1)
 
@@ -113,7 +113,7 @@ class Dynamo(Baseline):
         self._count(self._placed[request_id], -1)
         super().ended(request_id, now, num_output_tokens)
 
-    def _count(self, placed: Placed, sign: int) -> None:
+    def _count(self, placed: PlacedRequest, sign: int) -> None:
         worker_id, hashes = placed.decode.info.worker_id, _hashes(placed.query)
         active = self._active[worker_id]
         for block in hashes:
@@ -156,7 +156,7 @@ class CacheAware(Baseline):
         self._most_uncached = most_uncached
         self._sent: defaultdict[str, set[bytes]] = defaultdict(set)
 
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable:
         hashes = _hashes(query)
         computing = self.prefills or self.decodes
         matched = [self._matched_tokens(m, hashes) for m in computing]
@@ -174,8 +174,8 @@ class CacheAware(Baseline):
         chosen = computing[at]
         self._sent[chosen.info.worker_id].update(hashes)
         if not self.prefills:
-            return Placed(query, None, chosen, matched[at])
-        return Placed(query, chosen, min(self.decodes, key=lambda m: len(m.decodes)), matched[at])
+            return PlacedRequest(query, None, chosen, matched[at])
+        return PlacedRequest(query, chosen, min(self.decodes, key=lambda m: len(m.decodes)), matched[at])
 
     def _matched_tokens(self, member: Member, hashes: Sequence[bytes]) -> int:
         sent = self._sent[member.info.worker_id]
@@ -213,14 +213,14 @@ class QueueLengthRouter(Baseline):
         }
         self._heard_at[snapshot.worker_id] = now
 
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable:
         whole_tokens = query.num_tokens + query.max_new_tokens
         decode = min(_able(self.decodes, whole_tokens), key=self._fullness, default=None)
         if decode is None:
             return turned_away(query, "no decode worker holds it", None)
         prefills = _able(self.prefills, query.num_tokens)
         prefill = min(prefills, key=lambda m: (self._queued_tokens(m), m.info.worker_id), default=None)
-        placed = Placed(query, prefill, decode)
+        placed = PlacedRequest(query, prefill, decode)
         queued_tokens = self._queued_tokens(placed.computing)
         excess = queued_tokens - _MAX_QUEUED_TOKENS
         if excess > 0:
@@ -273,7 +273,7 @@ class Mooncake(Baseline):
         super().__init__()
         self._ttft_share, self._tbt_share = ttft_share, tbt_share
 
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable:
         cached = self.cached_tokens(query)
         computing = self.prefills or self.decodes
         times = [m.ttft_s(query, cached.get(m.info.worker_id, 0), now) for m in computing]
@@ -288,7 +288,7 @@ class Mooncake(Baseline):
             return turned_away(query, reason, max(MIN_RETRY_AFTER_S, ttft_s - self._ttft_share * query.ttft_s))
         if tbt_target_s is not None and tbt_s > self._tbt_share * tbt_target_s:
             return turned_away(query, f"tokens would come every {tbt_s * 1000:.0f} ms", MIN_RETRY_AFTER_S)
-        return Placed(query, chosen if self.prefills else None, decode, cached.get(chosen.info.worker_id, 0))
+        return PlacedRequest(query, chosen if self.prefills else None, decode, cached.get(chosen.info.worker_id, 0))
 
 
 def _between_tokens_s(query: Place) -> float | None:
@@ -323,7 +323,7 @@ class LlmdHeadroom(Baseline):
         self._rng = random.Random(seed)
         self._is_most = strategy == "most"
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         cached = self.cached_tokens(query)
         is_split = bool(self.prefills)
 
@@ -341,9 +341,9 @@ class LlmdHeadroom(Baseline):
 
         decode = self._draw([at_decode(m) for m in self.decodes], lambda m: len(m.decodes))
         if not is_split:
-            return Placed(query, None, decode, cached.get(decode.info.worker_id, 0))
+            return PlacedRequest(query, None, decode, cached.get(decode.info.worker_id, 0))
         prefill = self._draw([at_prefill(m) for m in self.prefills], lambda m: len(m.prefills))
-        return Placed(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
+        return PlacedRequest(query, prefill, decode, cached.get(prefill.info.worker_id, 0))
 
     def _tpot_target(self, member: Member, query: Place) -> float:
         own_s = _between_tokens_s(query)

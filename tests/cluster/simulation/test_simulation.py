@@ -16,7 +16,7 @@ import pytest
 from cluster.__main__ import main
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.records import Gaps
-from cluster.simulation.routers.base import Placed, turned_away
+from cluster.simulation.routers.base import PlacedRequest, turned_away
 from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
@@ -43,8 +43,8 @@ WORKLOAD = Workload(
 class DecodeOnlyRouter(QueueLengthRouter):
     """The one decode worker computes everything."""
 
-    def choose(self, query: Place, now: float) -> Placed:
-        return Placed(query, None, self.decodes[0])
+    def choose(self, query: Place, now: float) -> PlacedRequest:
+        return PlacedRequest(query, None, self.decodes[0])
 
 
 def one(prompt_tokens: int, output_tokens: int, request_id: str = "r0", arrival_s: float = 1.0) -> TraceRequest:
@@ -177,7 +177,7 @@ class Recorder(QueueLengthRouter):
         self.beats.append((snapshot.worker_id, now))
         super().heartbeat(snapshot, now)
 
-    def choose(self, query: Place, now: float) -> Placed | Unplaceable:
+    def choose(self, query: Place, now: float) -> PlacedRequest | Unplaceable:
         if now >= self._opens_at:
             return super().choose(query, now)
         return turned_away(query, "not yet", self._opens_at - now)
@@ -534,9 +534,9 @@ def test_few_prompt_tokens_in_a_step_are_dear_and_workers_learn_it() -> None:
 class ForEachOther(QueueLengthRouter):
     """Two decode workers, each of which computes the prompts that the other one goes on with."""
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         number = int(query.request_id[1:]) % 2
-        return Placed(query, self.decodes[1 - number], self.decodes[number])
+        return PlacedRequest(query, self.decodes[1 - number], self.decodes[number])
 
 
 def test_a_decode_worker_computes_for_another_one_as_a_prefill_worker_does() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.simulation.arguments import DEVICE_NAMES, MODEL_NAMES, ROUTER_NAMES
 from cluster.simulation.command import DEVICES, MODELS, ROUTERS
-from cluster.simulation.routers.base import Baseline, Member, Placed
+from cluster.simulation.routers.base import Baseline, Member, PlacedRequest
 from cluster.simulation.routers.baselines import (
     CacheAware,
     Colocated,
@@ -223,7 +223,7 @@ def test_llmd_spreads_where_it_is_told_to() -> None:
 
 def occupy(router: Baseline, asked: Place, decode: Member) -> None:
     """It decodes there, with all of its prompt found cached."""
-    router.book(Placed(asked, None, decode, asked.num_tokens), 0.0)
+    router.book(PlacedRequest(asked, None, decode, asked.num_tokens), 0.0)
 
 
 def test_llmd_packs_those_with_headroom() -> None:

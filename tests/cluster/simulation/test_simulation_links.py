@@ -10,7 +10,7 @@ import pytest
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.links import Flow, Network, NetworkLink
-from cluster.simulation.routers.base import Placed
+from cluster.simulation.routers.base import PlacedRequest
 from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
@@ -130,9 +130,9 @@ def test_every_byte_arrives_and_no_link_carries_more_than_it_can() -> None:
 class ToTheFirst(QueueLengthRouter):
     """Each prompt on a worker of its own; all are decoded by the first of those that decode."""
 
-    def choose(self, query: Place, now: float) -> Placed:
+    def choose(self, query: Place, now: float) -> PlacedRequest:
         computing = self.prefills or self.decodes[1:]
-        return Placed(query, computing[int(query.request_id[1:]) % len(computing)], self.decodes[0])
+        return PlacedRequest(query, computing[int(query.request_id[1:]) % len(computing)], self.decodes[0])
 
 
 def one(prompt_tokens: int, output_tokens: int, request_id: str = "r0") -> TraceRequest:
