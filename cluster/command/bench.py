@@ -223,7 +223,7 @@ class Asker:
         self._headers = headers
         self._arguments = arguments
 
-    async def ask(self, due: Due) -> None:
+    async def ask(self, due: DueRequest) -> None:
         """Send one request, wait for its end, and keep what became of it.
         Raises nothing but the loop's cancellation."""
         self.num_running += 1
@@ -249,7 +249,7 @@ class Asker:
             self.num_running -= 1
         self._keep(due, sent_s, pieces, status, error)
 
-    def _keep(self, due: Due, sent_s: float, pieces: Sequence[Piece], status: int, error: str) -> None:
+    def _keep(self, due: DueRequest, sent_s: float, pieces: Sequence[Piece], status: int, error: str) -> None:
         sent = Sent(
             request=due.request,
             due_s=due.due_s if due.due_s is not None else sent_s - self.began_s,
@@ -304,7 +304,7 @@ def _read(sent: Sent, sent_s: float, pieces: Sequence[Piece]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueRequest:
     """A request that is ready to be sent. `due_s` None: it is sent when another one is answered."""
 
     request: TraceRequest
@@ -323,7 +323,7 @@ async def _send(asker: Asker, requests: Iterator[TraceRequest], arguments: argpa
     loop = asyncio.get_running_loop()
     asker.began_s = time.perf_counter()
     ends_s = None if arguments.duration is None else loop.time() + arguments.duration
-    due = (Due(request, asker.body(request), request.arrival_s if is_timed else None) for request in requests)
+    due = (DueRequest(request, asker.body(request), request.arrival_s if is_timed else None) for request in requests)
     sending: asyncio.Future[Any]
     if is_timed:
         sending = asyncio.ensure_future(send_at_their_times(due, asker.ask))
