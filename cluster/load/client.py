@@ -163,7 +163,7 @@ async def _told(pieces: AsyncGenerator[bytes, None], status: int) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Streamed:
+class StreamedAnswer:
     """All that a stream said. Numbers of tokens are the server's own (`usage`); None: it told none."""
 
     arrivals_s: list[float] = field(default_factory=list)  # of each event that had text
@@ -175,9 +175,9 @@ class Streamed:
     has_ended: bool = False  # the mark that OpenAI's streams end with has come
 
 
-def read_stream(pieces: Sequence[Piece]) -> Streamed:
+def read_stream(pieces: Sequence[Piece]) -> StreamedAnswer:
     """Read pieces of server-sent events. Raises AnswerError for an event that tells of an error, or is no JSON."""
-    streamed = Streamed()
+    streamed = StreamedAnswer()
     for at_s, event in _events(pieces):
         if event is None:
             streamed.has_ended = True

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.load.client import CHAT, AnswerError, ServerAddress, Streamed, read_stream, stream_chunks
+from cluster.load.client import CHAT, AnswerError, ServerAddress, StreamedAnswer, read_stream, stream_chunks
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import WORDS, prompt_of, text_of
 from cluster.simulation.workload.traces import TraceRequest
@@ -47,7 +47,7 @@ async def answering(pieces: Sequence[bytes]) -> AsyncIterator[tuple[ServerAddres
         yield ServerAddress("127.0.0.1", server.sockets[0].getsockname()[1]), heads
 
 
-async def asked(pieces: Sequence[bytes], path: str = CHAT) -> Streamed:
+async def asked(pieces: Sequence[bytes], path: str = CHAT) -> StreamedAnswer:
     """What is understood of an answer of these bytes."""
     async with asyncio.timeout(30), answering(pieces) as (server, _):
         return read_stream([(time.perf_counter(), chunk) async for chunk in stream_chunks(server, b"{}", path=path)])
