@@ -30,7 +30,7 @@ class OnBehalf:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class WholeAnswer:
     """A whole answer to a request that came from inside."""
 
     status: int
@@ -44,7 +44,7 @@ def on_behalf(scope: Scope) -> OnBehalf | None:
     return found
 
 
-async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: OnBehalf) -> Answered:
+async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: OnBehalf) -> WholeAnswer:
     """Send the application one request with a JSON body, without a socket, and return its answer. Who cancels this
     cancels the request, on every worker."""
     content = json.dumps(body).encode()
@@ -66,7 +66,7 @@ async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str
         _ON_BEHALF: whose,
     }
     status, answered_headers = await _run(app, scope, content, answer.extend)
-    return Answered(status, answered_headers, bytes(answer))
+    return WholeAnswer(status, answered_headers, bytes(answer))
 
 
 async def run_inside(answer: ASGIApp, take: Callable[[bytes], None]) -> int:
