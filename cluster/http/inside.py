@@ -1,6 +1,6 @@
 """What the gateway answers without a socket: lines of its clients' batches, and responses in the background.
 
-A line of a batch passes the same doors as any request. What its client's headers said is in its `OnBehalf`, since keys
+A line of a batch passes the same doors as any request. What its client's headers said is in its `BatchClient`, since keys
 are not kept.
 """
 
@@ -20,7 +20,7 @@ _ON_BEHALF: Final = "legato.on_behalf"
 
 
 @dataclass(frozen=True, slots=True)
-class OnBehalf:
+class BatchClient:
     """Whose batch a line is of. `tenant` and `salt` are as `terms.Tenants` named them when the client sent the batch;
     `owner` is the client's name in the gateway's folder."""
 
@@ -38,13 +38,13 @@ class WholeAnswer:
     body: bytes
 
 
-def on_behalf(scope: Scope) -> OnBehalf | None:
+def on_behalf(scope: Scope) -> BatchClient | None:
     """On whose behalf the gateway sent this request to itself. None: the request came from outside."""
-    found: OnBehalf | None = scope.get(_ON_BEHALF)
+    found: BatchClient | None = scope.get(_ON_BEHALF)
     return found
 
 
-async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: OnBehalf) -> WholeAnswer:
+async def post_inside(app: ASGIApp, path: str, body: Any, headers: dict[str, str], whose: BatchClient) -> WholeAnswer:
     """Send the application one request with a JSON body, without a socket, and return its answer. Who cancels this
     cancels the request, on every worker."""
     content = json.dumps(body).encode()

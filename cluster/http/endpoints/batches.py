@@ -21,7 +21,7 @@ from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
 from cluster.errors import FailedError, InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
-from cluster.http.inside import OnBehalf, on_behalf, post_inside
+from cluster.http.inside import BatchClient, on_behalf, post_inside
 from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
 from cluster.http.response import ReadResponse
@@ -247,7 +247,7 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
     named = OneRequestId(app)  # answers from inside get a request id as those of the server do
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
-        whose = OnBehalf(batch.tenant, batch.salt, batch.owner)
+        whose = BatchClient(batch.tenant, batch.salt, batch.owner)
         try:
             answered = await post_inside(named, line.url, line.body, headers, whose)
         except Exception:  # it has been answered with 500, and is raised for a server to log
