@@ -24,7 +24,7 @@ _Identity = tuple[tuple[int, int, int, int], ...]
 """Of an adapter's files, as far as can be told without reading them."""
 
 
-class Listed(NamedTuple):
+class ListedAdapter(NamedTuple):
     """An adapter that is in the folder, whether or not it can be computed."""
 
     name: str
@@ -63,18 +63,18 @@ class AdapterFolder:
         folder = (self._folder / name).resolve()
         return AdapterRef(name=name, digest=self._digest(folder), folder=str(folder))
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ListedAdapter]:
         """The adapters in the folder that can be read, by name."""
         names = sorted(entry.name for entry in self._folder.iterdir())
         return [told for name in names if _is_name(name) and (told := self._listed(name)) is not None]
 
-    def _listed(self, name: str) -> Listed | None:
+    def _listed(self, name: str) -> ListedAdapter | None:
         """None: what has this name is no adapter, cannot be read, or has just gone."""
         folder = self._folder / name
         try:
             if not (folder / CONFIG_NAME).is_file():
                 return None
-            return Listed(name, str(folder.resolve()), int(folder.stat().st_mtime))
+            return ListedAdapter(name, str(folder.resolve()), int(folder.stat().st_mtime))
         except OSError:
             return None
 

@@ -18,7 +18,7 @@ from cluster.http.response import ReadResponse
 from cluster.http.server.body import JsonRoute
 
 if TYPE_CHECKING:
-    from cluster.gateway.adapter_folder import Listed
+    from cluster.gateway.adapter_folder import ListedAdapter
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -37,12 +37,12 @@ async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
     return _model_card(api)
 
 
-async def _listed(api: Api) -> list[Listed]:
+async def _listed(api: Api) -> list[ListedAdapter]:
     """The adapters that there are."""
     return [] if api.adapters is None else await asyncio.to_thread(api.adapters.listed)
 
 
-def _adapter_card(api: Api, told: Listed) -> dict[str, Any]:
+def _adapter_card(api: Api, told: ListedAdapter) -> dict[str, Any]:
     card = {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": api.model_name}
     return _model_card(api) | card
 
