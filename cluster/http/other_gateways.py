@@ -19,7 +19,7 @@ ONE: Final = "a request"
 NEWEST: Final = "requests"
 
 
-class Found(NamedTuple):
+class GatheredAnswers(NamedTuple):
     """What other gateways told.
     `asked`: all gateways, with the one that asks; `silent`: those that did not answer in time."""
 
@@ -37,13 +37,13 @@ class OtherGateways:
         api.cluster.answer_gateways(ONE, self._tell_one)
         api.cluster.answer_gateways(NEWEST, self._tell_newest)
 
-    async def find(self, request_id: str, choice: int | None) -> tuple[dict[str, Any] | None, Found]:
+    async def find(self, request_id: str, choice: int | None) -> tuple[dict[str, Any] | None, GatheredAnswers]:
         """Ask for the details of a request that this gateway does not have, as `Api.details` gives them. None: no
         gateway that answered has it. If it has no such choice, they are of the one that was sent first."""
         found = await ask(self._api, ONE, {"id": request_id, "choice": choice}, one_is_enough=True)
         return next(iter(found.told.values()), None), found
 
-    async def newest(self, limit: int) -> Found:
+    async def newest(self, limit: int) -> GatheredAnswers:
         """Ask for the newest requests. `told` has, for each gateway, how many requests it keeps (`kept`) and `rows` of
         the newest, at most `MAX_ROWS`."""
         return await ask(self._api, NEWEST, {"limit": min(limit, MAX_ROWS)})
@@ -61,7 +61,7 @@ class OtherGateways:
         return dumps({"kept": len(self._api.recent), "rows": await self._api.rows(newest)})
 
 
-async def ask(api: Api, about: str, question: dict[str, Any], *, one_is_enough: bool = False) -> Found:
+async def ask(api: Api, about: str, question: dict[str, Any], *, one_is_enough: bool = False) -> GatheredAnswers:
     """Ask all other gateways a question about a topic.
     Without a scheduler nobody is asked, and nobody counts as silent."""
     try:
@@ -70,4 +70,4 @@ async def ask(api: Api, about: str, question: dict[str, Any], *, one_is_enough: 
         answers = {}
     told = {gateway: json.loads(answer) for gateway, answer in answers.items() if answer}
     silent = [gateway for gateway, answer in answers.items() if answer is None]
-    return Found(sorted({api.cluster.gateway, *answers}), silent, told)
+    return GatheredAnswers(sorted({api.cluster.gateway, *answers}), silent, told)

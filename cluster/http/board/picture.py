@@ -38,7 +38,7 @@ from cluster.errors import UnavailableError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.openai.sse import dumps
-from cluster.http.other_gateways import Found, ask
+from cluster.http.other_gateways import GatheredAnswers, ask
 from cluster.slo.report import Metric
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
@@ -75,8 +75,8 @@ class Observer:
         self._happenings: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_HAPPENINGS)
         self._own: dict[str, dict[str, Any]] = {}  # rows of this gateway's requests, as they were last made
         self._clocks: dict[str, float] = {}  # what other gateways' times are to be moved by
-        self._others = Found([api.cluster.gateway], [], {})  # as they answered last
-        self._asking: asyncio.Task[Found] | None = None
+        self._others = GatheredAnswers([api.cluster.gateway], [], {})  # as they answered last
+        self._asking: asyncio.Task[GatheredAnswers] | None = None
         api.cluster.answer_gateways(_REQUESTS, self._tell_requests)
         self.forget()
 
@@ -89,7 +89,7 @@ class Observer:
         if self._asking is not None:
             self._asking.cancel()
         self._asking, self._asked_at = None, -math.inf
-        self._others = Found([self._api.cluster.gateway], [], {})
+        self._others = GatheredAnswers([self._api.cluster.gateway], [], {})
 
     async def look(self) -> Picture:
         """Take a picture. Other tasks have their turns between its parts."""

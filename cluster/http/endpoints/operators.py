@@ -25,7 +25,7 @@ from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.gateway.recent_requests import MAX_ENDED, waterfall
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import RoleBody
-from cluster.http.other_gateways import Found, OtherGateways
+from cluster.http.other_gateways import GatheredAnswers, OtherGateways
 from cluster.http.server.body import JsonRoute
 from cluster.slo.account import Scope
 from cluster.slo.classes import SloClass
@@ -97,7 +97,7 @@ async def requests(
     `MAX_ROWS` each; `silent` are those that did not answer."""
     version = api.recent.version
     rows = await api.rows(api.recent.newest(limit, since))
-    found = await others.newest(limit) if scope == "cluster" else Found([api.cluster.gateway], [], {})
+    found = await others.newest(limit) if scope == "cluster" else GatheredAnswers([api.cluster.gateway], [], {})
     for told in found.told.values():
         rows += told["rows"]
     rows = nlargest(limit, rows, key=lambda row: row["started_at"])
@@ -144,7 +144,7 @@ def _require_choice(choice: int | None, num_choices: int) -> None:
         raise InvalidRequestError(f"The request has {num_choices} choices, the first of which is 0.", param="choice")
 
 
-def _not_kept(request_id: str, api: Api, found: Found) -> NotFoundError:
+def _not_kept(request_id: str, api: Api, found: GatheredAnswers) -> NotFoundError:
     whose = "this gateway keeps"
     if others := len(found.asked) - 1 - len(found.silent):
         whose += f", nor at the {others} other{'s' * (others > 1)} that answered"
