@@ -51,7 +51,7 @@ class StoredResponse:
         return {**json.loads(self.response), "status": self.status}
 
 
-class Written(NamedTuple):
+class ResponseEvents(NamedTuple):
     """Events of a response that follow each other. `first`: the number of the first of them."""
 
     first: int
@@ -94,18 +94,18 @@ class Responses:
         """Delete the owner's response of that id. Raises NotFoundError, also for one of another owner."""
         await self._database.transact(_delete, response_id, owner)
 
-    async def advance(self, written: Mapping[str, Written], until: float) -> set[str]:
+    async def advance(self, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
         """Add events of responses, and prolong this gateway's claims on them until the time `until`. Returns the ids of
         those that are still wanted: neither cancelled, deleted nor ended."""
         return await self._database.transact(_advance, written, until)
 
-    async def finish(self, response_id: str, written: Written, status: str, response: str) -> None:
+    async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
         """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
         await self._database.transact(_finish, response_id, written, status, response)
 
     async def leave(self, response_ids: Collection[str]) -> None:
         """Give up this gateway's claims on these responses: nobody generates them any more."""
-        await self._database.transact(_advance, {each: Written(0, ()) for each in response_ids}, 0.0)
+        await self._database.transact(_advance, {each: ResponseEvents(0, ()) for each in response_ids}, 0.0)
 
     async def sweep(self, now: float) -> None:
         """Delete responses that were not used for `KEPT_S`, and, while all take too much,
@@ -225,7 +225,7 @@ def _delete(connection: sqlite3.Connection, response_id: str, owner: str) -> Non
     connection.execute("DELETE FROM response_events WHERE response = ?", (response.id,))
 
 
-def _advance(connection: sqlite3.Connection, written: Mapping[str, Written], until: float) -> set[str]:
+def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
     wanted: set[str] = set()
     for response_id, (first, events) in written.items():
         row = connection.execute(
@@ -242,7 +242,9 @@ def _advance(connection: sqlite3.Connection, written: Mapping[str, Written], unt
     return wanted
 
 
-def _finish(connection: sqlite3.Connection, response_id: str, written: Written, status: str, response: str) -> None:
+def _finish(
+    connection: sqlite3.Connection, response_id: str, written: ResponseEvents, status: str, response: str
+) -> None:
     if _advance(connection, {response_id: written}, time.time()):
         connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
         _end(connection, response_id, status, response)

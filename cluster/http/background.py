@@ -18,7 +18,7 @@ from typing import Final
 from starlette.types import ASGIApp
 
 from cluster.batch.database import Database
-from cluster.batch.responses import Responses, StoredResponse, Written
+from cluster.batch.responses import ResponseEvents, Responses, StoredResponse
 from cluster.http.inside import run_inside
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class _Run:
                 self.events.append(self.last)
             self.last = event.decode()
 
-    def taken(self) -> Written:
+    def taken(self) -> ResponseEvents:
         """Hand over the events that are not written yet."""
-        written = Written(self.first, self.events)
+        written = ResponseEvents(self.first, self.events)
         self.first, self.events = self.first + len(self.events), []
         return written
 
