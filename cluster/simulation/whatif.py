@@ -27,7 +27,7 @@ _FEW: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ServiceSummary:
     """What was seen of all requests: the share in time and the share turned away; times in seconds, of those that were
     served. `gap`: of each the longest but for one in a hundred; 0 where a log is from before they were noted."""
 
@@ -40,7 +40,7 @@ class Seen:
     countings: dict[str, Shares]
 
     @classmethod
-    def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Seen:
+    def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> ServiceSummary:
         return cls(
             name="measured",
             in_time=sum(_was_met(cluster.slo, request) for request in requests) / len(requests),
@@ -52,7 +52,7 @@ class Seen:
         )
 
     @classmethod
-    def of_simulation(cls, name: str, result: SimulationResult) -> Seen:
+    def of_simulation(cls, name: str, result: SimulationResult) -> ServiceSummary:
         summary = result.summary.overall
         return cls(
             name=name,
@@ -69,9 +69,9 @@ class Seen:
 class WhatIf:
     """`replayed`: the real cluster, simulated; how far it is from `measured` is the simulation's own error."""
 
-    measured: Seen
-    replayed: Seen
-    supposed: Seen
+    measured: ServiceSummary
+    replayed: ServiceSummary
+    supposed: ServiceSummary
 
     @property
     def errors(self) -> dict[str, float]:
@@ -133,9 +133,9 @@ def what_if(
         raise ValueError("the log describes no prefill worker, so nobody knows what one costs; leave --prefill at 0")
     trace = _trace(cluster, requests)
     return WhatIf(
-        measured=Seen.of_log(cluster, requests),
-        replayed=Seen.of_simulation("replayed", _play(cluster, trace)),
-        supposed=Seen.of_simulation("supposed", _play(supposed, trace, acceptance=acceptance)),
+        measured=ServiceSummary.of_log(cluster, requests),
+        replayed=ServiceSummary.of_simulation("replayed", _play(cluster, trace)),
+        supposed=ServiceSummary.of_simulation("supposed", _play(supposed, trace, acceptance=acceptance)),
     )
 
 
@@ -332,7 +332,7 @@ def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
     )
 
 
-def _row(seen: Seen) -> list[str]:
+def _row(seen: ServiceSummary) -> list[str]:
     times = [f"{value:.3f} s" for value in astuple(seen.ttft)]
     times += [f"{1000 * value:.1f} ms" for value in (*astuple(seen.tpot), *astuple(seen.gap))]
     return [seen.name, f"{seen.in_time:.1%}", f"{seen.rejected:.1%}", *times]
