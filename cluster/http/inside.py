@@ -1,7 +1,7 @@
 """What the gateway answers without a socket: lines of its clients' batches, and responses in the background.
 
-A line of a batch passes the same doors as any request. What its client's headers said is in its `BatchClient`, since keys
-are not kept.
+A line of a batch passes the same doors as any request. What its client's headers said is in its `BatchClient`, since
+keys are not kept.
 """
 
 from __future__ import annotations
