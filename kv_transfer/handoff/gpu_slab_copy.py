@@ -44,7 +44,7 @@ from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, bytes_of
 _KEPT_BUFFERS = 2  # per stream: one copy at a time needs one of each size that is common
 
 
-class Lane:
+class CopyLane:
     """A stream, and memory of its device for slabs on their way, used again: the largest that were given back."""
 
     def __init__(self, stream: Stream) -> None:
@@ -82,8 +82,8 @@ class DeviceCopies:
 
     def __init__(self, outward: Sequence[Stream], inward: Sequence[Stream], queued: Callable[[], Event | None]) -> None:
         self._lock = threading.Lock()
-        self._outward = [Lane(stream) for stream in outward]
-        self._inward = [Lane(stream) for stream in inward]
+        self._outward = [CopyLane(stream) for stream in outward]
+        self._inward = [CopyLane(stream) for stream in inward]
         self._queued = queued
 
     def fill(
@@ -144,7 +144,7 @@ class DeviceCopies:
         return as_digest(word) if written is None else slab_digest(bytes_of(written), kind)
 
     @contextlib.contextmanager
-    def _one_of(self, lanes: list[Lane]) -> Iterator[Lane]:
+    def _one_of(self, lanes: list[CopyLane]) -> Iterator[CopyLane]:
         """The one that the fewest others use, so nobody waits to be let in."""
         with self._lock:
             lane = min(lanes, key=lambda lane: lane.num_users)
