@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class UpProjection:
     """One projection's share of an adapter: to these `outputs` it adds what it makes of these `ranks`."""
 
     linear: Linear  # rank -> out
@@ -35,7 +35,7 @@ class LowRank:
     """What an adapter adds to a projection, or to several side by side, by their ranks, which lie side by side, too."""
 
     down: Linear  # in -> all ranks
-    ups: tuple[Up, ...]
+    ups: tuple[UpProjection, ...]
 
     def add_to(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
         """Add in place, to these rows `[N]` of `y [T, out]`, what is made of those of `x [T, in]`."""

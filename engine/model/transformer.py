@@ -30,7 +30,7 @@ from engine.model.latent import (
 )
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
-from kernels.adapters import Adapter, AdapterLayer, LowRank, Up
+from kernels.adapters import Adapter, AdapterLayer, LowRank, UpProjection
 from kernels.interface import (
     ExpertChoice,
     GatedMlp,
@@ -481,7 +481,9 @@ def _low_rank(
                 down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))
             linear = kernels.pack_linear(up.to(device), None)
             ups.append(
-                Up(linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs))
+                UpProjection(
+                    linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs)
+                )
             )
             downs.append(down)
             first_rank += len(down)
