@@ -80,7 +80,7 @@ class QuantisedWeight:
             self, codes=_copied(self.codes[rows, start:stop]), scales=factors(self.scales), minimums=minimums
         )
 
-    def as_form(self, form: Form) -> QuantisedWeight:
+    def as_form(self, form: CodeFormat) -> QuantisedWeight:
         """The same values in a form that has room for them."""
         assert self.group_size % form.group_size == 0 and self.bits <= form.bits
         repeats = self.group_size // form.group_size
@@ -102,7 +102,7 @@ def _copied(part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CodeFormat:
     """How codes are stored: what weights must share to lie side by side, and what a kernel's packed weights have."""
 
     bits: int
@@ -111,7 +111,7 @@ class Form:
     has_minimums: bool
 
     @classmethod
-    def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> Form:
+    def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> CodeFormat:
         """The narrowest that has room for all of them, in groups of at most `largest_group` inputs: the bits that they
         have if their lowest codes are one number, which says the bits too (`LOWEST`), else 8."""
         groups = [weight.group_size for weight in weights]
@@ -130,7 +130,7 @@ class Form:
 
 def side_by_side(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """All outputs of weights of the same inputs, in one."""
-    form = Form.of(weights)
+    form = CodeFormat.of(weights)
     parts = [weight.as_form(form) for weight in weights]
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return QuantisedWeight(

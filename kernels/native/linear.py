@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.memory import PackingMemory, private_memory
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
-from kernels.quantised_weight import ActivationBits, Form, QuantisedWeight
+from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight
 
 _PANEL = 32  # outputs, of `src/panels.h`
 
@@ -137,7 +137,7 @@ class QuantisedLinear(NativeLinear):
     """A quantised projection of bfloat16 activations. Its panels have groups of inputs; each is codes, scales,
     minimums."""
 
-    form: Form
+    form: CodeFormat
     wide_factors: bool  # scales and minimums are float32, since some are not exact in float16
     activation_bits: ActivationBits  # to which inputs are rounded, by groups
 
@@ -148,7 +148,7 @@ class QuantisedLinear(NativeLinear):
 
 
 def can_pack_quantised(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and Form.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
+    return dtype == torch.bfloat16 and CodeFormat.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
 
 
 def pack_quantised(
@@ -161,7 +161,7 @@ def pack_quantised(
     packed_bytes = declare(library, "quantised_packed_bytes", [*[Size] * 4, Flag, Flag], Size)
     pack = declare(library, "quantised_pack", [*[Pointer] * 3, *[Size] * 5, Flag, Pointer])
     parameters = [Pointer, Size, Size, Pointer, Size, *_LAYOUT, Pointer, Pointer, Pointer]
-    form = Form.of([weight], _LARGEST_GROUP)
+    form = CodeFormat.of([weight], _LARGEST_GROUP)
     weight = weight.as_form(form)
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
     minimums = None if weight.minimums is None else weight.minimums.contiguous()

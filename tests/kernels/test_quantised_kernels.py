@@ -12,7 +12,7 @@ from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 from kernels.native.linear import QuantisedLinear
-from kernels.quantised_weight import LOWEST_E2M1, ActivationBits, Form, QuantisedWeight, side_by_side
+from kernels.quantised_weight import LOWEST_E2M1, ActivationBits, CodeFormat, QuantisedWeight, side_by_side
 
 FORMS = [(4, -8), (4, 0), (4, LOWEST_E2M1), (8, -128)]
 DOUBLED_E2M1 = torch.tensor([-12, -8, -6, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 6, 8, 12])
@@ -143,8 +143,8 @@ def test_weights_of_different_forms_lie_side_by_side_unchanged() -> None:
         random_weight(5, 96, 16, 8, -128, minimums=False),
     ]
     joined = side_by_side(weights)
-    assert Form.of([joined]) == Form(bits=8, lowest=-128, group_size=16, has_minimums=True)
+    assert CodeFormat.of([joined]) == CodeFormat(bits=8, lowest=-128, group_size=16, has_minimums=True)
     expected = torch.cat([weight.dequantise(torch.float32) for weight in weights])
     assert torch.equal(joined.dequantise(torch.float32), expected)
     alike = side_by_side(weights[:1] * 2)
-    assert Form.of([alike]) == Form(bits=4, lowest=-8, group_size=32, has_minimums=False)
+    assert CodeFormat.of([alike]) == CodeFormat(bits=4, lowest=-8, group_size=32, has_minimums=False)
