@@ -21,7 +21,7 @@ from benchmarks.common.provenance import ROOT
 from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import MODEL, RECORDS, draw_prompts
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
-from cluster.http.openai.structured import Wanted, compiled
+from cluster.http.openai.structured import OutputConstraint, compiled
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 from engine.sampling.grammar import grammar_tokenizer
@@ -41,7 +41,7 @@ def measure() -> Json:
     model = load_default_model("bfloat16", num_threads=NUM_THREADS)
     tokenizer = Tokenizer(resolve_model(MODEL))
     llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
-    grammar = compiled(Wanted("json", json.dumps(RECORDS), ""), llg)
+    grammar = compiled(OutputConstraint("json", json.dumps(RECORDS), ""), llg)
     engine = local_engine(model)
     prompts = draw_prompts(NUM_STREAMS, PROMPT_TOKENS)
     rows = []
@@ -100,7 +100,7 @@ def _compile_times(llg: Any) -> Json:
         for attempt in range(3):
             before = time.process_time()
             try:
-                compiled(Wanted("json", schema, ""), llg)
+                compiled(OutputConstraint("json", schema, ""), llg)
                 served += attempt == 0
             except UnsupportedGrammarError:
                 pass

@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
-from cluster.http.openai.structured import Wanted, compiled
+from cluster.http.openai.structured import OutputConstraint, compiled
 from tests.support.schema_answers import drawn_answer, takes
 
 pytestmark = pytest.mark.model
@@ -42,7 +42,7 @@ SCHEMAS: Final = {name: {"type": "object"} | schema for name, schema in OTHERS.i
 
 
 def _compiled(schema: object, llg: LLTokenizer) -> str:
-    return compiled(Wanted("json", json.dumps(schema), "tools"), llg)
+    return compiled(OutputConstraint("json", json.dumps(schema), "tools"), llg)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

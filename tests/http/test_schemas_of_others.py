@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 
 from cluster.errors import InvalidRequestError
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
-from cluster.http.openai.structured import Grammars, Wanted, compiled, parse_response_format
+from cluster.http.openai.structured import Grammars, OutputConstraint, compiled, parse_response_format
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
@@ -120,7 +120,7 @@ def test_every_keyword_is_enforced_or_refused(llg: LLTokenizer) -> None:
         if "/format/" in line["path"] and Path(line["path"]).stem not in RULED:
             continue
         try:
-            grammar = compiled(Wanted("json", json.dumps(line["schema"]), "response_format"), llg)
+            grammar = compiled(OutputConstraint("json", json.dumps(line["schema"]), "response_format"), llg)
         except UnsupportedGrammarError:
             num_refused += 1
             continue

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structural_tags import MAX_DEPTH
-from cluster.http.openai.structured import Wanted, compiled
+from cluster.http.openai.structured import OutputConstraint, compiled
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.model
 
 
 def grammar_of(llg: LLTokenizer, tree: object) -> str:
-    return compiled(Wanted("structural_tag", json.dumps({"type": "structural_tag", "format": tree}), ""), llg)
+    return compiled(OutputConstraint("structural_tag", json.dumps({"type": "structural_tag", "format": tree}), ""), llg)
 
 
 def may_be(llg: LLTokenizer, grammar: str, text: str) -> bool:
@@ -182,7 +182,7 @@ NO_TAGS = [
 @pytest.mark.parametrize("text", [*NO_TAGS, '{"format": {"type": "any_text"}, "x": 1}'])
 def test_what_is_no_tag_is_refused(llg: LLTokenizer, text: str) -> None:
     with pytest.raises(UnsupportedGrammarError):
-        compiled(Wanted("structural_tag", text, ""), llg)
+        compiled(OutputConstraint("structural_tag", text, ""), llg)
 
 
 def test_formats_are_bounded(llg: LLTokenizer) -> None:

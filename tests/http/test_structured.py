@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from cluster.errors import InvalidRequestError
 from cluster.http.openai import structured
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
-from cluster.http.openai.structured import Grammars, Wanted, compiled
+from cluster.http.openai.structured import Grammars, OutputConstraint, compiled
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
@@ -25,8 +25,8 @@ from tests.support.scripted_generator import ScriptedGenerator
 pytestmark = pytest.mark.model
 
 
-def of_schema(schema: object) -> Wanted:
-    return Wanted("json", json.dumps(schema), "response_format")
+def of_schema(schema: object) -> OutputConstraint:
+    return OutputConstraint("json", json.dumps(schema), "response_format")
 
 
 def follows(llg: LLTokenizer, schema: object, instance: object) -> bool:
@@ -168,16 +168,16 @@ def _either(names: int) -> dict[str, Any]:
         of_schema({"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}),
         of_schema({"anyOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n + 400}}}"} for n in range(26)]}),
         of_schema({"type": "integer", "multipleOf": 999999937}),
-        Wanted("json", "[" * 100_000, "response_format"),
-        Wanted("json", "{", "response_format"),
-        Wanted("grammar", "start: /.*a.{25}/ & /.*b.{25}/ & /.*c.{30}/", "structured_outputs"),
-        Wanted("grammar", "?? :::", "structured_outputs"),
-        Wanted("grammar", "start: nothing", "structured_outputs"),
-        Wanted("regex", "(" * 1000, "structured_outputs"),
+        OutputConstraint("json", "[" * 100_000, "response_format"),
+        OutputConstraint("json", "{", "response_format"),
+        OutputConstraint("grammar", "start: /.*a.{25}/ & /.*b.{25}/ & /.*c.{30}/", "structured_outputs"),
+        OutputConstraint("grammar", "?? :::", "structured_outputs"),
+        OutputConstraint("grammar", "start: nothing", "structured_outputs"),
+        OutputConstraint("regex", "(" * 1000, "structured_outputs"),
     ],
     ids=lambda wanted: wanted.text[:60],
 )
-def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: Wanted) -> None:
+def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) -> None:
     with pytest.raises(UnsupportedGrammarError):
         compiled(wanted, llg)
 
@@ -235,7 +235,7 @@ async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None
     for number in range(3):
         assert await ask(number) is not found[number]
     with pytest.raises(InvalidRequestError, match="characters"):
-        await grammars.grammar_for(Wanted("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "structured_outputs"), None)
+        await grammars.grammar_for(OutputConstraint("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "structured_outputs"), None)
     with pytest.raises(InvalidRequestError, match="Send one of them"):
         await grammars.grammar_for(of_schema({}), of_schema({}))
 

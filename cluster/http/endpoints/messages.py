@@ -26,7 +26,7 @@ from cluster.http.openai.events import PLAIN, ChoiceEvents
 from cluster.http.openai.fields import Harmless, Stop, Unsupported
 from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import AnswerShape, dumps
-from cluster.http.openai.structured import Wanted
+from cluster.http.openai.structured import OutputConstraint
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
@@ -222,7 +222,7 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
     if body.output_config is not None:
         chat["reasoning_effort"] = body.output_config.effort
         if (wanted := body.output_config.format) is not None:
-            chat["response_format"] = Wanted("json", json.dumps(wanted.json_schema), "output_config.format")
+            chat["response_format"] = OutputConstraint("json", json.dumps(wanted.json_schema), "output_config.format")
     if isinstance(body, MessagesBody):
         chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         chat["stop"] = body.stop_sequences

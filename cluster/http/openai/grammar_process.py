@@ -99,7 +99,7 @@ def _write(pipe: IO[bytes], message: dict[str, Any]) -> None:
 
 def main(questions: IO[bytes], answers: IO[bytes]) -> None:
     from cluster.http.openai.json_schemas import UnsupportedGrammarError
-    from cluster.http.openai.structured import Wanted, compiled
+    from cluster.http.openai.structured import OutputConstraint, compiled
     from engine.sampling.grammar import grammar_tokenizer
 
     hello = json.loads(questions.readline())
@@ -114,7 +114,7 @@ def main(questions: IO[bytes], answers: IO[bytes]) -> None:
         try:
             if isinstance(tokenizer, UnsupportedGrammarError):
                 raise tokenizer
-            return {"grammar": compiled(Wanted(question["kind"], question["text"], ""), tokenizer)}
+            return {"grammar": compiled(OutputConstraint(question["kind"], question["text"], ""), tokenizer)}
         except UnsupportedGrammarError as error:
             return {"refused": str(error)}
 

@@ -47,7 +47,7 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputConstraint:
     """What an answer must be, in the client's words. `text`: the JSON of a schema or of a list, or a text as it was
     sent. For `calls` it is the JSON of a Lark grammar and of the schemas of its rules `json_0`, `json_1`, ..., each
     with about how many characters its instances may have; None: any number."""
@@ -60,15 +60,15 @@ class Wanted:
 # --- what clients send ---
 
 
-def parse_response_format(value: object) -> Wanted | None:
+def parse_response_format(value: object) -> OutputConstraint | None:
     """Read OpenAI's `response_format`, or a structural tag of vLLM's. None: any text will do."""
-    if value is None or isinstance(value, Wanted):
+    if value is None or isinstance(value, OutputConstraint):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise _error("invalid_type", "send an object such as {'type': 'json_object'}")
     kind = value["type"]
     if kind == "structural_tag":
-        return Wanted("structural_tag", _compact(value), "response_format")
+        return OutputConstraint("structural_tag", _compact(value), "response_format")
     if kind not in ("text", "json_object", "json_schema"):
         known = "text, json_object, json_schema or structural_tag"
         raise _error("unsupported_value", f"the type {kind[:40]!r} is unknown; use {known}")
@@ -76,8 +76,8 @@ def parse_response_format(value: object) -> Wanted | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Wanted("json", '{"type":"object"}', "response_format")
-    return Wanted("json", _schema_text(_named_schema(value.get("json_schema"))), "response_format")
+        return OutputConstraint("json", '{"type":"object"}', "response_format")
+    return OutputConstraint("json", _schema_text(_named_schema(value.get("json_schema"))), "response_format")
 
 
 def _named_schema(wrapper: object) -> object:
@@ -96,9 +96,9 @@ def _named_schema(wrapper: object) -> object:
     return wrapper["schema"]
 
 
-def parse_structured_outputs(value: object) -> Wanted | None:
+def parse_structured_outputs(value: object) -> OutputConstraint | None:
     """Read vLLM's `structured_outputs`: one of json, regex, choice, grammar, structural_tag and json_object."""
-    if value is None or isinstance(value, Wanted):
+    if value is None or isinstance(value, OutputConstraint):
         return value
     if not isinstance(value, Mapping):
         raise _error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
@@ -107,7 +107,7 @@ def parse_structured_outputs(value: object) -> Wanted | None:
     if len(given) != 1:
         raise _error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
     kind, wish = given[0]
-    return Wanted(*_constraint(kind, wish), "structured_outputs")
+    return OutputConstraint(*_constraint(kind, wish), "structured_outputs")
 
 
 def _constraint(kind: str, wish: object) -> tuple[Kind, str]:
@@ -165,9 +165,11 @@ class Grammars:
         self.compiler = compiler_process(*known)
         self._free = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._known: OrderedDict[Wanted, str | UnsupportedGrammarError] = OrderedDict()
+        self._known: OrderedDict[OutputConstraint, str | UnsupportedGrammarError] = OrderedDict()
 
-    async def grammar_for(self, response_format: Wanted | None, structured_outputs: Wanted | None) -> str | None:
+    async def grammar_for(
+        self, response_format: OutputConstraint | None, structured_outputs: OutputConstraint | None
+    ) -> str | None:
         """The text for `SamplingParams.grammar`; None: the answer may be any text. Raises InvalidRequestError."""
         if response_format is not None and structured_outputs is not None:
             raise InvalidRequestError(
@@ -191,7 +193,7 @@ class Grammars:
             raise _refused(wanted, str(found))
         return found
 
-    def _compiled(self, wanted: Wanted) -> str | UnsupportedGrammarError:
+    def _compiled(self, wanted: OutputConstraint) -> str | UnsupportedGrammarError:
         answer = self.compiler.ask(wanted.kind, wanted.text)
         if "grammar" in answer:
             return answer["grammar"]
@@ -200,20 +202,20 @@ class Grammars:
         )
         return UnsupportedGrammarError(answer.get("refused", too_complex))
 
-    def _remember(self, wanted: Wanted, found: str | UnsupportedGrammarError) -> None:
+    def _remember(self, wanted: OutputConstraint, found: str | UnsupportedGrammarError) -> None:
         self._known[wanted] = found
         self._known.move_to_end(wanted)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
 
-def _refused(wanted: Wanted, reason: str) -> InvalidRequestError:
+def _refused(wanted: OutputConstraint, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{wanted.param} cannot be followed. {reason}", param=wanted.param, code="unsupported_value"
     )
 
 
-def compiled(wanted: Wanted, tokenizer: LLTokenizer) -> str:
+def compiled(wanted: OutputConstraint, tokenizer: LLTokenizer) -> str:
     """Write the grammar for what is wanted, and try it.
     Raises UnsupportedGrammarError unless all of it can be enforced."""
     try:

@@ -11,7 +11,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import ToolChoice
 from cluster.http.openai.schemas import ChatBody, ChatMessage, Tool, ToolCall
-from cluster.http.openai.structured import Wanted
+from cluster.http.openai.structured import OutputConstraint
 from engine.text.formats import Message, OutputFormats, with_hermes_tools
 from engine.text.tokenizer import Tokenizer
 
@@ -70,13 +70,13 @@ def _refusal(sentence: str, code: str = "invalid_value") -> InvalidRequestError:
     return InvalidRequestError(sentence, param="tool_choice", code=code)
 
 
-def answer_of(body: ChatBody) -> Wanted | None:
+def answer_of(body: ChatBody) -> OutputConstraint | None:
     """What the answer must be if it calls no function; None: any text."""
-    wanted: Wanted | None = body.response_format or body.structured_outputs
+    wanted: OutputConstraint | None = body.response_format or body.structured_outputs
     return wanted
 
 
-def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> Wanted | None:
+def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> OutputConstraint | None:
     """What an answer must be, with the reasoning and the calls that it may have. None: it must only be what `answer_of`
     says.
 
@@ -102,7 +102,7 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
         text = json.dumps({"lark": lark, "schemas": writer.schemas})
     except (ValueError, RecursionError):
         return None  # the schema is a text that is no JSON; it will be refused when it is compiled by itself
-    return Wanted("calls", text, "tools" if answer is None else answer.param)
+    return OutputConstraint("calls", text, "tools" if answer is None else answer.param)
 
 
 # At most a few spaces or lines stand between reasoning and answer: a small model would go on with them without end.
@@ -121,7 +121,7 @@ class _CallGrammar:
         self._chars = tokens // self._max_calls  # of one call: a token has one to four, and marks take some tokens, too
         self.schemas: list[tuple[Any, int | None]] = []
 
-    def exact(self, tools: Sequence[Tool], answer: Wanted | None) -> str:
+    def exact(self, tools: Sequence[Tool], answer: OutputConstraint | None) -> str:
         """The grammar of an answer that is either calls or `answer`, and nothing else. If the model reasons, its
         reasoning comes first."""
         ways: list[str] = []
