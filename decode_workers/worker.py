@@ -232,10 +232,10 @@ class DecodeWorker(Worker):
         self.reservations.cancel_waiting(request_id, attempt)
         for key in [key for key in self.gateway_of if key.request_id == request_id and key.attempt <= attempt]:
             self.gateway_of.pop(key, None)  # it may have gone with a later attempt's end
-            self._let_go(key, "cancelled")
+            self._abort(key, "cancelled")
         self._on_room()
 
-    def _let_go(self, key: SequenceKey, reason: str) -> None:
+    def _abort(self, key: SequenceKey, reason: str) -> None:
         if self.scheduler.state(key) is DecodeState.RESERVED:
             self.reservations.cancel(key)
         else:

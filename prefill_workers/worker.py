@@ -180,7 +180,7 @@ class PrefillWorker(Worker):
     def _set_aside(self, accused: Sequence) -> None:
         self.scheduler.give_up(accused.key)
 
-    def _let_go(self, key: SequenceKey, reason: str) -> None:
+    def _abort(self, key: SequenceKey, reason: str) -> None:
         self.scheduler.give_up(key)
         self._release(key, reason)
 

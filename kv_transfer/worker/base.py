@@ -245,7 +245,7 @@ class Worker(ABC):
         """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
         for key in list(self.gateway_of):
             self._fail(key, reason, True, "moved")
-            self._let_go(key, reason)
+            self._abort(key, reason)
         self._on_room()
 
     async def stop(self) -> None:
@@ -294,7 +294,7 @@ class Worker(ABC):
         """Its step failed, and it was alone in it: compute it no further."""
 
     @abstractmethod
-    def _let_go(self, key: SequenceKey, reason: str) -> None:
+    def _abort(self, key: SequenceKey, reason: str) -> None:
         """Drop a sequence that nobody wants any more: its blocks are free as soon as nothing uses them."""
 
     @abstractmethod
@@ -430,7 +430,7 @@ class Worker(ABC):
     def _end(self, key: SequenceKey, reason: str, cause: FailureCause) -> None:
         """The attempt fails here and now, to go on elsewhere."""
         self._fail(key, reason, True, cause)
-        self._let_go(key, reason)
+        self._abort(key, reason)
         self._on_room()
 
     # --- what the step loop calls ---
@@ -507,7 +507,7 @@ class Worker(ABC):
         for key in list(self.gateway_of):
             cause: FailureCause = "broke" if self._faults.was_there(key) else "moved"
             self._fail(key, reason, True, cause, flush=False)
-            self._let_go(key, reason)
+            self._abort(key, reason)
         self._faults.begin_anew()
         self._port.flush()
         self._on_room()
