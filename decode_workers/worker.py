@@ -138,9 +138,9 @@ class DecodeWorker(Worker):
             oldest_wait_s=max(self.reservations.oldest_wait_s, scheduler.oldest_wait_s),
         )
 
-    def give_up(self, reason: str) -> None:
+    def migrate_all(self, reason: str) -> None:
         self.reservations.abort_waiting(reason)
-        super().give_up(reason)
+        super().migrate_all(reason)
 
     # --- requests in ---
 

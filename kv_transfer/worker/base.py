@@ -241,8 +241,8 @@ class Worker(ABC):
                 await self._has_left.wait()
         return self._has_left.is_set()
 
-    def give_up(self, reason: str) -> None:
-        """Let go of all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
+    def migrate_all(self, reason: str) -> None:
+        """Abort all that is left, for other workers to go on with. `drain` first, and again until it is gone."""
         for key in list(self.gateway_of):
             self._fail(key, reason, True, "moved")
             self._abort(key, reason)

@@ -182,7 +182,7 @@ class WorkerReplica:
         began, old, old_role = time.monotonic(), self._worker, self.role
         assert old is not None
         if not await old.drain(drain_s):
-            old.give_up("the worker changes its role")
+            old.migrate_all("the worker changes its role")
             if not await old.drain(CLEAR_S):
                 raise RuntimeError(f"blocks are in use {CLEAR_S:g} s after their requests were sent elsewhere")
         drained = time.monotonic()

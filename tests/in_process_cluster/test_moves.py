@@ -170,7 +170,7 @@ async def test_who_moves_again_and_again_does_so_without_haste(llama: SmallModel
         async def watch(run: RequestRun) -> None:
             began = time.monotonic()
             assert not await worker.drain(0.0)
-            worker.give_up("the worker changes its role")
+            worker.migrate_all("the worker changes its role")
             await eventually(lambda: run.attempt >= 6)
             assert (run.attempt - 2) * retry_delay_s / 2 < time.monotonic() - began
             assert run.num_faults == 0

@@ -191,7 +191,7 @@ async def test_what_it_computes_for_others_goes_elsewhere_when_the_drain_takes_t
         async def give_up() -> None:
             source = computing(cluster)
             assert not await source.drain(0.0)
-            source.give_up("it has taken too long")
+            source.migrate_all("it has taken too long")
 
         events = await (await while_computing(cluster, give_up))
         assert tokens_of(events) == expected(llama)
