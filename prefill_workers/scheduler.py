@@ -211,7 +211,7 @@ class PrefillScheduler:
         entries = [self._entries.get(item.seq.key) for item in plan.items]
         return [entry.seq for entry in entries if entry is not None and entry.state is PrefillState.BROKEN]
 
-    def give_up(self, key: SequenceKey) -> None:
+    def stop_computing(self, key: SequenceKey) -> None:
         """Compute it no further than the step in flight; `release` follows. Unknown ids are fine."""
         entry = self._entries.get(key)
         if entry is not None and entry.state is PrefillState.RUNNING:

@@ -178,10 +178,10 @@ class PrefillWorker(Worker):
         self._hand_over(seq.key, sampled, index, finish)
 
     def _set_aside(self, accused: Sequence) -> None:
-        self.scheduler.give_up(accused.key)
+        self.scheduler.stop_computing(accused.key)
 
     def _abort(self, key: SequenceKey, reason: str) -> None:
-        self.scheduler.give_up(key)
+        self.scheduler.stop_computing(key)
         self._release(key, reason)
 
     # --- what becomes of hand-offs (`SourceOwner`) ---

@@ -196,7 +196,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def give_up(self, which: int) -> None:
         """Its steps fail, alone as well, or the worker changes its role; also while a step is in flight."""
         key = self.running[which % len(self.running)]
-        self.scheduler.give_up(key)
+        self.scheduler.stop_computing(key)
         self.broken.add(key)
 
     @invariant()
