@@ -85,7 +85,7 @@ class OffloadPolicy:
 
     # --- a step ---
 
-    def stays_put(self, running: list[Sequence]) -> bool:
+    def all_stay_on_device(self, running: list[Sequence]) -> bool:
         """Whether all of these rest on the device and will have room there for another column after the next one, so
         that nothing would move."""
         num_blocks = sum(map(self._num_device_groups, running))
@@ -288,7 +288,7 @@ class NoOffload:
         available = self._allocator.pool.num_available - len(running) * self._allocator.layer_groups
         return frozenset() if self._allocator.num_blocks_for(num_tokens) <= available else None
 
-    def stays_put(self, running: list[Sequence]) -> bool:
+    def all_stay_on_device(self, running: list[Sequence]) -> bool:
         """Whether all of these can take their next token, so that nobody would be preempted."""
         num_new = sum(map(self._num_lacking_columns, running))
         return num_new * self._allocator.layer_groups <= self._allocator.pool.num_available

@@ -318,7 +318,7 @@ class DecodeScheduler:
             or any(step.moving or step.has_drafts for step in self._in_flight)
             or self._is_due_to_draft(running)
             or self._local.needs_host_memory
-            or not self.tiers.stays_put(running)
+            or not self.tiers.all_stay_on_device(running)
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
