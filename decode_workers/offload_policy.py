@@ -108,7 +108,7 @@ class OffloadPolicy:
         ):
             # Moves to where all the content is already: no step is needed for them, and none comes of this one.
             for seq in selection.moving:
-                self._allocator.settle(seq, True)
+                self._allocator.complete_move(seq, True)
             if not (selection.moving and is_first):
                 preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
             is_first = False

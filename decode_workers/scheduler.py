@@ -234,7 +234,7 @@ class DecodeScheduler:
         assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
         if not self.allocator.grow(entry.seq, seq.num_tokens + 1):
             return False
-        self.allocator.pass_on(entry.seq, seq)
+        self.allocator.reassign(entry.seq, seq)
         del self._entries[key]
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
         return True
@@ -546,7 +546,7 @@ class DecodeScheduler:
             if entry.is_source and not ok:  # something of it may be on its way: the blocks stay as they are
                 if entry.state is not DecodeState.ENDED:
                     self._end(entry)
-            elif not self.allocator.settle(seq, ok) and entry.state is not DecodeState.ENDED:
+            elif not self.allocator.complete_move(seq, ok) and entry.state is not DecodeState.ENDED:
                 self._put_back(seq)  # its prefix did not come, and its blocks are gone
         return step
 

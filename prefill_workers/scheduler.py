@@ -182,7 +182,7 @@ class PrefillScheduler:
             if item.seq.key in doomed:
                 self._drop(entry)
                 continue
-            self._allocator.settle(item.seq, ok=True)
+            self._allocator.complete_move(item.seq, ok=True)
             item.seq.num_computed += item.num_tokens
             self._allocator.publish(item.seq)
             if item.seq.num_uncomputed == 0 and entry.state is PrefillState.RUNNING:

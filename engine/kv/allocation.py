@@ -237,7 +237,7 @@ class BlockAllocator:
         seq.host_groups = frozenset()
         seq.num_computed = seq.num_published = 0
 
-    def pass_on(self, seq: Sequence, heir: Sequence) -> None:
+    def reassign(self, seq: Sequence, heir: Sequence) -> None:
         """Give everything that `seq` holds to another attempt of its request, which holds nothing."""
         assert heir.lease is None, f"sequence {heir.request_id} has a lease already"
         assert seq not in self._moves, f"{seq.request_id} is being moved"
@@ -273,7 +273,7 @@ class BlockAllocator:
         seq.host_groups -= groups
         return copies
 
-    def settle(self, seq: Sequence, ok: bool) -> bool:
+    def complete_move(self, seq: Sequence, ok: bool) -> bool:
         """The step that made the copies of `seq`, if there were any, is over; not `ok`: they count for nothing.
 
         A relocation that failed has not happened. Returns False where the failed copies were those of a prefix hit:
@@ -287,7 +287,7 @@ class BlockAllocator:
             host_pool, host_lease = self._tier(seq, on_device=False)
             host_pool.give_back(host_lease, move.sources)
         elif move is not None:
-            self._settle_relocation(seq, move, ok)
+            self._complete_relocation(seq, move, ok)
         if seq.host_lease is not None and not seq.host_groups:
             self._release_host(seq)
         return True
@@ -310,7 +310,7 @@ class BlockAllocator:
         self._moves[seq] = Relocation(rows, to_device)
         return row_copies(rows, "device" if to_device else "host", near.view[rows], blocks, is_new)
 
-    def _settle_relocation(self, seq: Sequence, move: Relocation, ok: bool) -> None:
+    def _complete_relocation(self, seq: Sequence, move: Relocation, ok: bool) -> None:
         """Only the tier that the groups rest in keeps their rows."""
         ends_on_device = move.to_device is ok
         groups = frozenset(move.groups)

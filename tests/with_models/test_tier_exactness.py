@@ -143,7 +143,7 @@ def test_groups_that_wander_between_the_tiers_while_a_sequence_generates(models:
                 ),
             ):
                 loaded.runner.execute(StepPlan((), copies))
-                assert allocator.settle(seq, ok=True)
+                assert allocator.complete_move(seq, ok=True)
         placements.add(seq.host_groups)
         engine.step()
     assert len(placements) > 6

@@ -41,7 +41,7 @@ class Tiers:
         items = () if seq is None else (ScheduledSequence(seq, seq.num_uncomputed),)
         self.runner.execute(StepPlan(items, copies))
         if seq is not None:
-            self.allocator.settle(seq, ok=True)
+            self.allocator.complete_move(seq, ok=True)
             seq.num_computed = seq.num_tokens
             self.allocator.publish(seq)
 
@@ -52,7 +52,7 @@ class Tiers:
         assert copies is not None
         if ok:
             self.runner.execute(StepPlan((), copies))
-        self.allocator.settle(seq, ok)
+        self.allocator.complete_move(seq, ok)
         self.check(seq)
 
     def check(self, *seqs: Sequence) -> None:
@@ -149,7 +149,7 @@ def test_groups_that_rest_in_host_memory_are_hit_there_without_copies() -> None:
     copies = tiers.allocator.open(seq, use_cache=True, host_groups=frozenset({1, 2}))
     assert (seq.num_cached, {copy.group for copy in copies}) == (12, {0})
     tiers.step(None, copies)
-    tiers.allocator.settle(seq, ok=True)
+    tiers.allocator.complete_move(seq, ok=True)
     tiers.check(seq)
     tiers.allocator.release(seq)
 
@@ -159,7 +159,7 @@ def test_a_hit_whose_copies_failed_is_none() -> None:
     tiers.only_on_host(list(range(12)))
     seq = Sequence(request_id="r", attempt=0, params=PARAMS, prompt_token_ids=[*range(12), 99])
     assert tiers.allocator.open(seq, use_cache=True)
-    assert not tiers.allocator.settle(seq, ok=False)
+    assert not tiers.allocator.complete_move(seq, ok=False)
     assert (seq.lease, seq.num_computed) == (None, 0)
     tiers.pool.check_idle()
     tiers.host_pool.check_idle()
@@ -296,7 +296,7 @@ class Lives:
         if ok:
             self.tiers.runner.execute(StepPlan(tuple(items), self.copies))
         for seq in self.moving:
-            if not self.tiers.allocator.settle(seq, ok):
+            if not self.tiers.allocator.complete_move(seq, ok):
                 self.alive.remove(seq)
         for item in items if ok else ():
             item.seq.num_computed += item.num_tokens
