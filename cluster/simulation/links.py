@@ -60,20 +60,20 @@ class Flow:
 
     def add(self, num_bytes: float) -> None:
         """These are ready now."""
-        self._network.settle()
+        self._network.catch_up()
         self.ready += num_bytes
         self._network.share()
 
     def add_over(self, num_bytes: float, seconds: float) -> None:
         """These become ready within so many seconds, evenly. Those before them are by now."""
-        self._network.settle()
+        self._network.catch_up()
         self.inflow, self.inflow_until = num_bytes / seconds, self._network.now + seconds
         self._network.share()
 
     def close(self, on_sent: Callable[[], None] | None) -> None:
         """No more will follow: `on_sent` is called when all have been sent, perhaps at once. None: nobody wants them
         any more."""
-        self._network.settle()
+        self._network.catch_up()
         if on_sent is None:
             self.ready = self.inflow = 0.0
         self.on_sent = on_sent or (lambda: None)
@@ -85,7 +85,7 @@ class Flow:
         """Bytes per second that it could send."""
         return math.inf if self.ready else self.inflow
 
-    def settle(self, seconds: float, now: float) -> None:
+    def catch_up(self, seconds: float, now: float) -> None:
         """Count what has gone by at its rate in these seconds."""
         self.ready += (self.inflow - self.rate) * seconds
         if self.ready <= self.rate * _INSTANT_S:
@@ -124,12 +124,12 @@ class Network:
         self._active.append(flow)
         return flow
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Bring all flows up to the present."""
         seconds, self._as_of = self.now - self._as_of, self.now
         if seconds > 0:
             for flow in self._active:
-                flow.settle(seconds, self.now)
+                flow.catch_up(seconds, self.now)
 
     def share(self) -> None:
         """Give each flow its rate anew, tell of those that are over, and come back when a rate is no longer right."""
@@ -149,7 +149,7 @@ class Network:
 
     def _again(self, number: int) -> None:
         if number == self._num_shared:  # else rates have changed since
-            self.settle()
+            self.catch_up()
             self.share()
 
 

@@ -130,7 +130,7 @@ class SimulatedSteps:
 
     def stop(self) -> None:
         """The worker is gone, and its step with it."""
-        self.settle()
+        self.catch_up()
         if self._run is not None:
             self.busy_s += self._clock.now - self._run.began
             self._run.ends.clear()  # so that its end is none
@@ -142,7 +142,7 @@ class SimulatedSteps:
         self.interrupt()
         self._cost, self._observe = cost, observe
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Bring sequences up to the present."""
         run = self._run
         if run is None or len(run.ends) == 1:
@@ -152,7 +152,7 @@ class SimulatedSteps:
 
     def interrupt(self) -> None:
         """The next plan may be another one: let the step in flight be the run's last."""
-        self.settle()
+        self.catch_up()
         run = self._run
         if run is not None and run.num_applied + 1 < len(run.ends):
             del run.ends[run.num_applied + 1 :]

@@ -305,7 +305,7 @@ class SimulatedWorker(ABC):
         return self.scheduler.num_waiting
 
     def snapshot(self) -> WorkerSnapshot:
-        self.steps.settle()
+        self.steps.catch_up()
         self._num_snapshots += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
