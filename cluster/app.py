@@ -180,7 +180,7 @@ class Gateway:
             self._identity,
             config.tuned(OrchestratorConfig(request_deadline_s=config.gateway.request_deadline_s)),
             locator(scheduler),
-            self._slo.hear,
+            self._slo.on_report,
         )
         self._orchestrator.start()
         self._slo.start(self._orchestrator.scheduler.publish_slo)

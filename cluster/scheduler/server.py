@@ -240,7 +240,7 @@ class SchedulerServer:
         """Count it here, and pass it on to the other gateways."""
         for other in self._gateways - {gateway}:
             other.post(message)
-        self.slo.hear(time.monotonic(), message.report, str(gateway.peer.worker_id))
+        self.slo.on_report(time.monotonic(), message.report, str(gateway.peer.worker_id))
 
     def _ask_gateways(self, asker: Connection, question: AskGateways) -> GatewaysAsked:
         others = self._gateways - {asker}

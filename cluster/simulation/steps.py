@@ -2,7 +2,7 @@
 
 Of decode steps that all compute the same sequences, and in which no scheduler or pool could change anything, only the
 first is planned and the last is finished; what the ones between do to their sequences is done at once. The times are
-the same bit for bit. Whoever touches the worker says so before (`settle`, `interrupt`).
+the same bit for bit. Whoever touches the worker says so before (`catch_up`, `interrupt`).
 """
 
 from __future__ import annotations

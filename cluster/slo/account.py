@@ -93,11 +93,11 @@ class SloAccount:
                 self._news.ended(self._served(terms, None), outcome, e2e_s=time.monotonic() - terms.arrived_at)
             raise
 
-    def hear(self, report: bytes) -> None:
+    def on_report(self, report: bytes) -> None:
         """Count the report of another gateway into the cluster's tracker."""
-        self._trackers["cluster"].hear(time.monotonic(), report, "another gateway")
+        self._trackers["cluster"].on_report(time.monotonic(), report, "another gateway")
 
-    def settle(self) -> None:
+    def publish_news(self) -> None:
         """Count what is new into both trackers, and publish it."""
         self._count_news(self._readers.values())
         report, self._news = self._news, SloReport()
@@ -112,18 +112,18 @@ class SloAccount:
 
     def counts(self) -> Mapping[SeriesKey, Counts]:
         """The counts of this gateway's requests since the start, by class."""
-        self.settle()
+        self.publish_news()
         return self._counts
 
     def totals(self, scope: Scope) -> list[SeriesSnapshot]:
         """How each class stands now, over all workers. Classes without news are included."""
-        self.settle()
+        self.publish_news()
         now = time.monotonic()
         return [self._trackers[scope].snapshot(now, key) for key in self._counts]
 
     def replicas(self, scope: Scope) -> list[SeriesSnapshot]:
         """How each class stands now on each worker that there is news of."""
-        self.settle()
+        self.publish_news()
         return self._trackers[scope].replicas(time.monotonic())
 
     def _count_news(self, readers: Iterable[_Reader]) -> None:
@@ -153,7 +153,7 @@ class SloAccount:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            self.settle()
+            self.publish_news()
 
 
 def slo_outcome_of(error: ApiError) -> SloOutcome | None:

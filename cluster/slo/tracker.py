@@ -95,7 +95,7 @@ class SloTracker:
             if any(tally.counts):
                 counts[key] = Counts.total((counts.get(key, Counts()), tally.counts))
 
-    def hear(self, now_s: float, report: bytes, teller: str) -> None:
+    def on_report(self, now_s: float, report: bytes, teller: str) -> None:
         """Count the report of another process, `teller`. If it cannot be read or has other classes, as while settings
         roll out, it is logged and not counted."""
         try:

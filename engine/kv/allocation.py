@@ -31,7 +31,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Relocation:
-    """Layer groups on their way to the other tier. Both block tables have their rows until it is settled."""
+    """Layer groups on their way to the other tier. Both block tables have their rows until it is complete."""
 
     groups: list[int]
     to_device: bool
@@ -141,7 +141,7 @@ class BlockAllocator:
     so that what a released sequence leaves in the prefix cache is evicted from its tail on, in whole columns.
 
     Moves have two phases. What `open`, `begin_offload` and `begin_restore` return belongs into the next step's plan;
-    both ends of each copy stay leased until `settle` tells how that step ended.
+    both ends of each copy stay leased until `complete_move` tells how that step ended.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class BlockAllocator:
         return self._lookup.hashes(seq, num_blocks)
 
     def is_moving(self, seq: Sequence) -> bool:
-        """Whether a step has copies to make for `seq` that are not settled."""
+        """Whether a step has copies to make for `seq` that are not complete."""
         return seq in self._moves
 
     def open(

@@ -29,7 +29,7 @@ class Gateway:
 
     def __init__(self, cluster: MiniCluster, classes: SloConfig) -> None:
         self.account = SloAccount(classes, model="model")
-        self.orchestrator = cluster.new_orchestrator(self.account.hear)
+        self.orchestrator = cluster.new_orchestrator(self.account.on_report)
 
     async def serve(self, request_id: str, num_tokens: int) -> Attempt:
         """One request from its arrival to its last token; where it was served."""
@@ -96,7 +96,7 @@ async def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel)
     config = MiniClusterConfig(model_ref=str(llama.folder))
     async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
         await strange.serve("r0", 3)
-        strange.account.settle()
+        strange.account.publish_news()
         strange.orchestrator.scheduler.tell(SloUpdate(report=b"no report"))
         await plain.serve("r1", 4)
         await strange.serve("r2", 5)  # placed over the same connection: it was not lost

@@ -308,8 +308,8 @@ class Lives:
                     seq.output_token_ids.pop()
 
     def check(self) -> None:
-        settled = [seq for seq in self.alive if not self.tiers.allocator.is_moving(seq)]
-        self.tiers.check(*settled)
+        unmoved = [seq for seq in self.alive if not self.tiers.allocator.is_moving(seq)]
+        self.tiers.check(*unmoved)
         self.check_writers()
 
     def check_writers(self) -> None:
