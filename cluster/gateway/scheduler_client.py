@@ -261,7 +261,7 @@ class SchedulerClient:
         raise UnavailableError("The global scheduler cannot be asked now. Try again.", retry_after_s=RETRY_S)
 
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
-        """The scheduler's answer where to run an attempt, or `_place_without_scheduler` if it is away, silent or late."""
+        """Ask the scheduler where to run an attempt; place it without where the scheduler is away, silent or late."""
         connection = self.connection
         if connection is None or connection.silent_s >= SILENCE_S:
             return self._place_without_scheduler(request)
@@ -320,7 +320,7 @@ class SchedulerClient:
         )
 
     @property
-    def _settling(self) -> bool:
+    def _is_settling(self) -> bool:
         """Whether the scheduler is new and knows no decode worker yet. Until it does, or for `SETTLE_S`, the workers
         that this gateway knows count: they will soon have found the new scheduler, too."""
         return time.monotonic() < self._settles_at
@@ -376,7 +376,7 @@ class SchedulerClient:
                 self.loading = loading
                 if any(info.role == "decode" for info, _ in workers):
                     self._settles_at = 0.0
-                if self._settling:
+                if self._is_settling:
                     return
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
                 self._on_replicas([info for info, _ in workers])
@@ -417,7 +417,7 @@ class SchedulerClient:
         if isinstance(message, Queued):
             now = asyncio.get_running_loop().time()
             question.patience.reschedule(now + message.within_s + PLACE_TIMEOUT_S)
-        elif isinstance(message, Unplaceable) and self._settling:
+        elif isinstance(message, Unplaceable) and self._is_settling:
             question.answer.set_exception(TransportError("the scheduler does not know its workers yet"))
         else:
             question.answer.set_result(message)

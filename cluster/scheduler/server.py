@@ -192,7 +192,7 @@ class SchedulerServer:
                     case AskGateways():
                         connection.post(self._ask_gateways(connection, message))
                     case GatewayAnswer(asker=asker):
-                        self._pass_on(asker, replace(message, gateway=connection.peer.worker_id))
+                        self._forward_answer(asker, replace(message, gateway=connection.peer.worker_id))
                     case _:
                         connection.close(f"{type(message).__name__} is not for a gateway to send")
                 self._look_for_answers()
@@ -248,7 +248,7 @@ class SchedulerServer:
             other.post(replace(question, asker=asker.peer.worker_id))
         return GatewaysAsked(ask_id=question.ask_id, gateways=[other.peer.worker_id for other in others])
 
-    def _pass_on(self, asker: str, answer: GatewayAnswer) -> None:
+    def _forward_answer(self, asker: str, answer: GatewayAnswer) -> None:
         for gateway in self._gateways:
             if gateway.peer.worker_id == asker:
                 gateway.post(answer)
