@@ -136,7 +136,9 @@ class Scheduler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, drawn_secret: SecretBytes | None, host: str
     ) -> None:
-        from cluster.config.scheduler import scheduler_server  # gateways, which import this module, too, do without
+        from cluster.config.build_scheduler import (
+            scheduler_server,  # gateways, which import this module, too, do without
+        )
 
         log_with_serve(config.log_level)
         keep_replica_on_loopback()

@@ -9,8 +9,8 @@ import pytest
 from cluster.autoscaling.controller import Autoscaler
 from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from cluster.config.build_scheduler import pools_plan
 from cluster.config.load import load_config
-from cluster.config.scheduler import pools_plan
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
 from cluster.scheduler.placement.ledger import Ledger

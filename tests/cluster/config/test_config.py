@@ -17,6 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build, build_application
 from cluster.config.build import decode_worker, engine_config, prefill_worker, tiers_config, transfer_config
+from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
     CONSTANTS,
@@ -27,7 +28,6 @@ from cluster.config.load import (
     give_secret,
     load_config,
 )
-from cluster.config.scheduler import scheduler_policy
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.slo.classes import NO_TARGETS, SloConfig
