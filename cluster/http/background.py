@@ -18,7 +18,7 @@ from typing import Final
 from starlette.types import ASGIApp
 
 from cluster.batch.database import Database
-from cluster.batch.responses import ResponseEvents, Responses, StoredResponse
+from cluster.batch.stored_responses import ResponseEvents, Responses, StoredResponse
 from cluster.http.inside import run_inside
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import pytest
 from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, ResponseStreamEvent
 
 from cluster.batch.database import Database
-from cluster.batch.responses import KEPT_S, Responses, StoredResponse
+from cluster.batch.stored_responses import KEPT_S, Responses, StoredResponse
 from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server

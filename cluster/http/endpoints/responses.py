@@ -17,7 +17,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.types import Send
 
-from cluster.batch.responses import StoredResponse
+from cluster.batch.stored_responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
