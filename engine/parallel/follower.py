@@ -20,7 +20,7 @@ from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.host import keep_freed_memory
 from engine.model.transformer import Model
-from engine.parallel.batches import num_on_device, unpack_batch
+from engine.parallel.batch_bytes import num_on_device, unpack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART

@@ -26,7 +26,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.shards import Shard, check_degree
 from engine.model.transformer import LayerHooks, Model
-from engine.parallel.batches import pack_batch
+from engine.parallel.batch_bytes import pack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, GroupWatch, RankProcess, end_of
