@@ -23,7 +23,7 @@ from engine.memory.host import map_private_memory, memory_bytes
 from engine.steps.loading import EngineConfig, LoadedModel, load_model, model_fingerprint
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.folder import DiskTierError
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.files import remove_if_last, sweep

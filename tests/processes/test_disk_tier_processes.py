@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from tests.kv_transfer.tiers.disk_tiers import BLOCK_BYTES, NUM_GROUPS, files, load, opened, present, store
 from tests.processes.disk_tier_child import NUM_SLOTS, die_in_mid_write, hold, write_for_ever, write_on_a_full_disk
 from tests.support.forked_child import ForkedChild

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from kv_transfer.tiers.disk.files import ALIGNMENT, DamagedColumnError, aligned_buffer
+from kv_transfer.tiers.disk.column_files import ALIGNMENT, DamagedColumnError, aligned_buffer
 
 _LOCK: Final = "owner.lock"
 _PROBE: Final = "probe.tmp"

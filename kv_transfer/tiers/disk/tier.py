@@ -27,7 +27,7 @@ from typing import Final
 from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError, PoolObserver
 from kv_transfer.messages.fields import SourceName
 from kv_transfer.messages.workers import DiskReport, TierBlocks
-from kv_transfer.tiers.disk.files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
+from kv_transfer.tiers.disk.column_files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk.folder import MAX_SLOTS, DiskFolder, DiskTierError
 from kv_transfer.tiers.memory import tier_blocks
 from kv_transfer.tiers.sources import ColumnViews

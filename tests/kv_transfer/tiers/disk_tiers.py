@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from tests.support.waiting import HANGS_S
 

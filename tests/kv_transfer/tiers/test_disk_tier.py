@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.kv.block_pool import BlockKey
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from tests.kv_transfer.tiers.disk_tiers import (
     BLOCK_BYTES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment

@@ -23,7 +23,7 @@ from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
-from kv_transfer.tiers.disk.files import ColumnFormat
+from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.peer_segments import PeerSegments
