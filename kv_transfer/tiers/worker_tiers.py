@@ -26,9 +26,9 @@ from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.folder import DiskTierError
 from kv_transfer.tiers.disk.tier import DiskTier
-from kv_transfer.tiers.host.files import remove_if_last, sweep
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.tiers.host.segment_files import remove_if_last, sweep
 from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import LOAD_TIMEOUT_S, PrefixTiers
 from kv_transfer.tiers.sources import ColumnSource

@@ -24,11 +24,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
 from kv_transfer.tiers.host import segment as host_segment
-from kv_transfer.tiers.host.files import open_segment as open_file
-from kv_transfer.tiers.host.files import segment_paths, sweep
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.tiers.host.segment_files import open_segment as open_file
+from kv_transfer.tiers.host.segment_files import segment_paths, sweep
 from kv_transfer.transports.shared_memory.segment import SegmentError
 from tests.processes.host_segment_child import (
     BLOCK_BYTES,

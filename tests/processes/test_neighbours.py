@@ -10,9 +10,9 @@ import pytest
 
 from engine.kv.block_pool import BlockPool
 from kv_transfer.tiers.host import peer_segments as neighbours_module
-from kv_transfer.tiers.host.files import segment_paths
 from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.peer_segments import PeerSegments
+from kv_transfer.tiers.host.segment_files import segment_paths
 from tests.processes.host_segment_child import (
     BLOCK_BYTES,
     FINGERPRINT,

@@ -6,9 +6,9 @@ import mmap
 import os
 
 from engine.kv.block_pool import BlockKey
-from kv_transfer.tiers.host.files import open_segment
 from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.tiers.host.segment_files import open_segment
 
 
 def published(segment: HostSegment) -> dict[BlockKey, int]:

@@ -23,8 +23,8 @@ from engine.kv.block_pool import BlockKey
 from engine.memory.devices import Pin
 from engine.memory.host import map_memory
 from kernels.cpu.thread_team import work_alone
-from kv_transfer.tiers.host.files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.tiers.host.index import SegmentIndex, SegmentShape, block_digest
+from kv_transfer.tiers.host.segment_files import LockedFile, adopt, create, free_bytes, remove_dead, sweep
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
 log = logging.getLogger(__name__)
