@@ -23,7 +23,7 @@ from torch import Tensor
 
 import kernels
 from kernels.cache_folder import default_cache_dir, is_private, private_folder
-from kernels.cpu.memory import PackingMemory, huge_zeros, private_memory
+from kernels.cpu.huge_pages import PackingMemory, huge_zeros, private_memory
 
 logger = logging.getLogger(__name__)
 

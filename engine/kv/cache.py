@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cpu.memory import huge_zeros
+from kernels.cpu.huge_pages import huge_zeros
 from kernels.interface import CacheGeometry, KVSlots
 
 GroupRow = npt.NDArray[np.int32]

@@ -42,7 +42,7 @@ from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_w
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
 from engine.text.tokenizer import vocabulary
-from kernels.cpu.memory import PackingMemory
+from kernels.cpu.huge_pages import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels
 from kernels.native.kernels import NativeCpuKernels

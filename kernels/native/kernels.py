@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import kernels as cpu
-from kernels.cpu.memory import PackingMemory, private_memory
+from kernels.cpu.huge_pages import PackingMemory, private_memory
 from kernels.interface import (
     Activation,
     CacheGeometry,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.memory import PackingMemory, private_memory
+from kernels.cpu.huge_pages import PackingMemory, private_memory
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from kernels.cpu.memory import huge_zeros
+from kernels.cpu.huge_pages import huge_zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])

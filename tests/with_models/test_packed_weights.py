@@ -19,7 +19,7 @@ from engine.checkpoint.packed_weights import packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, load_model
-from kernels.cpu.memory import PackingMemory, private_memory
+from kernels.cpu.huge_pages import PackingMemory, private_memory
 from kernels.native.library import native_library
 from tests.support.model_families import build_oracle
 from tests.support.small_models import greedy, random_prompts
