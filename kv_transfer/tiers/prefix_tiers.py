@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_transfer.tiers.disk.tier import DiskTier
-from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
+from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.write_through import WriteThrough
 
 LOAD_TIMEOUT_S: Final = 2.0

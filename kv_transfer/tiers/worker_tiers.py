@@ -29,9 +29,9 @@ from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.host.segment_files import remove_if_last, sweep
-from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import LOAD_TIMEOUT_S, PrefixTiers
 from kv_transfer.tiers.sources import ColumnSource
+from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
 logger = logging.getLogger(__name__)

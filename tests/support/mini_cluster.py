@@ -34,9 +34,9 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import TiersConfig
-from kv_transfer.tiers.memory import TierMemory
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
+from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity
