@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from cluster.batch.database import Database
 from cluster.batch.stored_responses import ResponseEvents, Responses, StoredResponse
-from cluster.http.inside import run_inside
+from cluster.http.internal_requests import run_inside
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Final
 from fastapi import Request
 
 from cluster.errors import InvalidRequestError
-from cluster.http.inside import on_behalf
+from cluster.http.internal_requests import on_behalf
 from cluster.http.openai.schemas import ServedBody
 from cluster.http.server.connection import arrival
 from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig

@@ -21,7 +21,7 @@ from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
 from cluster.errors import FailedError, InvalidRequestError, NotFoundError
 from cluster.http.api import Api, ApiOf
-from cluster.http.inside import BatchClient, on_behalf, post_inside
+from cluster.http.internal_requests import BatchClient, on_behalf, post_inside
 from cluster.http.openai.fields import Metadata
 from cluster.http.openai.schemas import Body
 from cluster.http.response import ReadResponse

@@ -23,7 +23,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf
 from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of, told_error
 from cluster.http.endpoints.batches import owner_of
-from cluster.http.inside import on_behalf
+from cluster.http.internal_requests import on_behalf
 from cluster.http.openai.choice import Delta, TokenEntry
 from cluster.http.openai.events import PLAIN, ChoiceEvents, new_call_id
 from cluster.http.openai.logprobs import chat_logprobs
