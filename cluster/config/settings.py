@@ -8,10 +8,11 @@ compares with this file.
 What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
 `cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
 
-A new setting is a field here, handed on by `cluster.config.build` (workers) or `cluster.config.build_scheduler` to a field of
-the component's own config; the gateway has these settings whole. What Ray has to know goes through
-`cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew. The name of a setting that was
-one before and is a constant now stands in `CONSTANTS` of `cluster.config.load`, and is refused.
+To add a setting, write a field here and hand it on in `cluster.config.build` (workers) or
+`cluster.config.build_scheduler` to a field of the component's own config; the gateway has these settings whole. What
+Ray has to know goes through `cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew. The
+name of a setting that was one before and is a constant now stands in `CONSTANTS` of `cluster.config.load`, and is
+refused.
 """
 
 from __future__ import annotations
