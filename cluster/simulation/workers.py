@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, get_args
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.guesses import DraftedCost, Guesses
 from cluster.simulation.host_tier import HostTier
 from cluster.simulation.links import Flow, Network, NetworkLink
 from cluster.simulation.routers.base import Router
+from cluster.simulation.speculation import DraftedCost, SimulatedSpeculation
 from cluster.simulation.steps import CurvedCost, SimulatedSteps, TrueCost, observed_factors, step_factors
 from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler, DecodeState
@@ -64,7 +64,7 @@ class WorkerShape:
     `relative_error` and the means of `noise`. With `half_speed_tokens`, few prompt tokens in a step are computed less
     efficiently than many: see `CurvedCost`. The worker does not know that, but measures its steps and reports the
     linear model that it learns. With an `acceptance`, who decodes checks drafts of which so many are right: see
-    `Guesses`.
+    `SimulatedSpeculation`.
     """
 
     cost: StepCost
@@ -497,11 +497,11 @@ class SimulatedDecode(SimulatedWorker):
             network=network,
             life=life,
         )
-        self._guesses: Guesses | None = None
+        self._speculation: SimulatedSpeculation | None = None
         if shape.acceptance:
             costs = self._costs or StepCosts(shape.cost)
             costs.seed(shape.cost)
-            self._guesses = Guesses(shape.acceptance, costs, epoch)
+            self._speculation = SimulatedSpeculation(shape.acceptance, costs, epoch)
         self.scheduler = DecodeScheduler(
             self.allocator,
             max_num_seqs=shape.max_num_seqs,
@@ -509,7 +509,7 @@ class SimulatedDecode(SimulatedWorker):
             max_model_len=self.info.max_model_len,
             eos_token_ids=frozenset(),
             cost=lambda: self._cautious_cost,
-            speculation=None if self._guesses is None else self._guesses.speculation,
+            speculation=None if self._speculation is None else self._speculation.speculation,
         )
         self._pending: deque[_Pending] = deque()
 
@@ -593,9 +593,9 @@ class SimulatedDecode(SimulatedWorker):
 
     def snapshot(self) -> WorkerSnapshot:
         snapshot = super().snapshot()
-        if self._guesses is None:
+        if self._speculation is None:
             return snapshot
-        speculation = self._guesses.speculation
+        speculation = self._speculation.speculation
         return replace(snapshot, tokens_per_step=speculation.tokens_per_step, drafts_stretch=speculation.drafts_stretch)
 
     @property
@@ -666,7 +666,7 @@ class SimulatedDecode(SimulatedWorker):
         self._retry()
 
     def _right(self, plan: StepPlan) -> dict[int, list[SampledToken]]:
-        return {} if self._guesses is None else self._guesses.right(plan)
+        return {} if self._speculation is None else self._speculation.right(plan)
 
     def _repetitions(self, plan: StepPlan) -> int:
         """Steps in which all decode on within the blocks that they have, none becomes full and none ends.
@@ -677,7 +677,7 @@ class SimulatedDecode(SimulatedWorker):
         if (
             not self.shape.fast_forward
             or self._costs is not None
-            or self._guesses is not None
+            or self._speculation is not None
             or plan.copies
             or self.scheduler.num_uncomputed_tokens
         ):

@@ -33,7 +33,7 @@ class _Drafter:
         pass
 
 
-class Guesses:
+class SimulatedSpeculation:
     """Draws how many drafts are right, for one worker that knows the cost of its steps. `acceptance`: how probably a
     draft is right."""
 
