@@ -150,7 +150,7 @@ class Scheduler:
         return self._server.endpoint
 
     async def check_health(self) -> None:
-        if not self._server.healthy:
+        if not self._server.is_healthy:
             raise RuntimeError("the global scheduler's housekeeping has ended; see its log")
 
     async def __del__(self) -> None:

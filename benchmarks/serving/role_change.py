@@ -114,7 +114,7 @@ async def _change(replica: WorkerReplica, drain_s: float) -> float:
     began = time.perf_counter()
     assert replica.change_role(_OTHER[replica.role], drain_s)
     await replica.changed()
-    assert replica.healthy
+    assert replica.is_healthy
     return time.perf_counter() - began
 
 

@@ -56,7 +56,7 @@ class WorkerDeployment:
     async def check_health(self) -> None:
         """Raises RuntimeError if the worker is not healthy.
         Serve calls this, and replaces the replica after repeated failures."""
-        if not self._replica.healthy:
+        if not self._replica.is_healthy:
             raise RuntimeError(
                 f"the {self._replica.role} worker's step loop has ended or fails repeatedly, or a change of its role"
                 " failed; see its log"

@@ -100,7 +100,7 @@ class SchedulerServer:
         return self._workers[worker_id]
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     async def stop(self) -> None:

@@ -104,7 +104,7 @@ class GroupLeader:
             raise
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return self._broken is None and all(process.is_alive for process in self._processes)
 
     @property
@@ -148,7 +148,7 @@ class GroupLeader:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What all ranks do in this block they do alike, or the group is broken."""
-        if not self.healthy:
+        if not self.is_healthy:
             self._break("one of its processes has ended")
         self.check()
         try:

@@ -262,7 +262,7 @@ class StepLoop:
         self.counts: dict[StepKind, StepCounts] = {"prefill": StepCounts(), "decode": StepCounts()}
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         alive = self._task is not None and not self._task.done()
         hangs = self._step_began is not None and time.perf_counter() - self._step_began > MAX_STEP_S
         return alive and not (hangs or self._watch.is_hung) and self._num_failures < MAX_CONSECUTIVE_FAILURES

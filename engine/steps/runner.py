@@ -197,9 +197,9 @@ class ModelRunner:
         return [self.kv_cache.device] if self.group is None else self.group.devices
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """False: no step will succeed any more."""
-        return self.group is None or self.group.healthy
+        return self.group is None or self.group.is_healthy
 
     def close(self) -> None:
         """End what copies and the group's other processes. Nothing may be executed after."""

@@ -192,9 +192,9 @@ class Worker(ABC):
         self._registration.start()
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """False: it cannot be helped, the replica should be replaced."""
-        return self.steps.healthy and self.model.runner.healthy
+        return self.steps.is_healthy and self.model.runner.is_healthy
 
     @property
     def connections(self) -> list[Connection]:
@@ -209,7 +209,7 @@ class Worker(ABC):
         return WorkerSnapshot(
             worker_id=self.parts.identity.worker_id,
             sequence_number=self._num_snapshots,
-            draining=self._is_leaving or not self.healthy,  # until it is replaced
+            draining=self._is_leaving or not self.is_healthy,  # until it is replaced
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
@@ -493,7 +493,7 @@ class Worker(ABC):
         """See whether the device computes at all, where none of those in a step that failed is left to compute alone,
         as all were recalled meanwhile. Tried until it computes, or the worker has failed often enough to be replaced.
         """
-        if self.healthy:
+        if self.is_healthy:
             self._faults.begin_probe(None)
 
     def _blame(self, seq: Sequence) -> None:

@@ -96,9 +96,9 @@ class WorkerReplica:
         return self._worker
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """False: it cannot be helped, another replica should take its place."""
-        return self._failure is None and (self._worker is None or self._worker.healthy)
+        return self._failure is None and (self._worker is None or self._worker.is_healthy)
 
     @property
     def is_changing(self) -> bool:

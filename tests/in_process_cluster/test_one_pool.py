@@ -219,7 +219,7 @@ async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: Small
                 fail_once(worker.model.runner)
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", PROMPT[n:], greedy()) for n in range(4)))
             assert found == [llama.local(PROMPT[n:], greedy()).tokens for n in range(4)]
-            assert all(worker.healthy for worker in cluster.workers)
+            assert all(worker.is_healthy for worker in cluster.workers)
 
 
 @pytest.mark.parametrize("deed", ["raises", "kills"])

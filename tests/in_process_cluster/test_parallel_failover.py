@@ -35,7 +35,7 @@ async def test_another_worker_goes_on_when_a_decoding_rank_dies(model: SmallMode
                     broken = kill_a_rank(cluster)
         assert tokens == model.hugging_face(prompt, NUM_TOKENS)
         await eventually(lambda: broken.snapshot().draining)
-        assert [worker.healthy for worker in cluster.workers].count(False) == 1
+        assert [worker.is_healthy for worker in cluster.workers].count(False) == 1
         await cluster.idle()
 
 

@@ -121,7 +121,7 @@ class Trap:
         while True:
             for worker in self._cluster.workers:
                 worker_id = worker.info.worker_id
-                if (worker_id in self._is_dying or not worker.healthy) and worker_id not in self._replacing:
+                if (worker_id in self._is_dying or not worker.is_healthy) and worker_id not in self._replacing:
                     await asyncio.sleep(self.dies_after_s)
                     for connection in worker.connections:
                         connection.abort()  # before its step ends: nobody hears of that
@@ -187,7 +187,7 @@ async def innocents_beside_poison(
         await trap.end()
     assert trap.num_strikes > 0
     assert len(trap.lost) == (0 if deed == "raises" else 2)
-    assert all(worker.healthy for worker in cluster.workers)
+    assert all(worker.is_healthy for worker in cluster.workers)
 
 
 async def test_copies_that_were_recalled_while_their_step_failed(llama: SmallModel) -> None:

@@ -301,7 +301,7 @@ async def test_only_one_change_at_a_time(llama: SmallModel) -> None:
             assert replica.change_role("decode", 60.0)
             assert not replica.change_role("decode", 60.0)
             assert not replica.change_role("prefill", 60.0)
-            assert replica.is_changing and replica.healthy
+            assert replica.is_changing and replica.is_healthy
         await cluster.changed(replica)
         assert tokens_of(await asking) == llama.local(PROMPT, greedy()).tokens
 
@@ -336,7 +336,7 @@ async def test_blocks_that_are_not_let_go_make_the_replica_unhealthy(
             await held.reached()
             assert replica.change_role("decode", 0.0)
             await eventually(lambda: not replica.is_changing)
-            assert not replica.healthy
+            assert not replica.is_healthy
             assert not replica.change_role("decode", 0.0)
         assert tokens_of(await asking) == llama.local(PROMPT, greedy()).tokens, "the decode workers do it alone"
 
@@ -352,7 +352,7 @@ async def test_a_worker_that_cannot_be_made_makes_the_replica_unhealthy(llama: S
         await cluster.ready()
         assert replica.change_role("prefill", 5.0)
         await eventually(lambda: not replica.is_changing)
-        assert not replica.healthy
+        assert not replica.is_healthy
         worker: Worker | None = replica.worker
         assert worker is None
         assert await tokens(cluster, "r", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens

@@ -33,7 +33,7 @@ def test_a_rank_that_dies_ends_the_group(checkpoint: Path) -> None:
     one_step(runner)
     [rank] = other_ranks(runner)
     rank.send_signal(signal.SIGKILL)
-    wait_until(lambda: not runner.healthy)
+    wait_until(lambda: not runner.is_healthy)
     for _ in range(2):
         with pytest.raises(GroupError, match="of no use any more: rank 1 has ended by signal 9"):
             one_step(runner)
@@ -75,7 +75,7 @@ def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: Path, monk
     with pytest.raises(GroupError):
         one_step(runner)
     assert time.monotonic() - began < HANGS_S
-    assert not runner.healthy
+    assert not runner.is_healthy
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
@@ -91,7 +91,7 @@ def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(checkpoint: P
     runner = start(checkpoint)
     _, _, plan = whole_prompt(runner, [5, 6, 7], 2)  # of which nothing is sampled: told of once
     pending = runner.run(runner.prepare(plan))
-    wait_until(lambda: not runner.healthy)
+    wait_until(lambda: not runner.is_healthy)
     with pytest.raises(GroupError, match="devices did not come to the end of a step"):
         pending.output()
     runner.close()
@@ -128,7 +128,7 @@ def test_an_error_on_the_way_ends_the_group_too(checkpoint: Path) -> None:
 
     with pytest.raises(OSError, match="nobody listens"):
         runner.execute(plan, fails)
-    assert not runner.healthy
+    assert not runner.is_healthy
     wait_until(lambda: not any(rank.is_running() for rank in ranks))
 
 

@@ -73,7 +73,7 @@ class ReplicaCluster(MiniCluster):
 
     async def changed(self, replica: WorkerReplica) -> None:
         await asyncio.wait_for(replica.changed(), HANGS_S)
-        assert replica.healthy, "it did not become the other, see the log"
+        assert replica.is_healthy, "it did not become the other, see the log"
         self.update()
         await self.ready()
 

@@ -117,7 +117,7 @@ async def test_a_step_computes_while_the_one_before_it_is_taken_in_and_samples_a
     async with _running(bench):
         await eventually(lambda: bench.told(third)[-1:] == ["finished"])
         assert [bench.told(plan) for plan in plans] == [["prepared", "began", "sampled", "finished"]] * 3
-        assert bench.loop.healthy
+        assert bench.loop.is_healthy
 
 
 async def test_a_step_begins_while_the_device_still_samples_the_one_before() -> None:
@@ -163,7 +163,7 @@ async def test_with_a_step_that_fails_goes_the_one_ahead_of_it() -> None:
             assert bench.told(bad)[-1] == "failed: hiccup"
             assert bench.told(ahead) == ["prepared", "failed: the step before it failed"]
             assert bench.told(good)[-1] == "finished"
-        assert bench.loop.healthy
+        assert bench.loop.is_healthy
 
 
 async def test_a_step_that_fails_after_the_one_before_it_went_well_takes_nothing_with_it() -> None:
@@ -174,7 +174,7 @@ async def test_a_step_that_fails_after_the_one_before_it_went_well_takes_nothing
         await eventually(lambda: bench.told(skipped)[-1:] == ["failed: the step before it failed"])
         assert bench.told(good)[-1] == "finished"
         assert bench.told(bad)[-1] == "failed: hiccup"
-        assert bench.loop.healthy
+        assert bench.loop.is_healthy
 
 
 async def test_a_step_that_cannot_be_prepared_fails_when_its_turn_comes() -> None:
@@ -212,7 +212,7 @@ async def test_stopping_ends_both_steps_in_flight_and_takes_nothing_in() -> None
     bench.may_end.set()
     await asyncio.wait_for(stopping, HANGS_S)
     assert "finished" not in bench.told(first) + bench.told(second)
-    assert not bench.loop.healthy
+    assert not bench.loop.is_healthy
 
 
 async def test_stopping_frees_a_step_that_waits_to_sample() -> None:

@@ -178,7 +178,7 @@ async def test_a_failed_step_is_reported_and_the_next_one_made() -> None:
     bench.loop.start()
     await eventually(lambda: bench.finished == [good])
     assert bench.failed == [(bad, "hiccup")]
-    assert bench.loop.healthy
+    assert bench.loop.is_healthy
     await bench.loop.stop()
 
 
@@ -189,22 +189,22 @@ async def test_failures_in_a_row_are_ill_health_and_a_good_step_is_a_cure() -> N
             bench.plans += [_plan() for _ in range(num_failures)]
             bench.loop.wake()
             await eventually(lambda: bench.failures == 0 and not bench.plans and bench.num_planned)
-            await eventually(lambda: bench.loop.healthy is healthy)  # noqa: B023
+            await eventually(lambda: bench.loop.is_healthy is healthy)  # noqa: B023
         bench.plans.append(_plan())
         bench.loop.wake()
-        await eventually(lambda: bench.loop.healthy)
+        await eventually(lambda: bench.loop.is_healthy)
 
 
 async def test_a_step_that_does_not_come_back_is_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_loop, "MAX_STEP_S", 0.05)
     async with _running() as bench:
-        await eventually(lambda: bench.loop.healthy)
+        await eventually(lambda: bench.loop.is_healthy)
         bench.may_end.clear()
         bench.plans.append(_plan())
         bench.loop.wake()
-        await eventually(lambda: not bench.loop.healthy)
+        await eventually(lambda: not bench.loop.is_healthy)
         bench.may_end.set()
-        await eventually(lambda: bench.loop.healthy)
+        await eventually(lambda: bench.loop.is_healthy)
 
 
 async def test_what_ends_the_loop_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,7 +234,7 @@ async def test_a_step_that_takes_far_longer_than_predicted_is_told_of_and_so_is_
         bench.costs.seed(SECONDS)
         await late_step(bench)
         await eventually(lambda: bench.overdue == [True])
-        assert bench.loop.healthy, "it may end yet"
+        assert bench.loop.is_healthy, "it may end yet"
         bench.may_end.set()
         await eventually(lambda: bench.overdue == [True, False])
 
@@ -289,21 +289,21 @@ async def test_a_step_that_is_late_by_very_much_is_ill_health(monkeypatch: pytes
     async with _running(overdue_s=0.2) as bench:
         bench.costs.seed(SECONDS)
         await late_step(bench)
-        await eventually(lambda: not bench.loop.healthy)
+        await eventually(lambda: not bench.loop.is_healthy)
         bench.may_end.set()
-        await eventually(lambda: bench.loop.healthy)
+        await eventually(lambda: bench.loop.is_healthy)
 
 
 async def test_a_loop_that_ended_by_an_error_of_ours_is_ill() -> None:
     async with _running() as bench:
-        assert bench.loop.healthy
+        assert bench.loop.is_healthy
 
         def broken() -> StepPlan:
             raise AssertionError("a bug in the scheduler")
 
         bench.next_plan = broken  # type: ignore[method-assign]
         bench.loop.wake()
-        await eventually(lambda: not bench.loop.healthy)
+        await eventually(lambda: not bench.loop.is_healthy)
 
 
 async def test_stop_waits_for_the_step_in_flight_and_takes_nothing_in() -> None:
@@ -318,12 +318,12 @@ async def test_stop_waits_for_the_step_in_flight_and_takes_nothing_in() -> None:
     bench.may_end.set()
     await asyncio.wait_for(stopping, HANGS_S)
     assert not bench.finished
-    assert not bench.loop.healthy
+    assert not bench.loop.is_healthy
 
 
 async def test_a_loop_that_was_never_started_can_be_stopped() -> None:
     bench = Bench()
-    assert not bench.loop.healthy
+    assert not bench.loop.is_healthy
     await bench.loop.stop()
 
 
