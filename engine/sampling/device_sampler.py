@@ -159,7 +159,7 @@ class DeviceSampler:
         return RowOptions(
             seed=params.seed,
             position=seq.num_tokens,
-            temperature=0.0 if params.greedy else params.temperature,
+            temperature=0.0 if params.is_greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,

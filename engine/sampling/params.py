@@ -134,7 +134,7 @@ class SamplingParams:
         return other
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     @property

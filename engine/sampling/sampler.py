@@ -116,7 +116,7 @@ class Sampler:
             best = int(changed.argmax())
         if best < 0 or changed[best] == -np.inf:
             raise InvalidLogitsError([index], [f"request {seq.request_id}"])
-        token_id = best if params.greedy else _draw(changed, changed[best], seq, bits)
+        token_id = best if params.is_greedy else _draw(changed, changed[best], seq, bits)
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))

@@ -204,7 +204,7 @@ class ScriptedGenerator:
 
     def _allowed(self, request: RequestSpec) -> Iterator[int]:
         tokenizer = self._tokenizer
-        draw = random.Random(sum(request.prompt_token_ids) if request.params.greedy else request.params.seed)
+        draw = random.Random(sum(request.prompt_token_ids) if request.params.is_greedy else request.params.seed)
         llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
         matcher = LLMatcher(llg, request.params.grammar or "")
         while True:
@@ -218,7 +218,7 @@ class ScriptedGenerator:
             return self.script.reply[int(request.request_id.rpartition("-")[2])]
         if self.script.reply is not None:
             return self.script.reply
-        seed = sum(request.prompt_token_ids) if request.params.greedy else request.params.seed
+        seed = sum(request.prompt_token_ids) if request.params.is_greedy else request.params.seed
         words = random.Random(seed).choices(_WORDS, k=30)
         return " ".join(["So", *words])  # the first token is a word: a part of a character would show nothing
 

@@ -61,4 +61,4 @@ def test_another_seed_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-9, True), (0.01, False)])
 def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> None:
-    assert SamplingParams(max_tokens=1, seed=0, temperature=temperature).greedy is greedy
+    assert SamplingParams(max_tokens=1, seed=0, temperature=temperature).is_greedy is greedy
