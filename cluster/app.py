@@ -88,7 +88,7 @@ def build_application(config: LegatoConfig) -> Application:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=2,
     ).bind(config, drawn_secret, config.network.host)
-    pools = [] if config.colocated else [worker_pool("prefill", config, drawn_secret, scheduler)]
+    pools = [] if config.is_colocated else [worker_pool("prefill", config, drawn_secret, scheduler)]
     pools.append(worker_pool("decode", config, drawn_secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,

@@ -105,7 +105,7 @@ def _config_of_model(ref: str) -> LegatoConfig:
 
 def _roles(config: LegatoConfig) -> Iterator[Role]:
     """Yields the roles of the pools that the configuration has."""
-    if not config.colocated:
+    if not config.is_colocated:
         yield "prefill"
     yield "decode"
 

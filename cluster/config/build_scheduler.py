@@ -58,7 +58,7 @@ def _pool_rules(role: Role, config: LegatoConfig) -> PoolRules:
     pool = config.pools[role]
     scaling = pool.autoscaling
     if scaling is None:
-        most = 0 if config.colocated and role == "prefill" else _MANY
+        most = 0 if config.is_colocated and role == "prefill" else _MANY
         return PoolRules(min_workers=0, initial=min(pool.replicas, most), max_workers=most, scales=False)
     return PoolRules(
         min_workers=scaling.min_replicas,

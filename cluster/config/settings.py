@@ -559,7 +559,7 @@ class LegatoConfig(Settings):
         return NO_TARGETS if self.slo is None else self.slo.config()
 
     @property
-    def colocated(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether there is no prefill pool, so that decode workers do both."""
         return self.prefill.replicas == 0 and self.prefill.autoscaling is None
 
@@ -641,7 +641,7 @@ class LegatoConfig(Settings):
 
     @model_validator(mode="after")
     def _check_flips(self) -> Self:
-        if self.scheduler.role_flips and self.colocated:
+        if self.scheduler.role_flips and self.is_colocated:
             raise ValueError(
                 "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
                 " or leave it off"
@@ -686,7 +686,7 @@ class LegatoConfig(Settings):
                     f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "
                     "no block could ever be full; use a smaller one, 16 for example"
                 )
-        if not self.colocated and self.scheduler.local_prefill_below_tokens > context:
+        if not self.is_colocated and self.scheduler.local_prefill_below_tokens > context:
             raise ValueError(
                 f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
                 f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "

@@ -34,7 +34,7 @@ def needs(config: LegatoConfig) -> list[ProcessNeed]:
     """The processes that are started with the application. Pools that grow later get what is there then."""
     found = []
     for name, pool in config.pools.items():
-        if pool.replicas and not (name == "prefill" and config.colocated):
+        if pool.replicas and not (name == "prefill" and config.is_colocated):
             each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
             found.append(ProcessNeed(f"{name} worker", name, pool.replicas, each))
     found.append(ProcessNeed("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))

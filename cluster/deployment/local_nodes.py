@@ -78,7 +78,7 @@ def plan_nodes(number: int, config: LegatoConfig) -> list[NodePlan]:
         raise StartError(
             f"{number} nodes are too few or too many for one machine; give 2 to 16 (make cluster NODES=3)."
         )
-    turns = ["decode"] if config.colocated else ["prefill", "decode"]
+    turns = ["decode"] if config.is_colocated else ["prefill", "decode"]
     roles = [None, *(turns[i % len(turns)] for i in range(number - 1))]
     if number == 2:
         roles[0] = "decode"

@@ -56,7 +56,7 @@ def test_nothing_is_set_that_workers_know_better() -> None:
 
 def test_workers_of_one_type() -> None:
     _, config = made(num_workers=2)
-    assert (config.workers, config.colocated, config.decode.replicas) == (2, True, 2)
+    assert (config.workers, config.is_colocated, config.decode.replicas) == (2, True, 2)
 
 
 def test_a_gpu_for_each_worker_where_there_are_enough() -> None:

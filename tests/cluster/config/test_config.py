@@ -61,10 +61,10 @@ def test_shipped_file_loads(path: Path) -> None:
 def test_what_the_shipped_files_are_for() -> None:
     configs = {path.stem: load_config(path) for path in FILES}
     quickstart = configs["quickstart"]
-    assert (quickstart.prefill.replicas, quickstart.decode.replicas, quickstart.colocated) == (1, 1, False)
-    assert configs["colocated"].colocated and not scheduler_policy(configs["colocated"]).decision.one_pool
+    assert (quickstart.prefill.replicas, quickstart.decode.replicas, quickstart.is_colocated) == (1, 1, False)
+    assert configs["colocated"].is_colocated and not scheduler_policy(configs["colocated"]).decision.one_pool
     auto = configs["auto"]
-    assert (auto.prefill.replicas, auto.decode.replicas, auto.colocated) == (0, 2, True)
+    assert (auto.prefill.replicas, auto.decode.replicas, auto.is_colocated) == (0, 2, True)
     assert scheduler_policy(auto).decision.one_pool and load_config(auto.model_dump()) == auto
     assert (configs["cpu_2p2d"].prefill.replicas, configs["cpu_2p2d"].decode.replicas) == (2, 2)
     assert configs["gpu_1p1d"].prefill.num_gpus == configs["gpu_1p1d"].decode.num_gpus == 1
