@@ -266,7 +266,7 @@ class GenerationResponse(Answer):
             if index not in opened:
                 opened.add(index)
                 events.append(self._shape.opening(index))
-            if not delta.empty:
+            if not delta.is_empty:
                 events.append(self._shape.chunk(index, delta))
         return b"".join(events)
 

@@ -42,7 +42,7 @@ class Delta:
     num_reasoning: int = 0  # how many of these are up to the end of the reasoning
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self.text or self.entries or self.token_ids or self.finish_reason)
 
     @property
