@@ -46,7 +46,7 @@ class LineAnswer:
     retry_after_s: float | None = None
 
     @property
-    def succeeded(self) -> bool:
+    def has_succeeded(self) -> bool:
         return self.status == 200
 
     def describe(self, line: BatchLine) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class _Run:
 
 
 def _kept(line: BatchLine, answer: LineAnswer) -> KeptAnswer:
-    return KeptAnswer(line.number, answer.succeeded, json.dumps(answer.describe(line)))
+    return KeptAnswer(line.number, answer.has_succeeded, json.dumps(answer.describe(line)))
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -162,7 +162,7 @@ class Answers:
 
     def add(self, line: BatchLine, answer: LineAnswer) -> None:
         row = answer.describe(line)
-        self._places[line.custom_id] = (self._file.seek(0, os.SEEK_END), answer.succeeded)
+        self._places[line.custom_id] = (self._file.seek(0, os.SEEK_END), answer.has_succeeded)
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
 
