@@ -100,7 +100,7 @@ class BlockRecord(NamedTuple):
     group: int
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         return self.version > 0 and self.version % 2 == 0
 
     @property
@@ -143,7 +143,7 @@ class SegmentIndex:
         """(block, record) of those that are valid, in the order of their blocks."""
         for block in range(self.shape.num_blocks):
             record = self.record(block)
-            if record.valid:
+            if record.is_valid:
                 yield block, record
 
     def read(self, block: int, key: BlockKey, destination: npt.NDArray[np.uint8]) -> bool:
@@ -152,7 +152,7 @@ class SegmentIndex:
         Else the block has other content by now, or had while it was copied; `destination` then holds anything.
         """
         record = self.record(block)
-        if not record.valid or record.key != key:
+        if not record.is_valid or record.key != key:
             return False
         np.copyto(destination, np.frombuffer(self.block(block), dtype=np.uint8))
         unchanged = int(self._versions[block]) == record.version

@@ -161,7 +161,7 @@ class _Segment:
         for block in now.tolist():
             self._forget(block)
             record = self._index.record(block)
-            if record.valid:
+            if record.is_valid:
                 self._key_of[block] = record.key
                 self.block_of[record.key] = block
         self._versions[now] = versions[now]

@@ -115,7 +115,7 @@ class HostSegment:
         self._require_open()
         with self._lock:
             record = self._index.record(block)
-            if record.valid and record.key == key:
+            if record.is_valid and record.key == key:
                 return  # restored
             if self._index.shape.block_bytes <= MAX_BYTES_AT_ONCE:
                 self._index.publish(block, key, block_digest(key, self.block(block)))
