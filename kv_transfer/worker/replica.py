@@ -123,7 +123,7 @@ class WorkerReplica:
         return True
 
     async def changed(self) -> None:
-        """Wait until no change is going on. Whether the last one succeeded, `healthy` says."""
+        """Wait until no change is going on. Whether the last one succeeded, `is_healthy` says."""
         if self._change is not None:
             await asyncio.wait([self._change])
 

@@ -55,7 +55,7 @@ class SharedSegment:
         self.view = memoryview(b"")
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     return hasattr(os, "memfd_create")
 
 

@@ -25,9 +25,9 @@ from kv_transfer.transports.base import Delivery, Identity, SlabBytes
 from kv_transfer.transports.shared_memory.segment import (
     SegmentError,
     SharedSegment,
+    is_supported,
     make_segment,
     map_segment,
-    supported,
 )
 from kv_transfer.transports.slab_pool import PooledSlab, SlabPool
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
@@ -160,7 +160,7 @@ class SharedMemoryCarrier(Carrier):
         self._config = config
 
     def reaches(self, endpoint: Endpoint) -> bool:
-        return supported() and endpoint.node_id == self._identity.node_id
+        return is_supported() and endpoint.node_id == self._identity.node_id
 
     async def dial(self, endpoint: Endpoint, timeout_s: float) -> SharedMemoryLink:
         peer_socket = await dial(
