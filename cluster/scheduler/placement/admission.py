@@ -17,7 +17,7 @@ import numpy as np
 
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.estimates import Attainment
-from cluster.scheduler.placement.filter import Filtered, could_ever, filter_workers
+from cluster.scheduler.placement.filter import Filtered, filter_workers, may_ever_fit
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import (
     Action,
@@ -160,7 +160,7 @@ class Admission:
         if decision.action is Action.PLACE:
             return self._place(decision, now)
         if candidates is None:
-            come_back = MIN_RETRY_AFTER_S if could_ever(self._ledger.table, query) else None
+            come_back = MIN_RETRY_AFTER_S if may_ever_fit(self._ledger.table, query) else None
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 

@@ -130,7 +130,7 @@ def _for_pooling(table: WorkerTable, query: Place, wanted: NDArray[np.bool_]) ->
     return chosen
 
 
-def could_ever(table: WorkerTable, query: Place) -> bool:
+def may_ever_fit(table: WorkerTable, query: Place) -> bool:
     """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
     _, decodes = table.pools()
     longest = table.rows[Row.MAX_MODEL_LEN, slice(0, len(table)) if query.is_pooled else decodes]
