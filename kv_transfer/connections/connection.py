@@ -82,15 +82,15 @@ class _FrameProtocol(asyncio.BufferedProtocol):
         self.num_received = 0  # bytes, ever: whether the peer is heard of
 
     @property
-    def backlogged(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether written bytes wait because the peer does not take them."""
         return not self._flushed.is_set()
 
     def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Queue the bytes as one. Views must keep their contents until `flushed()`."""
+        """Queue the bytes as one. Views must keep their contents until `wait_flushed()`."""
         self._transport.writelines(pieces)
 
-    async def flushed(self) -> bool:
+    async def wait_flushed(self) -> bool:
         """Wait until the kernel has taken all that was written; False if it never will."""
         await self._flushed.wait()
         return not self._lost
@@ -153,7 +153,7 @@ class _FrameProtocol(asyncio.BufferedProtocol):
         except MalformedFrameError as error:
             self._on_malformed(str(error))
         if not self._finished:
-            self._set_reading(self._wants_more() and not self._reader.blocked)
+            self._set_reading(self._wants_more() and not self._reader.is_blocked)
 
     def _set_reading(self, wanted: bool) -> None:
         if wanted == self.reading or self._transport.is_closing():
@@ -241,7 +241,7 @@ class Connection:
         pieces: list[bytes | memoryview] = [frame_head(message, payload_bytes), *payload]
         # Joining a few bytes is cheaper than gathering them.
         self._wire.write(pieces if payload_bytes > _MAX_JOINED_BYTES else [b"".join(pieces)])
-        if not await self._wire.flushed():
+        if not await self._wire.wait_flushed():
             self._check_open()
 
     def post(self, message: Message) -> None:
@@ -249,7 +249,7 @@ class Connection:
         if self._closed_because is not None:
             return
         head = frame_head(message)
-        self._backlog_bytes = self._backlog_bytes + len(head) if self._wire.backlogged else 0
+        self._backlog_bytes = self._backlog_bytes + len(head) if self._wire.is_backlogged else 0
         self._wire.write([head])
         if self._backlog_bytes > self._config.backlog_bytes:
             self.close(f"{self.peer.worker_id} does not take its messages: {self._backlog_bytes} bytes wait for it")
@@ -326,7 +326,7 @@ class Connection:
         if self.silent_s >= self._config.idle_timeout_s:
             self.close(f"nothing was heard of {self.peer.worker_id} for {self._config.idle_timeout_s:g} s")
             return
-        if not self._wire.backlogged:
+        if not self._wire.is_backlogged:
             self.post(Ping())
         self._timer = self._loop.call_later(self._config.ping_interval_s, self._on_tick)
 

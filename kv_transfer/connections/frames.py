@@ -76,7 +76,7 @@ class _Stage(Enum):
 class FrameReader:
     """Turns received bytes into frames.
 
-    Receive into `get_buffer()`, tell `received(n)`, then call `next_frame()` until it gives None. While `blocked`, a
+    Receive into `get_buffer()`, tell `received(n)`, then call `next_frame()` until it gives None. While `is_blocked`, a
     payload waits for a buffer: receive nothing and ask again when `allocate` has one.
 
     `allocate(message, num_bytes)` gives the buffer of a payload, or None when there is none at the moment; it may raise
@@ -103,7 +103,7 @@ class FrameReader:
         self._payload: HostSlab | None = None
 
     @property
-    def blocked(self) -> bool:
+    def is_blocked(self) -> bool:
         return self._stage is _Stage.PAYLOAD and self._payload is None
 
     @property
@@ -112,7 +112,7 @@ class FrameReader:
         return self._stage is not _Stage.PREFIX or self._start < self._end
 
     def get_buffer(self) -> memoryview:
-        """The memory in which the next received bytes belong; never empty unless `blocked`."""
+        """The memory in which the next received bytes belong; never empty unless `is_blocked`."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._start == self._end:

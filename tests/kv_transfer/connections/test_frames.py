@@ -30,7 +30,7 @@ def feed(reader: FrameReader, data: bytes, step: int | None = None) -> list[Fram
         reader.received(count)
         while (frame := reader.next_frame()) is not None:
             frames.append(frame)
-        if reader.blocked:
+        if reader.is_blocked:
             break
     return frames
 
@@ -131,7 +131,7 @@ def test_a_payload_waits_for_a_buffer_and_loses_nothing() -> None:
     reader = FrameReader(SMALL, lambda message, num_bytes: free.pop() if free else None)
     data = frame_bytes(Ended(request_id="slab"), b"12345") + frame_bytes(Ended(request_id="next"))
     assert feed(reader, data) == []
-    assert reader.blocked
+    assert reader.is_blocked
     free.append(PlainBuffer(5))
     first, second = reader.next_frame(), reader.next_frame()
     assert first is not None
