@@ -80,16 +80,16 @@ def serve(leader: Connection, model: Model, layout: KVLayout, ranks: RankGroup) 
         else:
             assert word == LOGITS, f"a leader says nothing like {word!r}"
             hidden = torch.empty(number, model.config.hidden_size, dtype=model.dtype, device=model.device)
-            ranks.tell(hidden)
+            ranks.broadcast(hidden)
             model.logits(hidden)
 
 
 def _compute(model: Model, kv_cache: KVCache, ranks: RankGroup, num_bytes: int) -> None:
     """A step, of which the leader tells in a message of so many bytes."""
     message = torch.empty(num_bytes, dtype=torch.uint8)
-    ranks.tell(message)
+    ranks.broadcast(message)
     on_device = torch.empty(num_on_device(message), dtype=torch.int64, device=model.device)
-    ranks.tell(on_device)
+    ranks.broadcast(on_device)
     batch = unpack_batch(message, on_device)
     model.forward(batch, kv_cache)
     if not len(batch.output_rows):

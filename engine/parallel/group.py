@@ -90,8 +90,8 @@ class RankGroup:
         joined = [rows[:, :width] for rows, width in zip(self._gather(padded), widths, strict=True)]
         return torch.cat(joined, dim=1)
 
-    def tell(self, message: Tensor) -> None:
-        """Rank 0's `message` to all others, which give a tensor of the same size to put it into."""
+    def broadcast(self, message: Tensor) -> None:
+        """Send rank 0's `message` to all others, which give a tensor of the same size to put it into."""
         self._together(lambda: self._ranks.broadcast(message, 0, self._timeout))
 
     def meet(self) -> None:

@@ -129,7 +129,7 @@ class GroupLeader:
             device = rank_device(self._device, shard.rank)
             cache, memory = shared_memory(shard_layout(self._layout, shard), num_blocks, device)
             try:
-                process.tell_file(with_number(KV, num_blocks), memory)
+                process.send_file(with_number(KV, num_blocks), memory)
             finally:
                 os.close(memory)
             caches.append(cache)
@@ -140,7 +140,7 @@ class GroupLeader:
     def tell_step(self, batch: Batch) -> None:
         message, on_device = pack_batch(batch, self.own_cache.layout.block_size)
         self._tell(STEP, len(message), message)
-        self.ranks.tell(on_device)
+        self.ranks.broadcast(on_device)
 
     def tell_hidden(self, hidden_RE: Tensor) -> None:
         self._tell(LOGITS, len(hidden_RE), hidden_RE.contiguous())
@@ -190,7 +190,7 @@ class GroupLeader:
         made."""
         self._expect(HERE, START_S)
         for process in self._processes:
-            process.tell(JOIN)
+            process.send(JOIN)
         joined: Future[RankGroup] = Future()
 
         def join() -> None:
@@ -215,8 +215,8 @@ class GroupLeader:
 
     def _tell(self, word: bytes, number: int, content: Tensor) -> None:
         for process in self._processes:
-            process.tell(with_number(word, number))
-        self.ranks.tell(content)
+            process.send(with_number(word, number))
+        self.ranks.broadcast(content)
 
     def _break(self, reason: str, look_s: float = _LOOK_S) -> None:
         """End the group, from any thread. `reason` is what is said if within `look_s` no rank's end turns out to be the

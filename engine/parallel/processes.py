@@ -40,7 +40,7 @@ class RankProcess:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 start_new_session=True,  # an interrupt from the terminal is the leader's to answer
             )
-        self.tell(spec.to_bytes())
+        self.send(spec.to_bytes())
 
     @property
     def pid(self) -> int:
@@ -51,16 +51,16 @@ class RankProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def tell(self, message: bytes) -> None:
-        """Short enough to be buffered: never waits for the rank. Raises GroupError if it is gone."""
+    def send(self, message: bytes) -> None:
+        """Send a message short enough to be buffered: never waits for the rank. Raises GroupError if it is gone."""
         try:
             self.connection.send_bytes(message)
         except OSError as error:
             raise self._gone() from error
 
-    def tell_file(self, message: bytes, descriptor: int) -> None:
-        """A message, and a file descriptor for the rank to have as well. As `tell`."""
-        self.tell(message)
+    def send_file(self, message: bytes, descriptor: int) -> None:
+        """Send a message, and a file descriptor for the rank to have as well. As `send`."""
+        self.send(message)
         try:
             send_handle(self.connection, descriptor, self._process.pid)
         except OSError as error:
