@@ -141,14 +141,14 @@ class SchedulerClient:
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
     def first_token(self, request_id: str) -> None:
-        self.tell(FirstToken(request_id=request_id))
+        self.post(FirstToken(request_id=request_id))
 
     def part_computed(self, request_id: str) -> None:
-        self.tell(PartComputed(request_id=request_id))
+        self.post(PartComputed(request_id=request_id))
 
     def ended(self, request_id: str, num_output_tokens: int | None = None) -> None:
         """Tell the scheduler that a request is over. `num_output_tokens`: all that it had; None: it did not finish."""
-        self.tell(Ended(request_id=request_id, num_output_tokens=num_output_tokens))
+        self.post(Ended(request_id=request_id, num_output_tokens=num_output_tokens))
 
     async def decisions(self, limit: int, *, as_text: bool = False) -> list[str]:
         """The scheduler's newest `limit` decisions, newest first. Raises UnavailableError while it cannot be asked."""
@@ -225,7 +225,7 @@ class SchedulerClient:
 
     def publish_slo(self, report: SloReport) -> None:
         """Send a report to the scheduler, which adds up what all gateways saw."""
-        self.tell(SloUpdate(report=report.to_bytes()))
+        self.post(SloUpdate(report=report.to_bytes()))
 
     def _index_of(self, worker_id: str) -> dict[str, object] | None:
         """What the scheduler knows of a worker's blocks; None if it has not told."""
@@ -234,7 +234,7 @@ class SchedulerClient:
             return None
         return {name: value for name, value in asdict(report).items() if name != "worker_id"}
 
-    def tell(self, message: Message) -> None:
+    def post(self, message: Message) -> None:
         """Send a message that needs no answer. While the scheduler cannot be reached it is lost, which does no harm."""
         if self.connection is not None:
             self.connection.post(message)
@@ -314,7 +314,7 @@ class SchedulerClient:
         prefill_id = None if prefill is None else prefill.worker_id
         asked = replace(request, exclude=[], prefix_hashes=b"")
         # The scheduler may live all the same, only late or without its workers: tell it what was chosen.
-        self.tell(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
+        self.post(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
         return Placement(
             request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
         )
@@ -411,7 +411,7 @@ class SchedulerClient:
         except Exception:
             logger.exception("another gateway's question about %s cannot be answered", asked.about)
         else:
-            self.tell(GatewayAnswer(ask_id=asked.ask_id, asker=asked.asker, answer=told))
+            self.post(GatewayAnswer(ask_id=asked.ask_id, asker=asked.asker, answer=told))
 
     def _on_answer(self, question: _Question, message: Placement | Unplaceable | Queued) -> None:
         if isinstance(message, Queued):

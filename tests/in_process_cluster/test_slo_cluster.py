@@ -97,7 +97,7 @@ async def test_a_gateway_with_other_classes_goes_on_uncounted(llama: SmallModel)
     async with mini_cluster(config) as cluster, gateway(cluster, GOLD) as strange, gateway(cluster) as plain:
         await strange.serve("r0", 3)
         strange.account.publish_news()
-        strange.orchestrator.scheduler.tell(SloUpdate(report=b"no report"))
+        strange.orchestrator.scheduler.post(SloUpdate(report=b"no report"))
         await plain.serve("r1", 4)
         await strange.serve("r2", 5)  # placed over the same connection: it was not lost
         await eventually(lambda: known(cluster).counts.met == 1)
