@@ -311,10 +311,10 @@ class Orchestrator:
                 self._note_computing(worker_id, sequences, alone)
             case Reserved(ticket=ticket, attempt=attempt):
                 if (run := self._current(ticket.request_id, attempt)) is not None:
-                    run.tell(message)
+                    run.notify(message)
             case RoomAwaited(request_id=request_id, attempt=attempt):
                 if (run := self._current(request_id, attempt)) is not None:
-                    run.tell(message)
+                    run.notify(message)
             case Preempted(request_id=request_id, attempt=attempt, index=index):
                 if (run := self._current(request_id, attempt)) is not None:
                     run.timeline.preempted(index)
@@ -348,11 +348,11 @@ class Orchestrator:
         if (run := self._current(failure.request_id, failure.attempt)) is None:
             return
         if failure.retryable:
-            run.tell(AttemptFailedError(failure.reason, worker_id, failure.cause))
+            run.notify(AttemptFailedError(failure.reason, worker_id, failure.cause))
         else:
             told = (run.request_id, failure.reason, worker_id)
             logger.error("request %s cannot go on: %s (%s)", *told, extra=run.log_fields)
-            run.tell(FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}"))
+            run.notify(FailedError(f"A worker cannot go on with the request. {_what_to_do(run)}"))
 
     def _refused(self, worker_id: str, refused: Refused) -> None:
         """Pass a worker's refusal on to its request. The request ends where it could never fit, or has not begun yet;
@@ -363,12 +363,12 @@ class Orchestrator:
         logger.info("request %s attempt %d: %s refuses it: %s", *told, extra=run.log_fields)
         if refused.retry_after_s is None:
             advice = "Shorten the prompt, or lower max_tokens."
-            run.tell(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
+            run.notify(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
         elif run.attempt == run.request.attempt and not run.num_of_attempt:
             sentence = "Overloaded: the workers are full. Try again later."
-            run.tell(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
+            run.notify(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
         else:
-            run.tell(AttemptFailedError(refused.reason, worker_id, "full"))
+            run.notify(AttemptFailedError(refused.reason, worker_id, "full"))
 
     async def _watch_workers(self) -> None:
         while True:
@@ -383,9 +383,9 @@ class Orchestrator:
                 if run.inbox or run.state is RequestState.PLACING or not self._may_leave(run, worker_id):
                     continue
                 if self.connections.is_silent(worker_id):
-                    run.tell(AttemptFailedError("the worker is silent", worker_id, "silent"))
+                    run.notify(AttemptFailedError("the worker is silent", worker_id, "silent"))
                 else:
-                    run.tell(AttemptFailedError("the worker's step does not end", worker_id, "hung"))
+                    run.notify(AttemptFailedError("the worker's step does not end", worker_id, "hung"))
 
     def _may_leave(self, run: RequestRun, worker_id: str) -> bool:
         """Whether the request needs this worker, another one could take it, and leaving could not make it guilty."""
@@ -415,7 +415,7 @@ class Orchestrator:
         self._alone_on.pop(worker_id, None)
         for run in self.runs.values():
             if run.concerns(worker_id):
-                run.tell(AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault"))
+                run.notify(AttemptFailedError("the worker is gone", worker_id, "moved" if in_order else "fault"))
 
     # --- who is to blame ---
 
@@ -456,7 +456,7 @@ class Orchestrator:
             if run.is_started and self._quarantine.recall(run, run.computing_on):
                 left |= run.computing_on
                 decode = None if run.placement is None else run.placement.decode
-                run.tell(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
+                run.notify(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
         for worker_id in left & self.connections.unresponsive():  # it will not tell of its overdue step once more
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
@@ -485,7 +485,7 @@ class Orchestrator:
         """End every request that is guilty, and all copies of it, even those that have done nothing yet."""
         for run in self.runs.values():
             if self._quarantine.is_guilty(run):
-                run.tell(PoisonRequestError())
+                run.notify(PoisonRequestError())
 
 
 def _ends(run: RequestRun, news: AttemptFailedError | GenerationError) -> bool:

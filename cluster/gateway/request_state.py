@@ -94,7 +94,7 @@ class RequestRun:
         """What names this request in a log record: the record's `extra`."""
         return {"request": self.request_id}
 
-    def tell(self, news: News) -> None:
+    def notify(self, news: News) -> None:
         """Put news of this attempt into the inbox: its reservation, or what ends it, but no token."""
         self.inbox.append(news)
         self.wakeup.set()

@@ -212,7 +212,7 @@ def test_a_new_attempt_avoids_who_failed_the_last_one_only() -> None:
 def test_what_was_said_of_an_attempt_is_void_in_the_next() -> None:
     run = _run()
     for _ in range(2):  # two workers may go at once
-        run.tell(AttemptFailedError("the worker is gone", "decode"))
+        run.notify(AttemptFailedError("the worker is gone", "decode"))
     run.inbox.popleft()
     run.next_attempt("decode")
     assert not run.inbox
