@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.drafter import Draft, DrafterName, Drawer, Drawing
+from engine.drafting.drafter import Draft, DrafterName, DraftingCost, Drawer
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan, finish_reason
 
@@ -97,10 +97,10 @@ class DraftModel:
         assert not self._followers, f"{len(self._followers)} sequences are drafted for"
         self._allocator.pool.check_idle()
 
-    def _drawing(self, seq: Sequence) -> Drawing:
+    def _drawing(self, seq: Sequence) -> DraftingCost:
         cost = self.model.costs.recent_cost()
         if cost is None:
-            return Drawing(0.0, 0.0)  # the first one shows it
+            return DraftingCost(0.0, 0.0)  # the first one shows it
         follower = self._followers.get(seq)
         num_lacking = seq.num_tokens - 1 - (0 if follower is None else follower.seq.num_computed)
         before_s, spread = 0.0, 1
@@ -109,7 +109,7 @@ class DraftModel:
             num_left = min(seq.params.max_tokens - seq.num_output_tokens, _SPREAD_MOST)
             spread = max(num_left * CATCH_UP_TOKENS // max(num_lacking, CATCH_UP_TOKENS), 1)
         each_s = cost.step_s(StepWork(decodes=1, context_tokens=seq.num_tokens)) - cost.step_s(StepWork())
-        return Drawing(cost.step_s(StepWork()), each_s, before_s, spread)
+        return DraftingCost(cost.step_s(StepWork()), each_s, before_s, spread)
 
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Draw so many drafts of each sequence; fewer where one ends it, none where it is not caught up with yet.

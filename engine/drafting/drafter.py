@@ -24,7 +24,7 @@ got before; what a smaller model would say; what heads make of the model's own l
 _MAX_FAILURES: Final = 3
 
 
-class Drawing(NamedTuple):
+class DraftingCost(NamedTuple):
     """Seconds that drawing drafts takes: of a pass over all sequences that are drawn for, one for each position, and of
     each sequence in it; of what a sequence lacks before it can be drawn for, which is `spread` over tokens to come; and
     of what a step's drawing takes once, however many are drawn."""
@@ -44,7 +44,7 @@ class Draft:
     token_ids: tuple[int, ...]
     drafter: DrafterName
     num_matched: int
-    drawing: Drawing | None = None
+    drawing: DraftingCost | None = None
 
 
 class Drafted(NamedTuple):

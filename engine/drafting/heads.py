@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from engine.drafting.drafter import Draft, DrafterName, Drawer, Drawing
+from engine.drafting.drafter import Draft, DrafterName, DraftingCost, Drawer
 from engine.model.config import DecoderConfig, ModelConfig
 from engine.sequence import UNDRAWN, DraftedSequence, ScheduledSequence, Sequence
 from kernels.interface import Kernels, Linear
@@ -281,9 +281,9 @@ class HeadDrafter:
         """Drafts to be drawn by the step, and what that will take."""
         if most < 1 or self.draw.has_failed or self._state(seq) is None:
             return None
-        costs = Drawing(0.0, 0.0)  # the first draw shows it
+        costs = DraftingCost(0.0, 0.0)  # the first draw shows it
         if self._once_s:
-            costs = Drawing(0.0, statistics.median(self._each_s), once_s=statistics.median(self._once_s))
+            costs = DraftingCost(0.0, statistics.median(self._each_s), once_s=statistics.median(self._once_s))
         return Draft((UNDRAWN,) * min(most, self._heads.config.num_heads), self.name, 0, costs)
 
     def ended(self, seq: Sequence) -> None:

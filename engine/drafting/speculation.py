@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.drafter import Draft, Drafter, DrafterName, Drawing
+from engine.drafting.drafter import Draft, Drafter, DrafterName, DraftingCost
 from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
 from engine.sampling.grammar import GrammarMasks
@@ -331,7 +331,7 @@ class _Bill:
     that is to be. `now_s`: in this step; `due_s`: what counts against its tokens, where some of it serves later ones.
     """
 
-    def __init__(self, rows_s: Callable[[int], float], drawings: Mapping[int, Drawing | None]) -> None:
+    def __init__(self, rows_s: Callable[[int], float], drawings: Mapping[int, DraftingCost | None]) -> None:
         self._rows_s = rows_s
         self._drawings = drawings
         self._num_rows = self._num_passes = 0

@@ -9,7 +9,7 @@ import pytest
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.row_costs import RowCosts
 from engine.cost_model.step_cost import StepCost, StepWork
-from engine.drafting.drafter import Draft, DrafterName, Drawing
+from engine.drafting.drafter import Draft, DrafterName, DraftingCost
 from engine.drafting.speculation import Candidate, Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
@@ -24,7 +24,7 @@ class Repeating:
 
     name: DrafterName = "prediction"
     num_asked: int = 0
-    drawing: Drawing | None = None
+    drawing: DraftingCost | None = None
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         self.num_asked += 1
@@ -139,7 +139,7 @@ def test_no_step_is_longer_than_promised_gaps_bear() -> None:
 def test_what_is_drawn_has_to_bring_more_than_it_takes(pass_s: float, num_drafts: range) -> None:
     """Steps take 8 ms; of three drafts two are right."""
     bench = Workbench(1)
-    bench.drafter.drawing = Drawing(pass_s, 0.0)
+    bench.drafter.drawing = DraftingCost(pass_s, 0.0)
     drafted = [bench.step({0: 2 if n % 2 else 1})[0] for n in range(1200)]
     assert sorted(drafted)[600] in num_drafts
     assert sum(map(bool, drafted)) > 0, "it is tried now and then"
@@ -152,10 +152,10 @@ def test_a_pass_is_for_all_who_are_drawn_for() -> None:
         bench = Workbench(num_seqs, free_rows=100)
         for _ in range(20):  # rows are free
             bench.costs.rows.observe(num_seqs, num_seqs, 0.0, ROW_S)
-        bench.drafter.drawing = Drawing(0.0, 0.0)
+        bench.drafter.drawing = DraftingCost(0.0, 0.0)
         for _ in range(50):  # and drafts are right
             bench.step(15)
-        bench.drafter.drawing = Drawing(0.009, 0.0)
+        bench.drafter.drawing = DraftingCost(0.009, 0.0)
         drafted[num_seqs] = sum(sum(bench.step(15)) for _ in range(100)) / num_seqs
     assert drafted[12] > 50 > drafted[1]
 
@@ -163,16 +163,16 @@ def test_a_pass_is_for_all_who_are_drawn_for() -> None:
 def test_what_is_lacked_is_no_longer_than_gaps_bear_and_counts_little_by_little() -> None:
     bench = Workbench(1)
     work, candidates = StepWork(decodes=1), [Candidate(bench.seqs[0], 15)]
-    bench.drafter.drawing = Drawing(0.0005, 0.0, before_s=0.1, spread=1)
+    bench.drafter.drawing = DraftingCost(0.0005, 0.0, before_s=0.1, spread=1)
     assert bench.speculation.plan(candidates, work, most=64) == {}, "one token is not worth 100 ms"
-    bench.drafter.drawing = Drawing(0.0005, 0.0, before_s=0.1, spread=100)
+    bench.drafter.drawing = DraftingCost(0.0005, 0.0, before_s=0.1, spread=100)
     assert bench.speculation.plan(candidates, work, most=64, longest_s=0.1) == {}
     assert bench.speculation.plan(candidates, work, most=64, longest_s=0.2) != {}
 
 
 def test_copies_come_before_what_is_to_be_drawn() -> None:
     bench = Workbench(1)
-    drawn = Repeating("model", drawing=Drawing(0.004, 0.0))
+    drawn = Repeating("model", drawing=DraftingCost(0.004, 0.0))
     bench.speculation = Speculation([bench.drafter, drawn], bench.costs)
     for _ in range(20):
         bench.step(15)
