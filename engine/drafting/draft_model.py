@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engine.cost_model.step_cost import StepWork
-from engine.drafting.drafter import Draft, DrafterName, DraftingCost, Drawer
+from engine.drafting.drafter import Draft, DrafterName, DraftFiller, DraftingCost
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan, finish_reason
 
@@ -77,7 +77,7 @@ class DraftModel:
         self._eos_token_ids = eos_token_ids
         self._followers: OrderedDict[Sequence, _Follower] = OrderedDict()  # first those not drawn for the longest
         self._ended: list[Sequence] = []  # whose blocks a step may use still
-        self.draw = Drawer("the draft model", self._draw)
+        self.draw = DraftFiller("the draft model", self._draw)
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""

@@ -72,7 +72,7 @@ class Drafter(Protocol):
         ...
 
 
-class Drawer:
+class DraftFiller:
     """What a runner calls for its plans' undrawn drafts: `draw` says so many drafts of each sequence, or fewer.
 
     Whatever goes wrong there, the step goes on without these drafts; after some failures in a row it `has_failed`, and

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from engine.drafting.drafter import Draft, DrafterName, DraftingCost, Drawer
+from engine.drafting.drafter import Draft, DrafterName, DraftFiller, DraftingCost
 from engine.model.config import DecoderConfig, ModelConfig
 from engine.sequence import UNDRAWN, DraftedSequence, ScheduledSequence, Sequence
 from kernels.interface import Kernels, Linear
@@ -267,7 +267,7 @@ class HeadDrafter:
         self._kept: WeakKeyDictionary[Sequence, _Kept] = WeakKeyDictionary()
         self._once_s: deque[float] = deque(maxlen=_RECENT)
         self._each_s: deque[float] = deque(maxlen=_RECENT)
-        self.draw = Drawer("drawing from heads", self._draw)
+        self.draw = DraftFiller("drawing from heads", self._draw)
 
     def keep(self, items: list[ScheduledSequence], hidden: Tensor) -> None:
         """`hidden [R, hidden]`: of the rows of `items` that a step samples from, good for as long as that step."""
