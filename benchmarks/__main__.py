@@ -84,7 +84,7 @@ def split_options(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(part: str, patience_s: int, time_s: float, options: list[str]) -> Json:
-    """One part; its report, stored."""
+    """Run one part and store its report."""
     print(f"{part}:", flush=True)
     report = {"part": part, **provenance()}
     if options:
@@ -125,7 +125,7 @@ def _watch(module: list[str], patience_s: int, time_s: float) -> tuple[int, str]
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Its time is up: it may end what it started, then it is killed with all of that."""
+    """End a part whose time is up: it may end what it started, then it is killed with all of that."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)

@@ -54,8 +54,8 @@ def usage(port: int) -> dict[int, Usage]:
 
 
 def spent_s(before: Mapping[int, Usage], after: Mapping[int, Usage]) -> dict[str, float]:
-    """Between two looks, by who; what a process spent that has ended since is lost. A worker's busiest thread is taken
-    for the one that computes: there is one, where `threads` is 1."""
+    """What was spent between two looks, by who; what a process spent that has ended since is lost. A worker's busiest
+    thread is taken for the one that computes: there is one, where `threads` is 1."""
     spent = dict.fromkeys(WHO, 0.0)
     for pid, now in after.items():
         then = before.get(pid, Usage(now.who, 0.0, {}))

@@ -61,7 +61,7 @@ def cluster_document(changes: Json) -> dict[str, Any]:
 
 
 def _await_serving(process: subprocess.Popen[str]) -> None:
-    """Until it says that it serves; its output is read on to the end, or it would block."""
+    """Wait until the cluster says that it serves. Its output is read on to the end, or it would block."""
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
     said: list[str] = []

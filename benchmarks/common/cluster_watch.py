@@ -30,7 +30,7 @@ def read_json(port: int, path: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Of one worker, as `/cluster` shows it."""
+    """What `/cluster` shows of one worker."""
 
     worker: dict[str, Any]
     cost: StepCost
@@ -66,8 +66,9 @@ class ClusterWatch:
         self.look()
 
     def worker(self, role: str) -> LoggedWorker:
-        """With the mean of what their steps were said to cost, and how steps scattered around that: by what they did
-        at each look, and by what the looks differ, since the machine is now faster and now slower for a while."""
+        """A worker of this role with the mean of what their steps were said to cost, and how steps scattered around
+        that: by what they did at each look, and by what the looks differ, since the machine is now faster and now
+        slower for a while."""
         samples = self._samples[role]
         newest = samples[-1].worker
         cost = _mean([sample.cost for sample in samples])
@@ -99,7 +100,7 @@ class ClusterWatch:
 
 
 def _mean(costs: list[StepCost]) -> StepCost:
-    """Of each coefficient: then the predictions are the mean of predictions, too."""
+    """The mean of each coefficient: then the predictions are the mean of predictions, too."""
     return StepCost(**{field.name: fmean(getattr(cost, field.name) for cost in costs) for field in fields(StepCost)})
 
 

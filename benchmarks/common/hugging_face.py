@@ -62,7 +62,7 @@ class HuggingFace:
         return time.perf_counter() - started
 
     def wave(self, load: Load) -> Wave:
-        """One `generate` over all requests. When single tokens of a larger batch came, nobody could see."""
+        """Answer all requests by one `generate`. When single tokens of a larger batch came, nobody could see."""
         prompts = draw_prompts(load.num_requests, load.prompt_tokens)
         first = _FirstToken()
         options = {"streamer": first} if load.num_requests == 1 else {}

@@ -34,7 +34,7 @@ def load_default_model(
 
 
 def local_engine(model: LoadedModel, speculation: Speculation | None = None) -> LocalEngine:
-    """With the limits of a decode worker that is given these settings."""
+    """An engine with the limits of a decode worker that is given these settings."""
     budget = CHUNK_TOKENS + MAX_NUM_SEQS
     return LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=budget, speculation=speculation)
 

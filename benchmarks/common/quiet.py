@@ -28,7 +28,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class QuietMachine:
-    """One for a part: `patience_s` in all, for waiting and for what was measured in vain."""
+    """Runs a part's work while the machine is quiet. `patience_s`: in all, for waiting and for what was measured in
+    vain."""
 
     def __init__(self, patience_s: float | None = None) -> None:
         given = float(os.environ.get(PATIENCE_VARIABLE, "60")) if patience_s is None else patience_s
@@ -56,7 +57,8 @@ class QuietMachine:
                 return result
 
     def in_turns(self, works: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-        """Each one's results: A, B, B, A, ..., so that what drifts on the machine meets all alike."""
+        """The results of works that were run in turns, A, B, B, A, ..., so that what drifts on the machine meets all
+        alike."""
         results: dict[str, list[T]] = {name: [] for name in works}
         for number in range(repeats):
             for name in list(works)[:: 1 if number % 2 == 0 else -1]:

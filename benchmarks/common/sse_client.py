@@ -44,12 +44,12 @@ async def stream_wave(port: int, model: str, load: Load, headers: Mapping[str, s
 
 
 async def stream_one(port: int, model: str, prompt: list[int], num_tokens: int) -> RequestTiming:
-    """One request, streamed to its end. Raises AnswerError."""
+    """Send one request, and read its stream to the end. Raises AnswerError."""
     return await _stream(port, _body(model, prompt, num_tokens), num_tokens)
 
 
 def _body(model: str, prompt: list[int], num_tokens: int) -> bytes:
-    """Of a greedy request for so many tokens, streamed."""
+    """The body of a greedy request for so many tokens, streamed."""
     fields: dict[str, Any] = {
         "model": model,
         "prompt": prompt,

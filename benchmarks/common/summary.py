@@ -21,5 +21,5 @@ def spread(values: Sequence[float]) -> Json:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of the medians: with noise on a shared machine, steadier than a median of ratios over few repeats."""
+    """The ratio of the medians: with noise on a shared machine, steadier than a median of ratios over few repeats."""
     return rounded(statistics.median(ours) / statistics.median(theirs))

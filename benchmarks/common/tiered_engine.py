@@ -18,7 +18,7 @@ from engine.steps.loading import LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Of one step, for the thread that computes."""
+    """What one step costs the thread that computes."""
 
     wall_s: float
     compute_s: float  # of CPU time: what others take of its core is not in it
@@ -48,7 +48,7 @@ class TieredEngine:
         self._runner.close()
 
     def open(self, prompt: list[int], host_groups: Collection[int], params: SamplingParams) -> Sequence:
-        """Nothing of it is computed yet; these layer groups of it will rest in host memory."""
+        """Open a sequence of which nothing is computed yet; these layer groups of it will rest in host memory."""
         self._num_opened += 1
         seq = Sequence(request_id=f"tiered-{self._num_opened}", attempt=0, params=params, prompt_token_ids=prompt)
         self._allocator.open(seq, use_cache=False, host_groups=frozenset(host_groups))
@@ -92,13 +92,13 @@ class TieredEngine:
         return cost, output.sampled
 
     def rewind(self, seq: Sequence, num_computed: int) -> None:
-        """To an earlier moment, whose step can then be taken again. Its blocks stay."""
+        """Take a sequence back to an earlier moment, whose step can then be taken again. Its blocks stay."""
         assert num_computed <= seq.num_computed
         seq.num_computed = num_computed
         del seq.output_token_ids[max(0, num_computed + 1 - len(seq.prompt_token_ids)) :]
 
     def _clocks(self) -> tuple[float, ...]:
-        """In the order of `StepCost`."""
+        """The clocks, in the order of `StepCost`."""
         stats = self._stats
         return (
             time.perf_counter(),

@@ -41,12 +41,12 @@ class Load:
 
     @property
     def kv_bytes(self) -> int:
-        """Of a layer, in bfloat16."""
+        """The bytes of a layer's KV in bfloat16."""
         return sum(4 * self.num_kv_heads * self.head_dim * context for _, context in self.segments)
 
     @property
     def flops(self) -> int:
-        """Of a layer: two products for each pair of a query and a token that it sees."""
+        """The arithmetic of a layer: two products for each pair of a query and a token that it sees."""
         pairs = sum(queries * (2 * context - queries + 1) // 2 for queries, context in self.segments)
         return 4 * self.num_heads * self.head_dim * pairs
 

@@ -91,7 +91,7 @@ def _tokens_per_s(engine: LocalEngine, prompts: list[list[int]], grammar: str | 
 
 
 def _compile_times(llg: Any) -> Json:
-    """Of the processor, each schema compiled three times; the median."""
+    """Processor time of each schema's compilation, the median of three."""
     times, served = [], 0
     with gzip.open(SCHEMAS, "rt") as lines:
         schemas = [json.dumps(json.loads(line)["schema"]) for line in lines]

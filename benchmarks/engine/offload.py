@@ -78,7 +78,7 @@ def measure(extent: Extent) -> Json:
 
 
 def _load(num_slots: int, extent: Extent) -> TieredEngine:
-    """Its device holds what decode keeps there; its host memory as much, and a prompt."""
+    """Load an engine whose device holds what decode keeps there, and whose host memory holds as much and a prompt."""
     column_bytes = LAYERS_PER_GROUP * BLOCK_SIZE * 2 * 3 * 64 * 2
     tier_bytes = 4 * NUM_GROUPS * extent.num_columns * column_bytes
     engine = TieredEngine(
@@ -149,7 +149,8 @@ def _decode_row(name: str, costs: dict[str, list[StepCost]]) -> Json:
 
 
 def _undisturbed(ours: list[StepCost], device: list[StepCost]) -> Json:
-    """The same of those steps during which nobody took the core: what there is to see on a busy machine."""
+    """The ratio to the device alone, of the steps during which nobody took the core: all that there is to see on a busy
+    machine."""
     ours, device = ([cost for cost in costs if not cost.num_preemptions] for costs in (ours, device))
     enough = min(len(ours), len(device)) >= FEWEST_UNDISTURBED
     return {"steps": len(ours), "over_device": _ratio(ours, device, lambda cost: cost.wall_s) if enough else None}
@@ -164,7 +165,8 @@ def _ratio(ours: list[StepCost], theirs: list[StepCost], seconds: Callable[[Step
 
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
-    """Of the steps of one prompt, and of prompts that are its beginnings: their last steps end with a token."""
+    """What the steps of one prompt cost, and those of prompts that are its beginnings, whose last steps end with a
+    token."""
 
     chunks: list[StepCost] = field(default_factory=list)
     last: dict[int, StepCost] = field(default_factory=dict)  # by the prompt's length
@@ -230,7 +232,7 @@ def _chunk(opened: dict[str, tuple[TieredEngine, Sequence]], prompt: list[int], 
 
 def _prefill_row(num_tokens: int, chunk_tokens: int, name: str, costs: Costs) -> Json:
     def total(name: str, seconds: Callable[[StepCost], float]) -> list[float]:
-        """Of each repeat."""
+        """The seconds of a prompt's steps, for each repeat."""
         return [sum(map(seconds, repeat.of(num_tokens, chunk_tokens))) for repeat in costs[name]]
 
     def longer(seconds: Callable[[StepCost], float]) -> list[float]:

@@ -54,7 +54,7 @@ def _settings(folder: str) -> Json:
 
 
 def _first_life(port: int, prefixes: list[list[int]]) -> tuple[list[float], list[float], list[float]]:
-    """Each prefix missing, then found on the device; after all of them, found in host memory."""
+    """Measure each prefix missing, then found on the device, and after all of them, found in host memory."""
     miss, device = [], []
     for prefix in prefixes:
         miss.append(_ttft_s(port, prefix))
@@ -68,7 +68,7 @@ def _first_life(port: int, prefixes: list[list[int]]) -> tuple[list[float], list
 
 
 def _ttft_s(port: int, prefix: list[int]) -> float:
-    """Of the prefix with new tokens after it."""
+    """Seconds to the first token of the prefix with new tokens after it."""
     suffix = draw_prompts(1, SUFFIX_TOKENS)[0]
     timing: RequestTiming = uvloop.run(stream_one(port, MODEL, prefix + suffix, 2))
     return timing.ttft_s

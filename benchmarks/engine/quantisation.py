@@ -97,7 +97,7 @@ def _model(variant: Variant) -> LoadedModel:
 
 
 def _judge(engine: LocalEngine, token_ids: list[int]) -> list[TokenLogprobs]:
-    """Each token but the first, given all before it."""
+    """Judge each token but the first, given all before it."""
     params = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=1)
     emissions = list(engine.run(sequences([token_ids], params)))
     logprobs = emissions[0].prompt_logprobs

@@ -68,7 +68,7 @@ def _compare(dtype: DtypeName, prompts: list[list[int]]) -> list[Json]:
 def _generate(
     model: LoadedModel, prompts: list[list[int]], which: range | list[int], *, must_preempt: bool = False
 ) -> list[Sampled]:
-    """These sequences together, each with its own seed. Every prompt is computed anew."""
+    """Generate these sequences together, each with its own seed. Every prompt is computed anew."""
     engine = LocalEngine(model, max_num_seqs=MAX_NUM_SEQS)
     seqs = [_sequence(number, prompts[number]) for number in which]
     logprobs: dict[str, list[float]] = {seq.request_id: [] for seq in seqs}

@@ -218,7 +218,7 @@ def _num_output(seqs: list[Sequence]) -> int:
 
 
 def _before_an_edit(tokens: list[int], source: random.Random, vocab_size: int) -> list[int]:
-    """Where a run of tokens was written anew: as many others, fewer, or more stood there."""
+    """A text before an edit: where a run of tokens was written anew, as many others, fewer, or more stood."""
     before: list[int] = []
     at = 0
     while at < len(tokens):

@@ -119,7 +119,7 @@ def prefill(engine: LocalEngine, peer: HuggingFace, quiet: QuietMachine, num_tok
 
 
 def _ceiling(model: LoadedModel) -> Json:
-    """Each token of one stream reads all weights once: memory bandwidth bounds it."""
+    """The ceiling of one stream: each of its tokens reads all weights once, so memory bandwidth bounds it."""
     read = memory_read_bytes_per_s()
     bound = read / model.runner.weight_bytes
     note(f"memory reads at {read / 1e9:.0f} GB/s: at most {bound:.0f} tokens/s for one stream")
@@ -175,13 +175,13 @@ _MATRIX = 2048
 
 
 def memory_read_bytes_per_s(repeats: int = 5) -> float:
-    """Best of some passes over memory far larger than any cache, by torch's threads."""
+    """The best of some passes over memory far larger than any cache, by torch's threads."""
     numbers = torch.ones(_BYTES // 8, dtype=torch.int64)
     return _BYTES / min(_seconds(numbers.max) for _ in range(repeats))
 
 
 def matmul_flops_per_s(dtype: torch.dtype, repeats: int = 5) -> float:
-    """Best of some square products that fit the caches, by torch's threads."""
+    """The best of some square products that fit the caches, by torch's threads."""
     a, b = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
     return 2 * _MATRIX**3 / min(_seconds(lambda: a @ b) for _ in range(repeats))
 

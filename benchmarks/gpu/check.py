@@ -105,7 +105,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def parts(steps: Sequence[Step], minutes: float) -> list[list[Step]]:
-    """In their order, as many in each as should fit; a longer one is alone."""
+    """Cut steps into parts, in their order and as many in each as should fit; a longer one is alone."""
     found: list[list[Step]] = [[]]
     for step in steps:
         if found[-1] and sum(other.minutes for other in found[-1]) + step.minutes > minutes:
@@ -131,7 +131,7 @@ def _tell_device() -> None:
 
 
 def run_steps(steps: Sequence[Step], device: torch.device, folder: Path, until_s: float | None) -> list[StepResult]:
-    """One after the other; each result is stored at once, beside those of steps that ran before.
+    """Run one step after the other. Each result is stored at once, beside those of steps that ran before.
 
     `until_s`, on `time.monotonic`: by then all must be over; a step that needs longer than is left is not begun.
     """

@@ -37,7 +37,7 @@ Json = dict[str, Any]
 
 
 def all_shipped() -> list[Shipped]:
-    """Of every module of `kernels.triton` that ships some, by name."""
+    """The kernels of every module of `kernels.triton` that ships some, by name."""
     found = [shipped for module in _modules() for shipped in getattr(module, "shipped", list)()]
     names = [shipped.name for shipped in found]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -51,7 +51,8 @@ def _modules() -> Iterator[Any]:
 
 
 def fingerprint(shipped: Shipped) -> str:
-    """Of the kernel's source, that of what it calls, and the configuration: another one compiles to something else."""
+    """A hash of the kernel's source, of what it calls, and of the configuration: another one compiles to something
+    else."""
     configuration = (
         sorted(shipped.signature.items()),
         sorted((name, str(value)) for name, value in shipped.constants.items()),
@@ -115,7 +116,7 @@ def _understood(log: str, shipped: Shipped) -> Json:
 
 @contextlib.contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Nothing comes from a cache of earlier runs, and the assembler's log can be read."""
+    """Compile within the block without any cache of earlier runs, so that the assembler's log can be read."""
     knobs = triton.knobs
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir = folder
@@ -124,7 +125,7 @@ def fresh_compilation() -> Iterator[None]:
 
 
 def compile_all(chosen: Iterable[Shipped]) -> Json:
-    """By name: the fingerprint, and by architecture what `compile_for` says."""
+    """The fingerprint of each kernel, by name, and what `compile_for` says of it, by architecture."""
     with fresh_compilation():
         return {
             shipped.name: {

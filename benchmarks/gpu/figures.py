@@ -36,7 +36,7 @@ class Figure:
 
     @property
     def reaches(self) -> bool | None:
-        """Its aim; None without one."""
+        """Whether the figure reaches its aim; None without one."""
         if self.at_least is None and self.at_most is None:
             return None
         above = self.at_least is None or self.value >= self.at_least
@@ -100,7 +100,7 @@ def path_of(step: str, folder: Path = RESULTS) -> Path:
 
 
 def gpu_provenance(device: torch.device) -> Json:
-    """With the GPU as the device, and the machine's processor beside it."""
+    """Where figures come from, with the GPU as the device and the machine's processor beside it."""
     origin = provenance()
     if device.type != "cuda":
         return origin
@@ -133,7 +133,7 @@ def run_step(step: str, measure: Callable[[Report, torch.device], None]) -> int:
 
 
 def reported(step: str, measure: Callable[[Report, torch.device], None], device: torch.device, folder: Path) -> int:
-    """The one place where a step's errors end."""
+    """Run a step's measurement and report its errors: the one place where they end."""
     report = Report(step, device, folder)
     started = time.perf_counter()
     status, reason = "ok", {}

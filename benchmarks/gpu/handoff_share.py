@@ -40,7 +40,7 @@ class Scale:
 
     @property
     def kv_blocks(self) -> int:
-        """For two prompts at once: one may still be acknowledged while the next one comes."""
+        """Enough blocks for two prompts at once: one may still be acknowledged while the next one comes."""
         return 2 * (self.prompt_tokens // self.block_size + 8)
 
 
@@ -52,7 +52,7 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
 
 
 async def _handed_over(way: Transporting, folder: Path, device: torch.device, scale: Scale) -> list[HandoffTimeline]:
-    """One after the other; the first pays for what is made once."""
+    """Hand prompts over, one after the other. The first pays for what is made once."""
     async with running_handoffs(
         way,
         model_ref=str(folder),

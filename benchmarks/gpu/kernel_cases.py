@@ -69,7 +69,7 @@ class Case:
 
 
 def cases(shape: LayerShape, device: torch.device) -> Iterator[Case]:
-    """One after the other, so that the memory of each can be given back before the next."""
+    """Yields one case after the other, so that the memory of each can be given back before the next."""
     yield from _row_wise(shape, device)
     for rows in (*shape.few_rows, shape.prompt_tokens):
         yield from _projections(shape, device, rows)
@@ -110,7 +110,7 @@ def _row_wise(shape: LayerShape, device: torch.device) -> Iterator[Case]:
 
 
 def _projections(shape: LayerShape, device: torch.device, rows: int) -> Iterator[Case]:
-    """Those of the MLP, by cuBLAS and by our own batch-invariant kernel."""
+    """The projections of the MLP, by cuBLAS and by our own batch-invariant kernel."""
     for name, inputs, outputs in (
         ("gate_up", shape.hidden, 2 * shape.intermediate),
         ("down", shape.intermediate, shape.hidden),
@@ -191,7 +191,7 @@ def _attention(
     *,
     batch_invariant: bool,
 ) -> Callable[[], object]:
-    """One layer's, its plan made beforehand as it is for all layers but the first."""
+    """Attention of one layer, its plan made beforehand as it is for all layers but the first."""
     kernels = GpuKernels(device, batch_invariant)
     plan = kernels.plan_attention(segments, cache.layout.geometry, window=None, dtype=shape.dtype)
     nothing, rows = q[:0], cache.layer_rows(0)
@@ -219,7 +219,8 @@ def _slabs(shape: LayerShape, device: torch.device) -> Iterator[Case]:
 
 
 def _sampling(shape: LayerShape, device: torch.device, rows: int) -> Iterator[Case]:
-    """Of parameters that are already there. Logits have to be read once; noise and thresholds are computed on top."""
+    """Sampling with parameters that are already there. Logits have to be read once; noise and thresholds are computed
+    on top."""
     logits = 3 * torch.randn(rows, shape.vocab_size, device=device)
     wishes: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0},
@@ -239,7 +240,7 @@ def _sampling(shape: LayerShape, device: torch.device, rows: int) -> Iterator[Ca
 
 
 def _cache(shape: LayerShape, device: torch.device, num_tokens: int) -> KVCache:
-    """Of one layer."""
+    """A KV cache of one layer."""
     layout = KVLayout(
         num_layers=1,
         layers_per_group=1,

@@ -55,7 +55,7 @@ def require_green(checked: Path = RESULTS / "gpu_check.json") -> None:
 
 
 def _were_green_just_now(checked: Path) -> bool:
-    """By the word of a GPU check of this commit, within the last hour."""
+    """Whether a GPU check of this commit found the tests green within the last hour."""
     if not checked.exists() or time.time() - checked.stat().st_mtime > _JUST_NOW_S:
         return False
     known: dict[str, Any] = json.loads(checked.read_text(encoding="utf-8")).get("kernels", {})

@@ -117,7 +117,7 @@ def _check_handover(scale: Scale, sender: LoadedModel, receiver: LoadedModel) ->
 
 
 def _placed(model: LoadedModel, prompt: list[int], num_tokens: int) -> Sequence:
-    """On the first blocks, which nobody else uses now."""
+    """A sequence on the first blocks, which nobody else uses now."""
     groups = model.layout.num_layer_groups
     columns = -(-(len(prompt) + num_tokens) // model.layout.block_size)
     table = BlockTable(groups)

@@ -47,7 +47,7 @@ class EngineOrder:
     repeats: int = 3
 
     def loads(self) -> list[Load]:
-        """The largest first: who sizes what it keeps by the first requests is sized for all."""
+        """The loads, the largest first: what an engine sizes by its first requests is large enough for all."""
         return [
             Load(num_requests=num, prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
             for num in sorted(self.num_concurrent, reverse=True)
@@ -86,7 +86,8 @@ def read_answers(output: str) -> dict[str, Any]:
 
 
 def measuring_engine(order: EngineOrder) -> Iterator[dict[str, Any]]:
-    """By concurrency: the waves' timings, and the first wave's tokens for comparison. After each load, all so far."""
+    """Yields after each load what was measured so far, by concurrency: the waves' timings, and the first wave's tokens
+    for comparison."""
     answer = _MAKERS[order.engine](order)
     measured: dict[str, Any] = {}
     for load in order.loads():
@@ -182,7 +183,7 @@ def compiled_static_cache(order: EngineOrder) -> Answer:
     compiled = {} if order.device == "cpu" else {"compile_config": CompileConfig(dynamic=False)}
 
     def generate(input_ids: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
-        """With the seconds that it took."""
+        """Generate, and say how many seconds that took."""
         sent_s = time.perf_counter()
         output = model.generate(
             input_ids=input_ids,

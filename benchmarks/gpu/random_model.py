@@ -57,7 +57,7 @@ def small_model(
     max_tokens: int = 8192,
     spread: float = 0.05,
 ) -> RandomModel:
-    """In float32, for checks of what is computed. A hidden state is as wide as the heads together."""
+    """A model in float32, for checks of what is computed. A hidden state is as wide as the heads together."""
     shape = ModelShape(
         name=name,
         num_layers=num_layers,
@@ -84,7 +84,7 @@ def engine_config(model: RandomModel, device: torch.device) -> EngineConfig:
 
 
 def checkpoint(model: RandomModel, device: torch.device) -> Path:
-    """Its folder, made if there is none. Two that make it at once both succeed."""
+    """The model's folder, made if there is none. Two that make it at once both succeed."""
     kept = kept_checkpoint(model)
     if kept is not None:
         return kept
@@ -103,19 +103,19 @@ def checkpoint(model: RandomModel, device: torch.device) -> Path:
 
 
 def kept_checkpoint(model: RandomModel) -> Path | None:
-    """Its folder, if there is one."""
+    """The model's folder, if there is one."""
     folder = _folder_of(model)
     return folder if folder.exists() else None
 
 
 def forget_checkpoints() -> None:
-    """Of all models, with the memory or disk space that they take."""
+    """Remove the folders of all models, with the memory or disk space that they take."""
     for folder in {_folder_in(_MEMORY), _folder_in(Path(tempfile.gettempdir()))}:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_checkpoint(folder: Path, model: RandomModel, device: torch.device) -> None:
-    """Weights are drawn on `device`; norms are ones."""
+    """Write a checkpoint whose weights are drawn on `device`, and whose norms are ones."""
     (folder / "config.json").write_text(json.dumps(_hugging_face_config(model), indent=1))
     (folder / "tokenizer.json").write_text("{}")  # a checkpoint must have one; nothing here is text
     names: dict[str, str] = {}
@@ -174,7 +174,7 @@ def _folder_of(model: RandomModel) -> Path:
 
 
 def _place(num_bytes: int) -> Path:
-    """In memory if it takes at most half of what is free there."""
+    """Where to keep a checkpoint: in memory if it takes at most half of what is free there."""
     if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 2 * num_bytes:
         return _folder_in(_MEMORY)
     return _folder_in(Path(tempfile.gettempdir()))

@@ -93,7 +93,7 @@ STEPS: Mapping[str, Step] = {
 
 
 def run_command(command: Command, timeout_s: float) -> bool:
-    """In the repository's root; whether it ended with 0. What it started ends with it."""
+    """Run a command in the repository's root. Returns whether it ended with 0. What it started ends with it."""
     print(f"$ python {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, start_new_session=True)
     try:
@@ -106,7 +106,7 @@ def run_command(command: Command, timeout_s: float) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Of the processes that it started and left behind, too."""
+    """End the process, and those that it started and left behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -75,7 +75,7 @@ def _measured(piece: Piece, num_rounds: int) -> dict[str, Any]:
 
 
 def _told() -> dict[str, str]:
-    """Asked after the installation, which some of it depends on."""
+    """What each peer says of itself, by name. Ask after the installation, which some of it depends on."""
     return {peer.name: peer.told for peer in peers()}
 
 
@@ -100,7 +100,7 @@ class Kept:
 
     @property
     def name(self) -> str:
-        """Of the report that its piece belongs to."""
+        """The name of the report that its piece belongs to."""
         return "peers_part" if self.records[0]["run"]["piece"] == PART else "peers"
 
     def add(self, record: Json) -> None:
@@ -112,7 +112,7 @@ class Kept:
 
 
 def _brief(figures: Any) -> str:
-    """Without what is pooled."""
+    """The figures in one line, without what is pooled."""
     return ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if not isinstance(value, list))
 
 

@@ -18,7 +18,7 @@ INT4 = ("legato-int4", "legato-int4-in-process")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """Each of `ours` beside each of `others` in one figure; without others, the figure itself beside `least`.
+    """An aim: each of `ours` beside each of `others` in one figure; without others, the figure itself beside `least`.
 
     `least`: the ratio of ours to theirs where more is better, of theirs to ours where less is. `tail`: P99 is compared,
     not the median. `weights`: for the reader.
@@ -44,7 +44,7 @@ class Aim:
         }
 
     def _judged(self, pieces: Pieces, ours: str) -> Json | None:
-        """None where it was not measured, or beside nobody."""
+        """How far the aim is met; None where it was not measured, or beside nobody."""
         return self._beside_others(pieces, ours) if self.others else self._by_itself(pieces, ours)
 
     def _by_itself(self, pieces: Pieces, ours: str) -> Json | None:
@@ -55,7 +55,7 @@ class Aim:
         return {"value": value, "reached": value <= self.least if self.less_is_better else value >= self.least}
 
     def _beside_others(self, pieces: Pieces, ours: str) -> Json | None:
-        """Beside the one that is hardest to reach."""
+        """Judge beside the one that is hardest to reach."""
         pairs = {other: together(pieces, self.work, [ours, other]) for other in self.others}
         ratios = {other: self._ratio(*pair) for other, pair in pairs.items() if pair is not None}
         if not ratios:
@@ -96,7 +96,7 @@ def _one_stream(ours: tuple[str, ...], other: str, weights: str = "bf16") -> Aim
 
 
 def _int8() -> tuple[Aim, ...]:
-    """Beside OpenVINO's, which rounds activations too."""
+    """The aims of int8, beside OpenVINO's, which rounds activations too."""
     rates = {
         **{f"prefill {num}": "tokens_per_s" for num in (512, 2048, 8000)},
         **{f"{num} concurrent 256 -> 128": "output_tokens_per_s" for num in (8, 32)},

@@ -63,7 +63,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def chat_prompt(text: str) -> list[int]:
-    """As token ids in the model's chat format, so that nobody's tokenizer is part of the comparison."""
+    """The text as token ids in the model's chat format, so that nobody's tokenizer is part of the comparison."""
     return _tokenizer().encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids
 
 

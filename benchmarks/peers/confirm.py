@@ -58,7 +58,7 @@ def _differs(ours: float, theirs: float) -> float:
 
 
 def summed_up(answers: list[Answer]) -> dict[str, float]:
-    """As GuideLLM does it: all tokens by the time from the first request to the last token."""
+    """Sum up answers as GuideLLM does: all tokens by the time from the first request to the last token."""
     wave = Wave(tuple(answer.timing for answer in answers))
     return {
         "output_tokens_per_s": wave.tokens_per_s,
@@ -84,7 +84,7 @@ def command(asker: HttpAsker, num_open: int, num_requests: int, output: Path) ->
 
 
 def read_output(path: Path) -> dict[str, float]:
-    """Of its only benchmark. Raises ValueError where requests failed."""
+    """The figures of a GuideLLM report's only benchmark. Raises ValueError where requests failed."""
     benchmark: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"][0]
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]

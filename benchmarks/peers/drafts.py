@@ -105,7 +105,7 @@ def _code(draw: Draw, number: int) -> str:
 
 
 def _prose(draw: Draw, number: int) -> str:
-    """Nothing to copy. The number makes it another question each time."""
+    """A question without anything to copy. The number makes it another one each time."""
     return f"{QUESTIONS[number % len(QUESTIONS)]} Begin with the number {draw(1)[0]}."
 
 

@@ -60,7 +60,7 @@ def peers() -> tuple[Peer, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """These peers are asked these groups of works, in turns; `rounds` unless others are asked for."""
+    """Peers that are asked these groups of works, in turns; `rounds` unless others are asked for."""
 
     name: str
     peers: tuple[str, ...]
@@ -68,7 +68,7 @@ class Piece:
     rounds: int = 2
 
     def only(self, peers: tuple[str, ...], groups: tuple[str, ...]) -> Piece:
-        """Of it what is in both; what is empty leaves out nothing."""
+        """The part of the piece with these peers and groups; an empty list leaves out nothing."""
         return Piece(
             name=self.name,
             peers=tuple(name for name in self.peers if not peers or name in peers),

@@ -32,7 +32,7 @@ def piece_of(records: Records, told: dict[str, str]) -> dict[str, Any]:
 
 
 def _works(records: Records, names: Iterable[str]) -> dict[str, dict[str, Json]]:
-    """By work, by peer, its figures."""
+    """The figures of each peer, by work and by peer."""
     cells: dict[str, dict[str, Json]] = {}
     for name in names:
         for work in dict.fromkeys(record["work"] for record in records if "figures" in record):
@@ -43,7 +43,7 @@ def _works(records: Records, names: Iterable[str]) -> dict[str, dict[str, Json]]
 
 
 def _figures(records: Records, peer: str, work: str) -> dict[str, list[Any]]:
-    """Each figure's values over the repeats; pooled ones joined."""
+    """The values of each figure over the repeats; pooled ones joined."""
     found: dict[str, list[Any]] = defaultdict(list)
     for record in records:
         if record.get("peer") == peer and record["work"] == work:
@@ -84,7 +84,7 @@ def _tried_again(failure: Report, new: Report) -> bool:
 
 
 def latest(pieces: Pieces) -> dict[str, dict[str, tuple[int, Report]]]:
-    """By work, by peer: the number of the piece (the first is 1) that measured it last, and its figures there."""
+    """The number of the piece (the first is 1) that measured each last, and its figures there, by work and by peer."""
     found: dict[str, dict[str, tuple[int, Report]]] = {}
     for number, piece in enumerate(pieces, 1):
         for work, cells in piece["works"].items():

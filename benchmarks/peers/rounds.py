@@ -38,7 +38,7 @@ def turns(peers: Sequence[Peer], num_rounds: int) -> Iterator[tuple[int, Peer]]:
 
 
 def prepared(peers: Sequence[Peer], record: Record) -> list[Peer]:
-    """Those that can be installed: before anything is measured."""
+    """The peers that can be installed. Called before anything is measured."""
     return [peer for peer in peers if _prepared(peer, record)]
 
 
@@ -52,7 +52,7 @@ def _prepared(peer: Peer, record: Record) -> bool:
 
 
 def prepared_works(groups: Sequence[str], record: Record) -> list[Work]:
-    """Those that nothing is missing for."""
+    """The works that nothing is missing for."""
     works = [work for work in WORKS if work.group in groups]
     for prepare in dict.fromkeys(work.prepare for work in works):
         try:

@@ -27,7 +27,7 @@ class Stored:
         return results(self._pieces)
 
     def add(self, piece: dict[str, Any]) -> None:
-        """Stored at once."""
+        """Add a piece to the stored report, at once."""
         self._pieces = merged(self._pieces, piece)
         text = json.dumps(report(self._pieces), indent=1, ensure_ascii=False)
         (self._folder / f"{self._name}.json").write_text(text + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ def drawing(*seed: object) -> Draw:
 
 
 def first_token(asker: Asker, draw: Draw) -> float:
-    """When it came, on the clock of `time.perf_counter`."""
+    """When the first token came, on the clock of `time.perf_counter`."""
     return asker.wave([Request(prompt=draw(5), num_tokens=2)])[0].arrivals_s[0]
 
 
@@ -85,7 +85,7 @@ def _under_schema(num: int, asker: Asker, draw: Draw) -> Json:
 
 
 def _shared_prefix(asker: Asker, draw: Draw) -> Json:
-    """One after the other, each with an end of its own; the first finds nothing."""
+    """Ask one request after the other, each with an end of its own; the first finds nothing."""
     prefix = draw(PREFIX_TOKENS)
     ttfts = [
         asker.wave([Request(prompt=prefix + draw(SUFFIX_TOKENS), num_tokens=2)])[0].timing.ttft_s * 1e3
@@ -107,7 +107,8 @@ def steady(asker: Asker, draw: Draw) -> Json:
 
 
 def gaps(arrivals_s: list[float], since_s: float, until_s: float) -> list[float]:
-    """Between two tokens that follow each other, where the gap touches the interval; with the one open at its end."""
+    """The gaps between two tokens that follow each other, where the gap touches the interval; with the one open at its
+    end."""
     ends = [at_s for at_s in arrivals_s if at_s < until_s] + [until_s]
     return [later - earlier for earlier, later in itertools.pairwise(ends) if later > since_s]
 

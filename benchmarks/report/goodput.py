@@ -108,7 +108,7 @@ def _loads(row: Report, *, best: bool) -> str:
 
 
 def _lack(row: Report) -> str:
-    """Of results that say it."""
+    """What is lacking, of results that say it."""
     lacks = row.get("lacks")
     if not lacks or not lacks["misses"]:
         return "–"

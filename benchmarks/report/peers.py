@@ -50,7 +50,7 @@ def peers_tables(results: Report) -> str:
 
 
 def peers_headline(results: Report) -> Json:
-    """Of each aim the configuration that comes closest to it."""
+    """For each aim, the configuration that comes closest to it."""
     judged = [[found for found in row["by"].values() if found] for row in results["aims"]]
     return {
         "reached": sum(any(found["reached"] for found in row) for row in judged),

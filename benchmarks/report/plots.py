@@ -48,7 +48,7 @@ _RATES = (
 
 
 def plot_peers(works: dict[str, dict[str, tuple[int, Any]]], path: Path) -> None:
-    """Each peer's last figures, as `merged.latest` has them; nothing where nothing of it was measured."""
+    """Plot each peer's last figures, as `merged.latest` has them; nothing where nothing of it was measured."""
     shown = [(work, figure, title) for work, figure, title in _RATES if work in works]
     if not shown:
         return

@@ -267,8 +267,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def write_table() -> None:
-    """From whatever is stored: each part keeps the commit and the time that it was measured at. A `note` in a stored
-    report says what has changed since; the next measurement replaces it."""
+    """Write the page from whatever is stored: each part keeps the commit and the time that it was measured at. A `note`
+    in a stored report says what has changed since; the next measurement replaces it."""
     stored = _stored()
     sections = [_section(part, report) for part, report in stored.items()]
     sections.append(f"## goodput: what was stored before\n\n{OLD}")

@@ -22,12 +22,12 @@ from kv_transfer.messages.fields import Role
 
 
 class Sizing(Protocol):
-    """Who decides on the pools' sizes: (prefill, decode), or None to leave them."""
+    """What decides on the pools' sizes: (prefill, decode), or None to leave them."""
 
     def sizes(
         self, prefill: list[SimulatedWorker], decode: list[SimulatedWorker], now: float
     ) -> tuple[int, int] | None:
-        """Asked each `period_s`, with the workers that take requests."""
+        """The sizes that the pools should have now. Called each `period_s` with the workers that take requests."""
         ...
 
     def ended(self, record: RequestRecord, now: float) -> None:
@@ -156,13 +156,13 @@ class ElasticSimulation(Simulation):
         member.worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s)
 
     def _num_requests(self, worker_id: str) -> int:
-        """That it computes or will, as far as the gateway knows."""
+        """How many requests a worker computes or will, as far as the gateway knows."""
         records = [live.record for live in self._live.values()]
         computing = sum(r.prefill == worker_id and r.first_token_s is None for r in records)
         return computing + sum(r.decode == worker_id for r in records)
 
     def _end_drained(self) -> None:
-        """Who still may get a request that was placed before is not drained."""
+        """End the workers that have drained. One that still may get a request that was placed before has not."""
         for member in self._members:
             if member.worker is None or member.counts or member.ended_at < math.inf:
                 continue

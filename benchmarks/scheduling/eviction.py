@@ -38,14 +38,15 @@ NUM_DRAWN: Final = 6000
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Its blocks by number, and of these how many are full and can be kept: all, or all but the last one."""
+    """A prompt as the numbers of its blocks, and how many of these are full and can be kept: all, or all but the last
+    one."""
 
     blocks: list[int]
     num_full: int
 
 
 def read_trace(path: Path) -> list[Prompt]:
-    """In the order of the file. `.gz` is unpacked."""
+    """The prompts in the order of the file. `.gz` is unpacked."""
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
     requests = [json.loads(line) for line in text.splitlines()]
@@ -171,7 +172,7 @@ def _hit_rate(
 
 
 def _serve(pool: BlockPool, keys: list[BlockKey], num_blocks: int) -> int:
-    """One request from its admission to its end; how many of its blocks were found."""
+    """Serve one request from its admission to its end. Returns how many of its blocks were found."""
     found: list[int] = []
     for key in keys:
         block = pool.find(key)

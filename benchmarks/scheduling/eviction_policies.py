@@ -250,7 +250,8 @@ class Arc:
         return block
 
     def _regret(self, key: BlockKey) -> bool:
-        """Whether content that comes anew was evicted lately; moves the target towards the side that it was on."""
+        """Move the target towards the side that this content was on, if it was evicted lately. Returns whether it
+        was."""
         num_recent, num_frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if self._recent_ghosts.pop(key):
             self._target = min(self._num_blocks, self._target + max(1.0, num_frequent / num_recent))

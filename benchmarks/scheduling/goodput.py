@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> Json:
 
 
 def _settings(arguments: argparse.Namespace) -> Iterator[Setting]:
-    """Each promise is one of its own."""
+    """Yields the settings: each promise makes one of its own."""
     paths: dict[TraceFormat, Path | None] = {"mooncake": arguments.mooncake, "azure": arguments.azure}
     promises: list[tuple[float | None, float | None]] = [(tpot_ms / 1000, None) for tpot_ms in arguments.tpot_ms]
     promises += [(None, gap_ms / 1000) for gap_ms in arguments.gap_ms]
@@ -123,8 +123,8 @@ def _settings(arguments: argparse.Namespace) -> Iterator[Setting]:
 
 
 def _slices(setting: Setting, most: int) -> list[int]:
-    """Where they begin: the trace's first, to tune on, then those of its second half, as many as that holds. Of drawn
-    requests: seeds."""
+    """Where slices begin: the trace's first, to tune on, then those of its second half, as many as that holds. For
+    drawn requests these are seeds."""
     if setting.path is None:
         return list(range(most + 1))
     half = PUBLISHED[setting.trace] // 2

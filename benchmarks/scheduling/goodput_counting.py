@@ -42,7 +42,7 @@ class _Group:
 
     @property
     def share(self) -> float:
-        """In time, of those of whom it is known."""
+        """The share in time, among those of whom it is known."""
         known = self.met + self.missed
         return self.met / known if known else 0.0
 
@@ -131,7 +131,7 @@ class Counts:
         return None if None in verdicts else True
 
     def results(self) -> dict[tuple[Promise, Counting], Count]:
-        """Once the simulation has ended, or was ended because all is decided."""
+        """The results, once the simulation has ended, or was ended because all is decided."""
         found = {}
         for (promise, counting), groups in self._groups.items():
             least = min(groups, key=lambda name: groups[name].share)
@@ -144,7 +144,7 @@ class Counts:
 def _memberships(
     requests: Sequence[TraceRequest], kind: Callable[[TraceRequest], str]
 ) -> Iterable[tuple[Counting, str, TraceRequest, float]]:
-    """Each request's groups under each counting, and what it weighs there."""
+    """The groups of each request under each counting, and what it weighs there."""
     for request in requests:
         yield "requests", "all", request, 1.0
         yield "most requests", "all", request, 1.0
@@ -166,8 +166,9 @@ def _tenant_groups(requests: Iterable[TraceRequest]) -> list[tuple[str, Sequence
 
 
 def tenant_of(request: TraceRequest, seed: int = 0) -> str:
-    """The same for all turns of a conversation, which have the prompt's second run of tokens in common (the first one
-    is everybody's in Mooncake's traces); drawn of that run's name, or of the request's where it has none."""
+    """The tenant of a request: the same for all turns of a conversation, which have the prompt's second run of tokens
+    in common (the first one is everybody's in Mooncake's traces); drawn of that run's name, or of the request's where
+    it has none."""
     if request.tenant:
         return request.tenant
     conversation = request.content[1] if len(request.content) > 1 else request.request_id

@@ -55,7 +55,7 @@ class Bracket:
 
 
 def bracketed(serves: Serves, begin: float, factor: float) -> Bracket:
-    """From `begin` on, by factors."""
+    """Bracket the highest load that is served, from `begin` on, by factors."""
     low, high = begin, begin * factor
     if serves(low):
         while high < MOST_LOAD and serves(high):
@@ -116,8 +116,8 @@ class Search:
         return layout.times(times), times * (load or on_small.begin)
 
     def _ranked(self, router: str, goal: Goal, options: Sequence[Layout], load: float) -> list[tuple[Layout, float]]:
-        """The one that serves the highest load first; all are tried at higher and higher loads until one is left, or
-        at lower ones until one serves."""
+        """The layouts, the one that serves the highest load first. All are tried at higher and higher loads until one
+        is left, or at lower ones until one serves."""
 
         def shares(options: Sequence[Layout]) -> dict[Layout, Count]:
             return {option: self.counts(router, option, load, self.first)[goal] for option in options}
@@ -142,7 +142,8 @@ class Search:
         return [(option, highest[option]) for option in order]
 
     def highest(self, router: str, layout: Layout, first: int, goal: Goal, steps: int, begin: float = 0.0) -> Bracket:
-        """On the slice at `first`, to within a factor of `WIDTH`, halved so often; `begin`: where it is expected."""
+        """The highest load served on the slice at `first`, to within a factor of `WIDTH`, halved so often. `begin`:
+        where it is expected."""
 
         def serves(load: float) -> bool:
             return self.counts(router, layout, load, first)[goal].serves
@@ -152,7 +153,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of several runs."""
+    """How the results of several runs spread."""
 
     least: float
     median: float

@@ -99,7 +99,7 @@ class Layout:
         return ", ".join(filter(None, (f"{self.num_prefill}+{self.num_decode}", steps, self.limits)))
 
     def times(self, factor: int) -> Layout:
-        """For so many times as many workers."""
+        """The layout for so many times as many workers."""
         return replace(self, num_prefill=factor * self.num_prefill, num_decode=factor * self.num_decode)
 
 
@@ -182,7 +182,7 @@ class Setting:
         return {**asdict(self), "path": source}
 
     def small(self) -> tuple[Setting, int]:
-        """The same with `SMALL` workers and a slice for these, and by how much it is smaller; itself if it is no
+        """The setting with `SMALL` workers and a slice for these, and by how much it is smaller; itself if it is no
         multiple."""
         times = self.num_workers // SMALL
         if times < 2 or self.num_workers % SMALL:
@@ -205,7 +205,7 @@ class Setting:
         return promises
 
     def requests(self, first: int, load: float) -> Iterable[TraceRequest]:
-        """From `first` of the trace's requests on, or drawn ones of that seed."""
+        """The trace's requests from `first` on, or drawn ones of that seed."""
         named = _named(self.trace, self.path, first, self.num_requests, self.seed if self.has_tenants else None)
         return scaled(named, load=load)
 
@@ -229,7 +229,7 @@ class Setting:
 def _named(
     trace: TraceFormat, path: Path | None, first: int, num_requests: int, seed: int | None
 ) -> Sequence[TraceRequest]:
-    """At load 1, with their classes, and tenants by the seed."""
+    """The requests at load 1, with their classes, and tenants by the seed."""
     if path is None:
         plain = islice(draw_requests(WORKLOADS[trace], first), num_requests)
     else:

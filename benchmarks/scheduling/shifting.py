@@ -88,7 +88,7 @@ def _bound(kind: Setting, first: int) -> float:
 
 
 def _endless(requests: Sequence[TraceRequest]) -> Iterator[tuple[float, TraceRequest]]:
-    """When each comes, again and again, under other names."""
+    """Yields the requests again and again, under other names, each with when it comes."""
     lasts_s = requests[-1].arrival_s * (1.0 + 1.0 / len(requests))
     for turn in count():
         for request in requests:
@@ -97,7 +97,7 @@ def _endless(requests: Sequence[TraceRequest]) -> Iterator[tuple[float, TraceReq
 
 
 def shifting(mooncake: Path | None, azure: Path | None, tpot_s: float, num_pieces: int, piece_s: float) -> Shifting:
-    """From the reported halves of both traces; of drawn requests where there are none."""
+    """A shifting load made of the reported halves of both traces, or of drawn requests where there are none."""
     one = Setting(trace="mooncake", path=mooncake, num_requests=_NUM_IN_BOUND["conversations"], tpot_s=tpot_s)
     other = Exchanged(trace="azure", path=azure, num_requests=_NUM_IN_BOUND["exchanged"], tpot_s=tpot_s)
     kinds: dict[str, tuple[Setting, int]] = {"conversations": (one, 6015), "exchanged": (other, 9683)}

@@ -24,7 +24,7 @@ class FixedSizes:
         return None
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        """It is nothing to it."""
+        """Do nothing: ends change no sizes here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class _QueueSize:
 
 
 class QueueSizes:
-    """By waiting prompt tokens, and by sequences."""
+    """Sizes the prefill pool by waiting prompt tokens, and the decode pool by sequences."""
 
     def __init__(self, prefill: QueueRules, decode: QueueRules, start: Sizes) -> None:
         self._prefill, self._decode = _QueueSize(prefill, start[0]), _QueueSize(decode, start[1])
@@ -82,7 +82,7 @@ class QueueSizes:
         return self._prefill.look(queued, now), self._decode.look(held, now)
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        """It is nothing to it."""
+        """Do nothing: ends change no sizes here."""
 
 
 class PredictedSizes:

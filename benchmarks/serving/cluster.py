@@ -74,7 +74,7 @@ def _measure_shape(shape: ClusterShape, engine: LocalEngine, quiet: QuietMachine
 
 
 def _compare(port: int, engine: LocalEngine, quiet: QuietMachine, load: Load) -> dict[str, Any]:
-    """In turns, so that what drifts on the machine meets both."""
+    """Measure both in turns, so that what drifts on the machine meets both."""
     local: list[Wave] = []
     http: list[Wave] = []
     for _ in range(REPEATS):
@@ -92,7 +92,7 @@ def _compare(port: int, engine: LocalEngine, quiet: QuietMachine, load: Load) ->
 
 
 def _hugging_face(quiet: QuietMachine) -> list[Json]:
-    """Once each, after the clusters are gone: the peer of the `engine` part, for orientation."""
+    """Measure each load once, after the clusters are gone: the peer of the `engine` part, for orientation."""
     peer = HuggingFace(resolve_model(MODEL), torch.bfloat16)
     peer.wave(Load(num_requests=4, prompt_tokens=64, output_tokens=4))
     rows: list[Json] = []

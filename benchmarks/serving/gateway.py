@@ -180,9 +180,9 @@ async def _at_beat(server: _Server, worker: ScriptedWorker, streams: int, period
 
 
 async def _watched(server: _Server, worker: ScriptedWorker) -> list[Json]:
-    """Streams at a steady beat while so many look at the board, whose picture then has a new number of tokens of each,
-    four times a second. `late_ms`: from a worker's beat to its token in the
-    client's socket. The rounds alternate, so that what else the machine does is the same for all."""
+    """Measure streams at a steady beat while so many look at the board, whose picture then has a new number of tokens
+    of each, four times a second. `late_ms`: from a worker's beat to its token in the client's socket. The rounds
+    alternate, so that what else the machine does is the same for all."""
     shares: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
     late: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
     gaps: dict[int, list[float]] = {viewers: [] for viewers in VIEWERS}
@@ -220,7 +220,7 @@ async def _watched(server: _Server, worker: ScriptedWorker) -> list[Json]:
 
 
 async def _look(port: int) -> int:
-    """At the board, until cancelled; messages that came."""
+    """Look at the board until cancelled. Returns how many messages came."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     num_messages = 0
     with contextlib.suppress(asyncio.CancelledError):
@@ -257,7 +257,7 @@ async def _flooded(server: _Server, worker: ScriptedWorker, streams: int) -> Jso
 
 
 async def _started(server: _Server, worker: ScriptedWorker, streams: int, num_tokens: int) -> list[Sink]:
-    """So many streams, all of which the worker has."""
+    """Start so many streams, and wait until the worker has all of them."""
     requests = [completion_request(prompt, num_tokens) for prompt in draw_prompts(streams, 16)]
     sinks = [await open_sink(server.port, request) for request in requests]
     async with asyncio.timeout(START_TIMEOUT_S):
@@ -266,7 +266,7 @@ async def _started(server: _Server, worker: ScriptedWorker, streams: int, num_to
 
 
 async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) -> Json:
-    """One request after the other, each answered by one token at once; `beside` others stream at 20 ms a token."""
+    """Ask one request after the other, each answered by one token at once; `beside` others stream at 20 ms a token."""
     beating = None
     if beside:
         others = await _started(server, worker, beside, 8_000)
@@ -282,7 +282,8 @@ async def _first_tokens(server: _Server, worker: ScriptedWorker, beside: int) ->
 
 
 async def _first_token(server: _Server, worker: ScriptedWorker) -> float:
-    """Those beside are at a beat of their own, which answers the request if it comes first."""
+    """Seconds until one request has its first token. The streams beside it are at a beat of their own, which answers
+    the request if it comes first."""
     [prompt] = draw_prompts(1, 256)
     num_started = worker.num_started
     sink = await open_sink(server.port, completion_request(prompt, 1))

@@ -36,7 +36,7 @@ def stamp_of(ancillary: list[tuple[int, int, bytes]]) -> float:
 async def tokens_on_their_way(
     port: int, model: str, worker: ScriptedWorker, num_streams: int, num_tokens: int, period_s: float
 ) -> tuple[list[float], list[float]]:
-    """Of so many streams that begin at one beat: seconds of tokens from their beat on, and between two tokens."""
+    """Seconds of tokens from their beat on, and between two tokens, of so many streams that begin at one beat."""
     streams = [asyncio.create_task(_stream(port, model, p, num_tokens)) for p in draw_prompts(num_streams, 16)]
     async with asyncio.timeout(TIMEOUT_S):
         await worker.until_active(num_streams)

@@ -112,7 +112,7 @@ def _until(stop: float, rate: float, source: random.Random) -> Iterator[float]:
 
 
 def _point(port: int, rate: float) -> Point:
-    """The same arrivals whatever the setting."""
+    """Measure one rate, with the same arrivals whatever the setting."""
     point = Point(rate, Wave(tuple(uvloop.run(_send(port, arrivals(rate))))))
     note(f"{rate:g} requests/s: mean TTFT {point.mean_ttft_s:.2f} s, {point.wave.tokens_per_s:.0f} output tokens/s")
     return point

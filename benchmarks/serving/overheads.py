@@ -43,8 +43,8 @@ class Overheads:
 
 
 def lone_overheads(port: int, watch: ClusterWatch, computing: Role = "prefill") -> Overheads:
-    """One request after the other; their steps' costs are those that the workers report while they run. `computing`:
-    the role of those that compute prompts."""
+    """Measure one request after the other; their steps' costs are those that the workers report while they run.
+    `computing`: the role of those that compute prompts."""
     lone = uvloop.run(_lone(port))
     watch.look()
     return overheads_of(lone, watch.worker(computing).cost, watch.worker("decode").cost)
@@ -75,7 +75,7 @@ async def _lone(port: int) -> list[tuple[int, RequestTiming]]:
 
 
 def _slope(points: list[tuple[int, float]]) -> float:
-    """By least squares, over the medians of equal sizes."""
+    """The slope by least squares over the medians of equal sizes."""
     medians = {x: median(y for other, y in points if other == x) for x, _ in points}
     mean_x, mean_y = fmean(medians), fmean(medians.values())
     return sum((x - mean_x) * (y - mean_y) for x, y in medians.items()) / sum((x - mean_x) ** 2 for x in medians)

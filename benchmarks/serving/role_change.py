@@ -131,7 +131,7 @@ async def _until_served(gateway: Orchestrator) -> None:
 async def _stream(
     gateway: Orchestrator, request_id: str, prompt: list[int], begun: asyncio.Event
 ) -> tuple[list[int], list[float]]:
-    """Its tokens, and the times between them. Under a salt of its own: no cache helps."""
+    """A request's tokens, and the times between them. It has a salt of its own, so that no cache helps."""
     params = greedy(OUTPUT_TOKENS)
     spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params, cache_salt=request_id)
     tokens: list[int] = []

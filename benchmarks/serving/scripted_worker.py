@@ -74,12 +74,12 @@ class ScriptedWorker:
         return len(self._active)
 
     async def until_active(self, num_requests: int) -> None:
-        """Until so many requests are here. While beats go on, ask for `until_started`: a beat may end a request."""
+        """Wait until so many requests are here. While beats go on, use `until_started`: a beat may end a request."""
         while len(self._active) < num_requests:
             await self._next_start()
 
     async def until_started(self, num_requests: int) -> None:
-        """Until so many requests have ever come."""
+        """Wait until so many requests have ever come."""
         while self.num_started < num_requests:
             await self._next_start()
 
@@ -88,12 +88,12 @@ class ScriptedWorker:
         await self._started.wait()
 
     async def taken(self) -> None:
-        """Until the kernel has what was emitted: gateways that are slower keep the worker waiting."""
+        """Wait until the kernel has what was emitted: gateways that are slower keep the worker waiting."""
         for gateway in {gateway for gateway, _, _ in self._active.values()}:
             await gateway.send(Ping())
 
     def beat(self) -> None:
-        """One step: a frame for each gateway."""
+        """Make one step: send a frame to each gateway."""
         tokens: defaultdict[Connection, list[TokenEvent]] = defaultdict(list)
         num_kv_tokens = 0
         for request_id, (gateway, request, index) in list(self._active.items()):

@@ -51,8 +51,8 @@ _TRACES: Final = "and a trace of each request"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Of a cluster under load: output tokens a second, and by who spent it, processor time of a thousand tokens.
-    `idle`: by who, cores that it took while others had their turns."""
+    """A measurement of a cluster under load: output tokens a second, and by who spent it, processor time of a thousand
+    tokens. `idle`: by who, cores that it took while others had their turns."""
 
     tokens_per_s: float
     tokens_s: Mapping[str, float]
@@ -123,7 +123,7 @@ class _Watched:
 
 
 def told(turns: Mapping[str, Sequence[Turn]], num_cores: int = len(os.sched_getaffinity(0))) -> Json:
-    """Of the turns by what is shown."""
+    """The figures of all turns, by what is shown."""
     workers_s = median(
         sum(_beside_idle(turn)[who] for who in (STEPS, BESIDE)) for found in turns.values() for turn in found
     )
@@ -170,7 +170,7 @@ class _Receiver(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a cluster that sends it the requests that their clients trace."""
+        """The environment of a cluster that sends it the requests that their clients trace."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{self.server_port}/v1/traces",
             "OTEL_TRACES_SAMPLER": "parentbased_always_off",

@@ -143,7 +143,7 @@ def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 
 def _stretch(requests: Sequence[TraceRequest], watch: ClusterWatch, layout: Layout) -> float:
-    """By what makes those that compute prompts as busy as they should be, as far as their lone steps tell."""
+    """The factor that makes those that compute prompts as busy as they should be, as far as their lone steps tell."""
     demand, worker = demand_of(requests), watch.worker(layout.computing)
     work_s = sum(worker.cost.prefill_s(new, cached, worker.token_budget) for new, cached in demand.prompts)
     return work_s / demand.duration_s / layout.busy / watch.num_workers(layout.computing)
@@ -176,7 +176,7 @@ def _logged_cluster(watch: ClusterWatch, overheads: Overheads, layout: Layout) -
 
 
 def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], block_size: int) -> list[LoggedRequest]:
-    """As clients saw them."""
+    """The requests of the load as clients saw them."""
     return [
         LoggedRequest(
             request_id=entry.request.request_id,
@@ -193,7 +193,8 @@ def _logged_requests(load: Sequence[Timed], timings: Sequence[RequestTiming], bl
 
 
 def compared(log: Sequence[LoggedRequest], records: Sequence[RequestRecord], gaps_s: Sequence[float]) -> list[Json]:
-    """Of the requests that are judged, whose gaps were `gaps_s` in all. `records`: of one replay or of several."""
+    """What was measured beside what was simulated, of the requests that are judged, whose gaps were `gaps_s` in all.
+    `records`: of one replay or of several."""
     judged = sorted(log, key=lambda request: request.arrival_s)[NUM_WARM:]
     names = {request.request_id for request in judged}
     simulated = [record for record in records if record.request_id in names]

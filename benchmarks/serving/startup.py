@@ -81,7 +81,7 @@ class _Output:
         self._said = self._said.partition(words)[2]
 
     def read_more(self) -> None:
-        """Until there is something but blanks."""
+        """Read on until there is something but blanks."""
         while not self._said.strip():
             self._read()
 
@@ -93,7 +93,7 @@ class _Output:
 
 
 def _cpu_s(root: psutil.Process) -> float:
-    """Of a process and all that it started, those included that were waited for."""
+    """Processor time of a process and all that it started, those included that were waited for."""
     cpu_s = 0.0
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -58,9 +58,9 @@ class _Seen:
 async def measure_timelines(
     port: int, model: str, identify: Callable[[str], Identity], locate_scheduler: Callable[[], Awaitable[Endpoint]]
 ) -> Json:
-    """Of a thousand requests to a gateway without workers, which come from here: one stays, another one beside it comes
-    and dies again and again, and neither has room for all. Raises GateError where a timeline's parts are not its whole,
-    or nothing was preempted or tried again."""
+    """The timelines of a thousand requests to a gateway without workers. These come from here: one stays, another one
+    beside it comes and dies again and again, and neither has room for all. Raises GateError where a timeline's parts
+    are not its whole, or nothing was preempted or tried again."""
     staying = ScriptedWorker(identify("staying"), locate_scheduler, KV_TOKENS)
     await staying.start()
 
@@ -166,7 +166,7 @@ def _compared(seen: list[_Seen], rows: dict[str, dict[str, Any]]) -> Json:
 
 
 def _spread(beyond_s: list[float]) -> Json:
-    """Of seconds by which a clock told more than the timeline's whole; or the client's than its socket's."""
+    """How seconds spread by which a clock told more than the timeline's whole, or the client's than its socket's."""
     return {
         "within_2_ms": sum(abs(seconds) <= 2 * MS for seconds in beyond_s),
         "p50_ms": rounded(percentile(beyond_s, 0.5) / MS),

@@ -55,7 +55,7 @@ def shrunk(requests: Iterable[TraceRequest], num_requests: int) -> list[TraceReq
 
 
 def stretched(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    """So many times as long between arrivals."""
+    """The requests with so many times as long between arrivals."""
     return [replace(request, arrival_s=factor * request.arrival_s) for request in requests]
 
 

@@ -118,7 +118,7 @@ def _row(situation: str, transport: str, timelines: list[HandoffTimeline]) -> Js
 
 
 def _digest_cost() -> Json:
-    """Of one layer of a chunk of 512 tokens; each end digests every byte once."""
+    """What digesting one layer of a chunk of 512 tokens costs. Each end digests every byte once."""
     slab = bytearray(512 * 768)
     started = time.perf_counter()
     repeats = 2_000

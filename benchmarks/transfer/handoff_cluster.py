@@ -60,7 +60,7 @@ class HandoffCluster:
             return [event.token_id async for event in events]
 
     async def wait_until_served(self) -> None:
-        """Until a request went through both workers."""
+        """Wait until a request went through both workers."""
         async with asyncio.timeout(START_TIMEOUT_S):
             for number in itertools.count():
                 with contextlib.suppress(UnavailableError, TimeoutError):

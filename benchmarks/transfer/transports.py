@@ -53,7 +53,7 @@ class Stream:
 
 
 def slab_count(size: int, seconds_at_gbs: float) -> int:
-    """As many slabs as make a measurement long enough to trust, and short enough to repeat."""
+    """How many slabs make a measurement long enough to trust, and short enough to repeat."""
     return max(8, min(4000, int(seconds_at_gbs * 1e9 / size)))
 
 
@@ -132,7 +132,7 @@ def measure_stream(stream: Stream) -> float:
 
 
 def measure_memcpy(size: int) -> float:
-    """From as many sources as the transports have slabs, into one target, as their receivers do."""
+    """Copy from as many sources as the transports have slabs into one target, as their receivers do."""
     num_sources = num_slabs(size)
     target = memoryview(bytearray(size))
     sources = [memoryview(bytearray(b"\1" * size)) for _ in range(num_sources)]
@@ -155,7 +155,7 @@ def socket_receiver(port: int, num_bytes: int, size: int) -> None:
 
 
 def measure_socket(size: int) -> float:
-    """One blocking TCP connection, `sendall` against `recv_into`: no framing, no slabs, no event loop."""
+    """Measure one blocking TCP connection, `sendall` against `recv_into`: no framing, no slabs, no event loop."""
     count = slab_count(size, 2.0)
     context = multiprocessing.get_context("spawn")
     payload = memoryview(bytearray(size))
@@ -208,7 +208,7 @@ COLUMNS: Final[dict[str, Callable[[int], float]]] = {
 
 
 def measure_rows(repeats: int, iperf3: Iperf3 | None) -> list[dict[str, float]]:
-    """One row per slab size: the median of each column."""
+    """Measure one row per slab size: the median of each column."""
     columns = COLUMNS | ({"iperf3": lambda size: iperf3.measure()} if iperf3 else {})
     table = []
     for size in SIZES:

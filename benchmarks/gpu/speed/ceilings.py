@@ -30,7 +30,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of many calls, in seconds."""
+    """How long many calls took, in seconds."""
 
     median: float
     p10: float
@@ -38,7 +38,7 @@ class Times:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Times:
-    """On a GPU by its own clock, the L2 cache emptied before each call."""
+    """Time calls, on a GPU by its own clock, with the L2 cache emptied before each."""
     if device.type == "cuda":
         quantiles = do_bench(run, warmup=_WARMUP_MS, rep=_REPEAT_MS, quantiles=[0.5, 0.1, 0.9])
         return Times(*(milliseconds / 1e3 for milliseconds in quantiles))

@@ -46,7 +46,8 @@ class Mark:
 
 
 def mark_for(device: torch.device) -> Mark:
-    """On a GPU a number of a type that no model computes with is written; on a CPU the trace is told."""
+    """How steps are marked in the trace of a device: on a GPU by writing a number of a type that no model computes
+    with, on a CPU by telling the trace."""
     if device.type == "cuda":
         number = torch.zeros(1, dtype=torch.complex128, device=device)
         return Mark(
@@ -86,8 +87,9 @@ def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
 
 
 def _prepare_profiler(device: torch.device) -> None:
-    """Before anything is recorded: CUPTI knows the kernels of graphs only if it was there when they were captured, and
-    does not bear being torn down between them (see torch.profiler, which sets the same for torch.compile's graphs)."""
+    """Prepare the profiler, before anything is recorded: CUPTI knows the kernels of graphs only if it was there when
+    they were captured, and does not bear being torn down between them (see torch.profiler, which sets the same for
+    torch.compile's graphs)."""
     os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
     os.environ["TEARDOWN_CUPTI"] = "0"
     if device.type == "cuda":

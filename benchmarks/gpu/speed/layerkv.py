@@ -72,7 +72,8 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
 
 @contextmanager
 def _engine(model_ref: str, dtype: DtypeName, device: torch.device, scale: Scale) -> Iterator[TieredEngine]:
-    """Each tier holds all that is measured at once, twice over, and a slot of the ring holds it once."""
+    """An engine each of whose tiers holds all that is measured at once twice over, and a slot of whose ring holds it
+    once."""
     model = ModelConfig.from_folder(resolve_model(model_ref))
     layers = layers_per_group_for(model.num_layers)
     itemsize = 4 if dtype == "float32" else 2
@@ -155,7 +156,8 @@ def _repeat(engine: TieredEngine, batch: list[TokenSequence], scale: Scale) -> N
 
 
 def _measure_prompt(report: Report, engine: TieredEngine, scale: Scale, device: torch.device) -> None:
-    """In chunks, all of whose layers stream to host memory as they finish; once before, so that all is compiled."""
+    """Measure a prompt in chunks, all of whose layers stream to host memory as they finish; once before, so that all is
+    compiled."""
     groups = range(engine.layout.num_layer_groups)
     for _ in range(2):
         prompts = draw_prompts(1, scale.prompt_tokens)

@@ -80,7 +80,7 @@ def _link_rates(device: torch.device, scale: Scale) -> tuple[float, float]:
 def _slab_seconds(
     device: torch.device, scale: Scale, num_tokens: int, copies: DeviceCopies
 ) -> tuple[float, float, int]:
-    """Of one slab out and in, of many as they follow each other, each in a place of its own; and its bytes."""
+    """Seconds of one slab out and in, of many that follow each other, each in a place of its own; and its bytes."""
     shape = scale.shape
     cache, table = filled_cache(shape, device, 1, num_tokens)
     row = np.ascontiguousarray(table[0])

@@ -52,7 +52,7 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
 
 
 def used_bytes(device: torch.device) -> int:
-    """By all processes on a GPU, as its driver says; by this one on a CPU."""
+    """The bytes that all processes use on a GPU, as its driver says, or this one on a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free)

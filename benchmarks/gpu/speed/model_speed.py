@@ -51,7 +51,7 @@ class Scale:
 
     @property
     def kv_blocks(self) -> int:
-        """Of 16 tokens: for the largest batch, and for the longest prompt after it."""
+        """Enough blocks of 16 tokens for the largest batch, and for the longest prompt after it."""
         per_seq = -(-(self.context_tokens + 4 * self.num_steps) // 16)
         return max(self.decodes) * per_seq + max(self.prefills) // 16 + 64
 
@@ -77,7 +77,7 @@ def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> Non
 
 
 def loaded(scale: Scale, device: torch.device) -> LoadedModel:
-    """With decode steps recorded, where the device can."""
+    """Load the model, with decode steps recorded where the device can."""
     largest = StepSize(num_tokens=max(scale.prefills), num_seqs=max(scale.decodes))
     config = replace(
         engine_config(scale.model, device),
@@ -116,7 +116,7 @@ async def prefill(report: Report, model: LoadedModel, scale: Scale, num_tokens: 
 
 
 def decode_bytes(shape: ModelShape, work: StepWork) -> float:
-    """That a step must read: every weight but the embedding's, and the KV of its sequences."""
+    """The bytes that a step must read: every weight but the embedding's, and the KV of its sequences."""
     weights = (shape.layer_weights + shape.head_weights) * shape.bytes_per_value
     return weights + shape.kv_bytes_per_token * work.context_tokens
 

@@ -103,13 +103,14 @@ class Stepper:
         return streams
 
     def give_up(self, streams: Sequence[Stream]) -> None:
-        """Before their ends."""
+        """Drop these streams before their ends."""
         for stream in streams:
             if self._streams.pop(stream.seq.key, None) is not None:
                 self._scheduler.drop(stream.seq.key)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Looked at after each step. Raises what a step raised, or TimeoutError."""
+        """Wait until a condition holds, which is looked at after each step. Raises what a step raised, or
+        TimeoutError."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._progress.clear()
@@ -159,7 +160,7 @@ def _after(mark: Callable[[], None], call: Callable[Arguments, Result]) -> Calla
 
 
 def decode_step_seconds(ends: Sequence[StepEnd], num_seqs: int) -> list[float]:
-    """From end to end of neighbouring steps that decode so many sequences and nothing else."""
+    """Seconds from end to end of neighbouring steps that decode so many sequences and nothing else."""
 
     def decodes(end: StepEnd) -> bool:
         return end.work.decodes == num_seqs and not end.work.prefill_tokens

@@ -48,13 +48,13 @@ def read_trace(path: Path, categories: Collection[str] = DEVICE_WORK) -> list[Ac
 
 
 def _number(stream: object) -> int:
-    """Of a GPU's events it is the stream's; those that say `stream 7` are told apart as well."""
+    """The number of a stream, as a GPU's events have it; those that say `stream 7` are told apart as well."""
     text = str(stream)
     return int(text) if text.lstrip("-").isdigit() else hash(text)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, in intervals that do not touch, in order."""
+    """The time in these intervals as intervals that do not touch, in order."""
     merged: list[Interval] = []
     for began, ended in sorted(intervals):
         if merged and began <= merged[-1][1]:
@@ -65,7 +65,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not overlap."""
+    """How long intervals that do not overlap are in all."""
     return sum(ended - began for began, ended in intervals)
 
 
@@ -85,14 +85,14 @@ def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interv
 
 
 def share_beside(some: Iterable[Activity], others: Iterable[Activity]) -> float:
-    """Of the time in which any of the first ran, the part in which any of the others ran too; 0 without any."""
+    """The part of the time in which any of the first ran and any of the others ran too; 0 without any."""
     mine, theirs = (union(activity.interval for activity in group) for group in (some, others))
     return length(common(mine, theirs)) / length(mine) if mine else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """From one step's mark to the next one's: how long, and how long the device did nothing meanwhile.
+    """How long it took from one step's mark to the next one's, and how long the device did nothing meanwhile.
 
     `waited_us`: in pauses that are longer than those between two kernels which were launched together.
     """
@@ -103,7 +103,7 @@ class StepTime:
 
 
 def step_times(activities: Sequence[Activity], mark: str, *, longest_pause_us: float, spare: int) -> list[StepTime]:
-    """Of the steps between activities whose name contains `mark`, the first and last `spare` left out.
+    """The times of the steps between activities whose name contains `mark`, the first and last `spare` left out.
 
     Marks are work themselves, tiny. Raises ValueError if too few are found.
     """

@@ -33,7 +33,7 @@ class HttpAsker:
         return answers
 
     def keep_open(self, requests: Sequence[Request], num_open: int) -> list[Answer]:
-        """So many at a time: when one is answered, the next is sent."""
+        """Ask so many at a time: when one is answered, the next is sent."""
         answers: list[Answer] = uvloop.run(self._keep_open(requests, num_open))
         return answers
 

@@ -92,7 +92,7 @@ def transformers(dtype: str) -> Wave:
 
 
 class _StepClock:
-    """Asked by `generate` after each token whether to stop: notes the time, and never says yes."""
+    """What `generate` asks after each token whether to stop. Notes the time, and never says yes."""
 
     def __init__(self) -> None:
         self.steps_s: list[float] = []

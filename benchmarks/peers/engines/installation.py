@@ -56,7 +56,7 @@ class Workshop:
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments)
 
     def run(self, *command: str | Path, niceness: int = 15, environment: dict[str, str] | None = None) -> None:
-        """At low priority, told to the log. Raises PeerUnavailableError with its last lines."""
+        """Run a command at low priority, its output in the log. Raises PeerUnavailableError with its last lines."""
         words = [str(word) for word in command]
         with self.log.open("a", encoding="utf-8") as log:
             print("$", *words, file=log, flush=True)
@@ -78,7 +78,7 @@ class Workshop:
 
 
 def foreign_environment() -> dict[str, str]:
-    """This process's, without what would lead another Python to Legato's packages."""
+    """This process's environment without what would lead another Python to Legato's packages."""
     return {name: value for name, value in os.environ.items() if name not in _OURS}
 
 

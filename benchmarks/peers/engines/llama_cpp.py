@@ -62,7 +62,8 @@ def _build(shop: Workshop) -> None:
 
 
 def _convert(shop: Workshop) -> None:
-    """With Legato's interpreter, which has torch and transformers; `-P` keeps this folder's names out of its way."""
+    """Convert the model with Legato's interpreter, which has torch and transformers; `-P` keeps this folder's names out
+    of its way."""
     script = shop.folder / _ARCHIVE / "llama.cpp" / "convert_hf_to_gguf.py"
     shop.run(sys.executable, script, model_folder(), "--outtype", "bf16", "--outfile", _weights(shop, "BF16"))
 

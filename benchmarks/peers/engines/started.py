@@ -32,7 +32,8 @@ def started(
     environment: dict[str, str] | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[None]:
-    """Until `ready` stands in a line of its output, which goes to `server.log`. Raises PeerUnavailableError."""
+    """Start a server, wait until `ready` stands in a line of its output, which goes to `server.log`, and end it after
+    the block. Raises PeerUnavailableError."""
     log = folder / "server.log"
     try:
         process = subprocess.Popen(
@@ -68,7 +69,8 @@ def _await_line(name: str, process: subprocess.Popen[str], ready: str, log: Path
 
 
 def await_listening(name: str, port: int, timeout_s: float = LISTEN_TIMEOUT_S) -> None:
-    """For a server that says it is ready before it listens. Looks again and again: a stranger's port tells nobody."""
+    """Wait for a server that says it is ready before it listens. Looks again and again: a stranger's port tells
+    nobody."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -82,7 +84,7 @@ def await_listening(name: str, port: int, timeout_s: float = LISTEN_TIMEOUT_S) -
 
 
 def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.Queue[bool]) -> None:
-    """To the end of its output, or it would block. True when it is ready, False at its end."""
+    """Read a server's output to the end, or it would block. Tells `heard` True when it is ready, False at its end."""
     assert process.stdout is not None
     with log.open("a", encoding="utf-8") as file:  # a pair of servers shares it
         for line in process.stdout:
@@ -93,7 +95,7 @@ def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.
 
 
 def end_process(process: subprocess.Popen[str]) -> None:
-    """Asked to end, then killed with its whole session."""
+    """Ask a process to end, then kill it with its whole session."""
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)

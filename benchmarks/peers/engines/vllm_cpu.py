@@ -75,13 +75,13 @@ def _fetch_tcmalloc(shop: Workshop) -> None:
 
 
 def _compile(settings: Sequence[str]) -> None:
-    """Its first start compiles the model, and torch keeps the kernels."""
+    """Start vLLM once: its first start compiles the model, and torch keeps the kernels."""
     with _start("vllm", settings, COMPILE_TIMEOUT_S):
         pass
 
 
 def requirements_but_torch(wheel: Path) -> list[str]:
-    """Of the wheel's own, those that hold here without extras."""
+    """The wheel's own requirements that hold here without extras, without torch."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -138,7 +138,7 @@ def _environment(shop: Workshop) -> dict[str, str]:
 
 
 def _tcmalloc(shop: Workshop) -> list[str]:
-    """The one that was fetched, or the machine's, if it has one."""
+    """The tcmalloc that was fetched, or the machine's, if it has one."""
     fetched = sorted(map(str, (shop.folder / _TCMALLOC).rglob("libtcmalloc_minimal.so.*")))
     found = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     return fetched[:1] or ([found] if found else [])
