@@ -1,6 +1,7 @@
-"""The command `legato`, which is `python -m cluster` as well: see `cluster.command`.
+"""The command `legato`, also called as `python -m cluster`. Its commands are in `cluster.command`.
 
-Exit codes: 0; 1 where what was asked for cannot be done; 2 for arguments that mean nothing; 3 where `plan` finds none.
+It exits with 0 if all went well, 1 if what was asked for cannot be done, 2 if the arguments mean nothing, and 3 if
+`legato plan` finds no cluster that is enough.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cluster.simulation.arguments import SYNTHETIC
 
 
 def main() -> int:
+    """Run the command that the arguments name, and return the exit code."""
     prog = "legato" if Path(sys.argv[0]).stem == "legato" else "python -m cluster"
     arguments = make_parser(prog).parse_args()
     if isinstance(sys.stdout, TextIOWrapper):
@@ -27,7 +29,7 @@ def main() -> int:
     except ArgumentsError as error:
         print(f"{prog} {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # whoever read the output has closed it
         sys.stderr.close()
         return 1
     except KeyboardInterrupt:
@@ -102,7 +104,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """3 where no cluster within the limits is enough."""
+    """Run `legato plan`. Returns 3 if no cluster within the limits is enough."""
     if arguments.trace is None and arguments.format != SYNTHETIC:
         raise ArgumentsError("name a file with --trace, or draw requests with --format synthetic")
     if arguments.trace is not None and not arguments.trace.exists():

@@ -1,34 +1,33 @@
 """Everything that can go wrong with a request, in OpenAI's shape.
 
     ApiError
-    ├── InvalidRequestError            400  the client's mistake; says what to change (of a body also 408 and 413)
-    │   ├── NotFoundError              404  no such model or URL
-    │   ├── ConflictError              409  not in the state that the cluster is in
+    ├── InvalidRequestError            400  the client is mistaken, and is told what to change; bodies also get 408, 413
+    │   ├── NotFoundError              404  there is no such model, URL or object
+    │   ├── ConflictError              409  the cluster's state does not allow it
     │   └── UnreadError                400  the client does not read what it asked for
     └── GenerationError                     what a `Generator` may raise
-        ├── RequestTooLargeError       400  no worker of this cluster could ever hold it
-        ├── PoisonRequestError         422  it makes workers fail, and will not be tried again
-        ├── OverloadedError            429  not now; `Retry-After` says when
+        ├── RequestTooLargeError       400  no worker of this cluster could ever hold the request
+        ├── PoisonRequestError         422  the request makes workers fail, and will not be tried again
+        ├── OverloadedError            429  there is no room now; `Retry-After` says when to come back
         ├── UnavailableError           503  no worker is ready
         ├── DeadlineError              504  the request's deadline passed
         └── FailedError                500  every attempt failed
 
-Knows HTTP status codes, nothing of FastAPI, workers or Ray.
+This file knows HTTP status codes, and nothing of FastAPI, workers or Ray.
 
-To add one, write a class here and say in `cluster.slo.account.slo_outcome_of` whether it breaks a promise.
-`docs/guide/http-api.md` and `docs/guide/troubleshooting.md` explain its code; `test_timeline.py` and `test_http_api.py`
-try it. Raise it where it is found out:
+To add an error, write a class here and say in `cluster.slo.account.slo_outcome_of` whether it breaks a promise. Explain
+its code in `docs/guide/http-api.md` and `docs/guide/troubleshooting.md`, try it in `test_timeline.py` and
+`test_http_api.py`, and raise it where it is found out:
 
-    of a field of the body        `cluster.http.openai.fields`; a code of ours is listed in `_OUR_CODES` of
-                                  `cluster.http.error_responses`, or it turns into `invalid_value`
-    of the body as a whole        `cluster.http.parse`
-    no room in this gateway       `cluster.http.api`
-    by the scheduler              `cluster.scheduler.placement.admission`, whose verdict `cluster.scheduler.scheduler`
-                                  logs and tells; `Unplaceable` on the wire, an error in
-                                  `cluster.gateway.scheduler_client`. It has a sentence and a time to come back; one
-                                  with a class of its own needs a field more, and `cluster.gateway.placing` has to know
-                                  whether a request that is recovering may be placed again after it
-    by a worker                   `Refused` or `FailureEvent`, taken by `cluster.gateway.orchestrator`
+* A field of the body is wrong: in `cluster.http.openai.fields`. List a code of ours in `_OUR_CODES` of
+  `cluster.http.error_responses`, or clients get `invalid_value`.
+* The body as a whole is wrong: in `cluster.http.parse`.
+* This gateway has no room: in `cluster.http.api`.
+* The scheduler refuses: `cluster.scheduler.placement.admission` decides, `cluster.scheduler.scheduler` logs that and
+  answers with `Unplaceable`, and `cluster.gateway.scheduler_client` turns this into an error. `Unplaceable` has a
+  sentence and a time to come back. An error with a class of its own needs another field there, and
+  `cluster.gateway.placing` has to know whether a request that is recovering may be placed again after it.
+* A worker refuses or fails: it sends `Refused` or a `FailureEvent`, which `cluster.gateway.orchestrator` takes.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _ANTHROPIC_KINDS: Final = {
 
 
 class ApiError(Exception):
-    """Base class. `message` is a full sentence for the client, `param` the field it speaks of. `code` and `status`:
-    where they are not those of the class."""
+    """The base class of all errors that a client is told. `message` is a full sentence for the client, and `param` the
+    field that it speaks of. Give `code` and `status` where they differ from the class's own."""
 
     status: int = 500
     kind: ClassVar[str] = "server_error"
@@ -70,11 +69,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients parse."""
+        """The error as the JSON object that OpenAI's clients parse."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The one that Anthropic's clients parse."""
+        """The error as the JSON object that Anthropic's clients parse."""
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         error: dict[str, Any] = {"type": kind, "message": self.message}
         if self.code == "thread_unsupported_request":  # what its clients look for, to go on without one
@@ -82,7 +81,7 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, rounded up, where a time is known."""
+        """The header `Retry-After` in whole seconds, rounded up, if it is known when to come back; else none."""
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
@@ -109,7 +108,7 @@ class UnreadError(InvalidRequestError):
 
 
 class GenerationError(ApiError):
-    """Base class of what ends the generation of a sequence without a finish reason."""
+    """The base class of errors that end the generation of a sequence without a finish reason."""
 
 
 class RequestTooLargeError(GenerationError):
@@ -119,7 +118,8 @@ class RequestTooLargeError(GenerationError):
 
 
 class PoisonRequestError(GenerationError):
-    """The fault is ours, but clients repeat what gets a 5xx by themselves, and this must not be repeated."""
+    """The request makes workers fail. The fault is ours, but the status is no 5xx: clients repeat what gets one by
+    themselves, and this must not be repeated."""
 
     status = 422
     kind = "invalid_request_error"
