@@ -49,7 +49,7 @@ class LocalPrefill:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """What those need room for that lack nothing else, in whole columns."""
+        """The number of tokens that those need room for who lack nothing else, in whole columns."""
         size = self._allocator.block_size
         return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._startable)
 

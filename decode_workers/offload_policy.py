@@ -94,7 +94,7 @@ class OffloadPolicy:
     def select(
         self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
     ) -> StepSelection:
-        """At most `limit` decodes with `ring_columns` of the ring, and moves for later steps.
+        """Select at most `limit` decodes with `ring_columns` of the ring, and moves for later steps.
 
         `preempt` is called for sequences whose KV is to be computed again: where that is cheaper than moving it, or
         where nothing could go on. It takes them out of `running`.
@@ -247,11 +247,11 @@ class OffloadPolicy:
             selection.move(seq, copies)
 
     def _outgrown(self, seq: Sequence) -> bool:
-        """Its KV is in host memory, and the ring is too small to compute it from there."""
+        """Whether the sequence's KV is in host memory, and the ring is too small to compute it from there."""
         return bool(seq.host_groups) and self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns
 
     def _lacks_column(self, seq: Sequence) -> bool:
-        """Its KV is in host memory, and there is no block left for its next token."""
+        """Whether the sequence's KV is in host memory, and there is no block left for its next token."""
         if len(seq.host_groups) <= self._host_pool.num_available:
             return False
         assert seq.block_table is not None

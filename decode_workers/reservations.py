@@ -32,7 +32,7 @@ class ReservationListener(Protocol):
         """A sequence has blocks: new ones, or those of an older attempt, which is gone."""
 
     def on_received(self, seq: Sequence) -> None:
-        """Its KV is verified, and the scheduler decodes it from now on."""
+        """The sequence's KV is verified, and the scheduler decodes it from now on."""
 
     def on_reservation_ended(self) -> None:
         """One ended otherwise, and its blocks are free."""

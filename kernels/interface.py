@@ -236,7 +236,7 @@ class StandingAttention(Protocol):
 
     @property
     def most_queries(self) -> int:
-        """That a segment may have."""
+        """How many queries a segment may have."""
         ...
 
     def fill(self, segments: Sequence[Segment], num_queries: int) -> None:

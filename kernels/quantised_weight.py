@@ -81,7 +81,7 @@ class QuantisedWeight:
         )
 
     def as_form(self, form: CodeFormat) -> QuantisedWeight:
-        """The same values in a form that has room for them."""
+        """These values in a form that has room for them."""
         assert self.group_size % form.group_size == 0 and self.bits <= form.bits
         repeats = self.group_size // form.group_size
         minimums = self.minimums

@@ -105,7 +105,7 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Of each row, where they are, of equal ones the first."""
+    """Where the largest values of each row are; of equal ones the first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

@@ -148,7 +148,7 @@ class PrefillScheduler:
             entry.is_reserved = True
 
     def loaded(self, key: SequenceKey) -> None:
-        """Its prefix is in host memory, or is to be computed after all. Unknown ids are fine."""
+        """Note that a sequence's prefix is in host memory, or is to be computed after all. Unknown ids are fine."""
         entry = self._waiting.get(key)
         if entry is not None:
             entry.state = PrefillState.WAITING

@@ -131,7 +131,7 @@ class PrefillWorker(Worker):
             self._release(key, reason)
 
     def _release(self, key: SequenceKey, reason: str) -> None:
-        """Its blocks are free as soon as no step and no hand-off uses them."""
+        """Release a sequence: its blocks are free as soon as no step and no hand-off uses them."""
         seq = self.scheduler.sequence(key)
         if seq is None or seq.pooling is None:
             self.sender.cancel(key, reason)

@@ -96,7 +96,7 @@ class Files:
         return found
 
     async def read(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
-        """Its content, piece by piece. Raises NotFoundError where it has been deleted."""
+        """Yields the content of a file, piece by piece. Raises NotFoundError where it has been deleted."""
         try:
             opened = await asyncio.to_thread(self.content(file).open, "rb")
         except FileNotFoundError:

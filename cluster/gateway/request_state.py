@@ -44,7 +44,7 @@ The last two only while there is another one."""
 
 
 class AttemptFailedError(Exception):
-    """This attempt is over, the request is not. `worker_id`: whose doing it was, if anybody's."""
+    """Ends an attempt, but not the request. `worker_id`: whose doing it was, if anybody's."""
 
     def __init__(self, reason: str, worker_id: str | None, cause: AttemptEnd = "fault") -> None:
         super().__init__(reason)

@@ -227,7 +227,7 @@ class SequenceTimeline:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the request's arrival until the first byte of this choice was sent; None: none was."""
+        """Seconds from the request's arrival until the first byte of this choice was sent; None: none was."""
         return None if self.sent_at is None else self.sent_at - self.terms.arrived_at
 
     @property
@@ -247,7 +247,7 @@ class SequenceTimeline:
 
     @property
     def queue_s(self) -> float | None:
-        """From the request's arrival to the first step on its prompt; None: not known."""
+        """Seconds from the request's arrival to the first step on its prompt; None: not known."""
         attempt = self.first_attempt
         if attempt is None or attempt.started_at is None:
             return None
@@ -341,7 +341,7 @@ class RequestTimeline:
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first byte that the client was sent; None: there was none."""
+        """Seconds from arrival to the first byte that the client was sent; None: there was none."""
         first = self.first
         return None if first is None else first.ttft_s
 
@@ -388,7 +388,7 @@ class RequestTimeline:
 
     @property
     def total_s(self) -> float:
-        """From arrival to the end, or to now while it goes on."""
+        """Seconds from arrival to the end, or to now while the request goes on."""
         return (time.monotonic() if self.ended_at is None else self.ended_at) - self.arrived_at
 
     @property

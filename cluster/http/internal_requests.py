@@ -39,7 +39,7 @@ class WholeAnswer:
 
 
 def on_behalf(scope: Scope) -> BatchClient | None:
-    """On whose behalf the gateway sent this request to itself. None: the request came from outside."""
+    """The client on whose behalf the gateway sent this request to itself. None: the request came from outside."""
     found: BatchClient | None = scope.get(_ON_BEHALF)
     return found
 

@@ -29,7 +29,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """From then on all of the worker's steps take `factor` times as long; 1: as before. It measures that."""
+    """Makes all steps of a worker take `factor` times as long from then on; 1: as before. The worker measures that."""
 
     worker_id: str
     at_s: float

@@ -59,13 +59,13 @@ class Flow:
         self._is_closed = False
 
     def add(self, num_bytes: float) -> None:
-        """These are ready now."""
+        """Add bytes that are ready now."""
         self._network.catch_up()
         self.ready += num_bytes
         self._network.share()
 
     def add_over(self, num_bytes: float, seconds: float) -> None:
-        """These become ready within so many seconds, evenly. Those before them are by now."""
+        """Add bytes that become ready within so many seconds, evenly. Those before them are ready by now."""
         self._network.catch_up()
         self.inflow, self.inflow_until = num_bytes / seconds, self._network.now + seconds
         self._network.share()

@@ -152,7 +152,7 @@ class Simulation:
             self._clock.at(failure.at_s, partial(self._fail, failure))
 
     def _make_worker(self, worker_id: str, *, life: int) -> SimulatedWorker:
-        """Its `epoch` tells it from all others, and from its earlier lives."""
+        """Make a worker whose `epoch` tells it from all others, and from its earlier lives."""
         shape, pool, index = self._config.shape_of(worker_id), *worker_id.split("-")
         epoch = self._config.seed + 2 * (int(index) + life * len(self._config.worker_ids))
         if pool == "prefill":

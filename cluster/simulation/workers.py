@@ -355,7 +355,7 @@ class SimulatedWorker(ABC):
             self.on_room()
 
     def _hand_over(self, seq: Sequence, num_last: int, has_ended: bool) -> None:
-        """Its prompt is computed, the last `num_last` tokens in the step that ends now."""
+        """Hand a sequence over whose prompt is computed, the last `num_last` tokens in the step that ends now."""
         receiver, unreserved = self._receivers[seq.key], self._unreserved.pop(seq.key, None)
         if has_ended:
             del self._receivers[seq.key]
@@ -525,7 +525,8 @@ class SimulatedDecode(SimulatedWorker):
             self._clock.after(self.shape.reserve_wait_s, lambda: self._give_up(pending))
 
     def pull(self, seq: Sequence, grant: Callable[[], None]) -> None:
-        """Its prompt is computed elsewhere, and waits there or in host memory until there is room here."""
+        """Take over a sequence whose prompt is computed elsewhere, and waits there or in host memory until there is
+        room here."""
         self.break_silence()
         self._pending.append(_Pending(seq, grant, _never_refused))
         self._retry()

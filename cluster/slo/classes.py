@@ -160,7 +160,8 @@ NO_TARGETS: Final = SloConfig(classes=(SloClass(name="default"),), default="defa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """On what terms a request is served. Goes from the HTTP side to the orchestrator, in the request's timeline.
+    """The terms on which a request is served. They go from the HTTP side to the orchestrator, in the request's
+    timeline.
 
     `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `arrived_at`: when
     the request reached its gateway, in seconds of that process's `time.monotonic()`."""

@@ -73,7 +73,7 @@ class StepNoise:
         )
 
     def over(self, stretch: float) -> StepNoise:
-        """The same noise around so many times what was predicted."""
+        """This noise, around so many times what was predicted."""
         return replace(self, ratios=tuple(ratio / stretch for ratio in self.ratios))
 
     def at(self, deviates: Array) -> Array:

@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def _attention_weights(self) -> int:
-        """Of one layer."""
+        """The number of attention's weights in one layer."""
         latent = self.latent
         if latent is None:
             return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)

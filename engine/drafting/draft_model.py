@@ -88,7 +88,7 @@ class DraftModel:
         return Draft((UNDRAWN,) * most, self.name, 0, self._drawing(seq))
 
     def ended(self, seq: Sequence) -> None:
-        """Its blocks are free once no step can use them."""
+        """Free a sequence's blocks once no step can use them."""
         self._ended.append(seq)
 
     def check_idle(self) -> None:

@@ -290,8 +290,8 @@ class HeadDrafter:
         pass  # what is kept of it goes with it
 
     def _state(self, seq: Sequence) -> Tensor | None:
-        """That its newest token was sampled from. The token's position says which of the rows of the last step it is,
-        whatever became of that step."""
+        """The hidden state that a sequence's newest token was sampled from. The token's position says which of the rows
+        of the last step it is, whatever became of that step."""
         kept = self._kept.get(seq)
         return None if kept is None else kept.at(seq.num_tokens - 2)
 

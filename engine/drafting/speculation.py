@@ -229,7 +229,7 @@ class Speculation:
 
     @property
     def tokens_per_step(self) -> float:
-        """That a decoding sequence had of each of its steps lately, in the mean."""
+        """How many tokens a decoding sequence had of each of its steps lately, in the mean."""
         return self._num_tokens / self._num_steps if self._num_steps else 1.0
 
     @property

@@ -70,7 +70,7 @@ class KVLayout:
 
     @property
     def num_planes(self) -> int:
-        """Of a layer in a block: K and V, or what is both."""
+        """How many planes a layer has in a block: K and V, or what is both."""
         return 2 if self.latent_dim is None else 1
 
     def slab_shape(self, num_tokens: int) -> tuple[int, int, int, int]:

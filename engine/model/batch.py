@@ -103,7 +103,7 @@ def build_batch(
 
 
 def _adapters(items: list[ScheduledSequence], counts: Indices, device: torch.device) -> RowAdapters | None:
-    """Of the rows of items, of which each has so many."""
+    """The adapters of the rows of items, of which each has so many."""
     found = [item.adapter for item in items]
     present = {id(adapter): adapter for adapter in found if adapter is not None}
     if not present:

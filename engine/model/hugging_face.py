@@ -71,7 +71,7 @@ class HuggingFaceConfig:
 
     @property
     def latent_dim(self) -> None:
-        """Its code is given the keys and values of all heads."""
+        """None: the model's code is given the keys and values of all heads."""
 
     @property
     def num_layers(self) -> int:
@@ -292,7 +292,8 @@ def _paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Of `query [1, Q, T, D]`, `key`, `value [1, H, T, D]`: `[1, T, Q, D]`, D of the values. `s_aux [Q]`: sinks."""
+    """Attention of `query [1, Q, T, D]` over `key`, `value [1, H, T, D]`: `[1, T, Q, D]`, D of the values. `s_aux [Q]`:
+    sinks."""
     step = _step.get()
     layer, step.layer = step.layer, step.layer + 1
     layout, hooks = step.kv_cache.layout, step.hooks

@@ -34,7 +34,7 @@ _STDIN = 0
 
 
 def load(leader: Connection, spec: RankSpec) -> tuple[Model, RankGroup]:
-    """This rank's part of the model, and its end of the group."""
+    """Load this rank's part of the model, and join the group."""
     torch.set_num_threads(spec.num_threads)
     keep_freed_memory()
     device = torch.device(spec.device)

@@ -45,7 +45,7 @@ def shared_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> tu
 
 
 def shared_cache(layout: KVLayout, num_blocks: int, device: torch.device, descriptor: int) -> KVCache:
-    """The same cache in another process that uses the same device."""
+    """Open a cache of another process that uses the same device."""
     num_bytes = num_blocks * layout.block_bytes
     if device.type == "cpu":
         return KVCache(layout, num_blocks, memory=memoryview(mmap.mmap(descriptor, num_bytes)))

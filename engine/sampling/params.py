@@ -124,7 +124,7 @@ class SamplingParams:
             _require_within("a token id in thinking_marks", token_id, 0, _MAX_INT)
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same parameters but for the seed, not checked again: there may be many choices, with a thousand biases
+        """These parameters with another seed, not checked again: there may be many choices, with a thousand biases
         each."""
         _require_within("seed", seed, 0, 2**63 - 1)
         other = object.__new__(SamplingParams)

@@ -33,7 +33,7 @@ class StepSize:
     num_seqs: int = 64
 
     def num_blocks(self, layout: KVLayout) -> int:
-        """That `largest_step` needs."""
+        """The number of blocks that `largest_step` needs."""
         return layout.num_layer_groups * (-(-self.num_tokens // layout.block_size) + self.num_seqs)
 
 

@@ -148,7 +148,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decode(self, kernels: GraphKernels, limits: DecodeGraphLimits, record: Record | None = None) -> None:
-        """From now on, replay steps of decode alone within these limits. `kernels` are the runner's own.
+        """Record steps of decode alone within these limits, to be replayed from now on. `kernels` are the runner's own.
 
         After `keep_kv_in`, for a runner without a group; `record` None: the device's.
         """

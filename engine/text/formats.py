@@ -123,7 +123,7 @@ ReasoningFormatName = Literal["auto", "none", "think", "mistral", "harmony"]
 def choose_tool_format(
     name: ToolFormatName, chat_template: str, response_template: Mapping[str, Any] | None
 ) -> ToolFormat | None:
-    """The one that was named; else what the checkpoint declares, else what its chat template writes. None: the model
+    """The format that was named; else what the checkpoint declares, else what its chat template writes. None: the model
     knows no tools, as far as one can see."""
     if name != "auto":
         return TOOL_FORMATS[name]

@@ -40,6 +40,7 @@ def dissolve_team() -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The one that torch and the native kernels use, which is in the process already; None: torch has none."""
+    """The OpenMP library that torch and the native kernels use, which is in the process already; None: torch has
+    none."""
     process = ctypes.CDLL(None)
     return process if hasattr(process, "omp_set_num_threads") else None

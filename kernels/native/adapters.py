@@ -13,7 +13,7 @@ _PROJECTIONS = ("qkv", "output", "gate_up", "down")  # in the order of `Place` i
 
 
 class _Up(ctypes.Structure):
-    """This and the following: those of `src/calls.h`, field by field."""
+    """This struct and the following are those of `src/calls.h`, field by field."""
 
     _fields_ = (("by", ProjectionRecord), ("first_rank", Size), ("first_output", Size))
 

@@ -13,7 +13,7 @@ from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinea
 
 
 class _Experts(ctypes.Structure):
-    """That of `src/calls.h`, field by field."""
+    """The struct of `src/calls.h`, field by field."""
 
     _fields_ = (
         ("router", ProjectionRecord),

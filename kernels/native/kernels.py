@@ -63,7 +63,7 @@ class NativeCpuKernels:
         return Path(self._library._name).name  # a digest of all sources and of the compiler
 
     def packing_into(self, memory: PackingMemory) -> NativeCpuKernels:
-        """The same operators, which pack weights into this memory."""
+        """These operators, packing weights into this memory."""
         return NativeCpuKernels(self._library, self._activation_bits, memory)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:

@@ -25,7 +25,7 @@ _NORMS = ("attention_norm", "qk_norm", "attention_output_norm", "mlp_norm", "mlp
 
 
 class _Layer(ctypes.Structure):
-    """This and the following: those of `src/layers.cpp`, field by field."""
+    """This struct and the following are those of `src/layers.cpp`, field by field."""
 
     _fields_ = (
         *((name, Pointer) for name in _NORMS),

@@ -63,7 +63,8 @@ def can_pack_linear(weight: Tensor) -> bool:
 
 @functools.cache
 def _linear_functions(library: ctypes.CDLL, name: str) -> tuple[Function, Function, Function]:
-    """That tell how large a packed weight is, pack it, and multiply by it. An adapter has hundreds of weights."""
+    """The functions that tell how large a packed weight is, pack it, and multiply by it. An adapter has hundreds of
+    weights."""
     return (
         declare(library, "linear_packed_size", [Size, Size], Size),
         declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer]),
@@ -193,7 +194,7 @@ def _are_halves(factors: Tensor) -> bool:
 
 
 class ProjectionRecord(ctypes.Structure):
-    """That of `src/calls.h`, field by field: for calls that compute more than one projection."""
+    """The struct of `src/calls.h`, field by field, for calls that compute more than one projection."""
 
     _fields_ = (
         ("weight", Pointer),

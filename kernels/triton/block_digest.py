@@ -53,7 +53,8 @@ def block_digest_kernel(content, keys, digest, num_words, ROW_WORDS: tl.constexp
 
 
 def block_digest(content: Tensor) -> Tensor:
-    """Of contiguous `content`, whole 64-bit words of any type, where it lies; `[1]` int64, see `as_digest`."""
+    """The digest of contiguous `content`, whole 64-bit words of any type, where it lies; `[1]` int64, see
+    `as_digest`."""
     words = as_words(content)
     digest = begun_digest(words.numel() * WORD_BYTES, content.device)
     if words.numel():
@@ -65,7 +66,7 @@ def block_digest(content: Tensor) -> Tensor:
 
 
 def as_words(content: Tensor) -> Tensor:
-    """The same memory as int64, flat. Raises ValueError if it is not whole words side by side."""
+    """The content's memory as int64, flat. Raises ValueError if it is not whole words side by side."""
     if content.numel() * content.element_size() % WORD_BYTES or not content.is_contiguous():
         raise ValueError(
             f"a tensor {tuple(content.shape)} of {content.dtype}, strides {content.stride()}, is not a number of 64-bit"
@@ -80,7 +81,7 @@ def begun_digest(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def as_digest(digest: Tensor) -> int:
-    """In [0, 2^64), as `row_sum_digest` has it. Waits for the device."""
+    """The digest in [0, 2^64), as `row_sum_digest` has it. Waits for the device."""
     return int(digest.item()) % 2**64
 
 

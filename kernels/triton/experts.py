@@ -214,7 +214,8 @@ class GpuExperts:
 
 
 def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-    """Of each row of `logits [T, X]`: its experts' numbers `[T, per_row]` and how much each counts, likewise."""
+    """Choose the experts of each row of `logits [T, X]`: their numbers `[T, per_row]` and how much each counts,
+    likewise."""
     num_rows, num_experts = logits.shape
     numbers = torch.empty(num_rows, choice.per_row, dtype=torch.int64, device=logits.device)
     shares = torch.empty(num_rows, choice.per_row, dtype=torch.float32, device=logits.device)
@@ -264,7 +265,7 @@ def grouped_matmul(x: Tensor, by: Stacked, order: Tensor, starts: Tensor, per_ro
 
 
 def sum_experts(outputs: Tensor, shares: Tensor, residual: Tensor | None) -> Tensor:
-    """To `residual [T, E]`, if there is one, `outputs [R, E]` as much as `shares [T, per_row]` say."""
+    """Add to `residual [T, E]`, if there is one, `outputs [R, E]` as much as `shares [T, per_row]` say."""
     num_rows, per_row = shares.shape
     width = outputs.shape[1]
     out = torch.empty(num_rows, width, dtype=outputs.dtype, device=outputs.device)

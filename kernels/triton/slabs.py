@@ -162,8 +162,8 @@ def configuration(
 
 
 def shipped() -> list[Shipped]:
-    """Of 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; what half of a group takes; and DeepSeek's
-    latent."""
+    """The kernels for 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; what half of a group takes;
+    and DeepSeek's latent."""
     every, upper = range(8), range(4, 8)
     return [
         configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES, heads)

@@ -13,7 +13,7 @@ from kv_transfer.digest import combine
 
 
 class BrokenHandoffError(Exception):
-    """This attempt cannot succeed any more; the message says why."""
+    """The attempt cannot succeed any more; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -145,7 +145,7 @@ class DeviceCopies:
 
     @contextlib.contextmanager
     def _one_of(self, lanes: list[CopyLane]) -> Iterator[CopyLane]:
-        """The one that the fewest others use, so nobody waits to be let in."""
+        """Lend the lane that the fewest others use, so nobody waits to be let in."""
         with self._lock:
             lane = min(lanes, key=lambda lane: lane.num_users)
             lane.num_users += 1

@@ -153,7 +153,8 @@ class HandoffSender:
     def on_layer_ready(
         self, key: SequenceKey, layer: int, token_start: int, num_tokens: int, now: float
     ) -> list[Action]:
-        """These tokens' KV of this layer stands in the source blocks: computed, or found in the prefix cache."""
+        """Send the KV of these tokens and this layer, which stands in the source blocks: computed, or found in the
+        prefix cache."""
         if key in self._kept:
             self._kept[key].slabs.append((layer, token_start, num_tokens))
             return []

@@ -134,7 +134,7 @@ computes others'; the worker's device failed in a step of it, and has computed n
 
 @record
 class FailureEvent:
-    """This attempt of the request ends without finishing; the gateway decides what follows."""
+    """An attempt of a request ends without finishing; the gateway decides what follows."""
 
     request_id: Text
     attempt: Count

@@ -59,7 +59,7 @@ class PrefixTiers:
             self.loaded_columns[source.name] = self.failed_columns[source.name] = 0
 
     def stored(self, hashes: Iterable[bytes]) -> None:
-        """These columns have just been published; they go down the tiers in the background."""
+        """Write columns that have just been published down the tiers, in the background."""
         self.write_through.stored(hashes)
 
     def used(self, hashes: Sequence[bytes]) -> None:

@@ -111,7 +111,7 @@ class WriteThrough:
         self.skipped_columns = 0  # not copied to the host: no room, or too many queued
 
     def stored(self, hashes: Iterable[bytes]) -> None:
-        """These columns, first one first, have just become findable (groups that rest on the host: there)."""
+        """Take columns, first one first, that have just become findable (groups that rest on the host: there)."""
         copies = [_Copy()]
         complete = []
         room = min(self._max_queued_blocks - self._num_queued, self._host.pool.num_available)

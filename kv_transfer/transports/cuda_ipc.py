@@ -91,7 +91,8 @@ class DeviceCarrier(SharedMemoryCarrier):
             self._mailbox.close()
 
     def make_segment(self, num_bytes: int, peer: Hello) -> SharedSegment:
-        """Its descriptor is in the peer's mailbox before the peer is told of it. Raises SegmentError."""
+        """Make a segment whose descriptor is in the peer's mailbox before the peer is told of it. Raises
+        SegmentError."""
         segment = self._memory.allocate(num_bytes)
         try:
             post_file(peer.attributes.get("mailbox", ""), segment.name, segment.file)

@@ -291,7 +291,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _set_aside(self, accused: Sequence) -> None:
-        """Its step failed, and it was alone in it: compute it no further."""
+        """Compute a sequence no further whose step failed, and which was alone in it."""
 
     @abstractmethod
     def _abort(self, key: SequenceKey, reason: str) -> None:
@@ -381,7 +381,7 @@ class Worker(ABC):
             self.sender.cancel(key, "the request ended with its first token")
 
     def _sequence(self, request: RequestSpec, *, hands_over: bool = False) -> Sequence:
-        """Of a request that is not refused; its adapter is loaded as soon as may be."""
+        """The sequence of a request that is not refused. Its adapter is loaded as soon as may be."""
         seq = sequence_of(request, hands_over=hands_over)
         if request.adapter is not None:
             seq.adapter = self.adapters.want(request.adapter)
@@ -428,7 +428,7 @@ class Worker(ABC):
             self._port.fail(gateway, key, reason, retryable=retryable, cause=cause, flush=flush)
 
     def _end(self, key: SequenceKey, reason: str, cause: FailureCause) -> None:
-        """The attempt fails here and now, to go on elsewhere."""
+        """Fail an attempt here and now, to go on elsewhere."""
         self._fail(key, reason, True, cause)
         self._abort(key, reason)
         self._on_room()
@@ -497,7 +497,7 @@ class Worker(ABC):
             self._faults.begin_probe(None)
 
     def _blame(self, seq: Sequence) -> None:
-        """Its steps fail, and the device computes others."""
+        """End a sequence whose steps fail, while the device computes others."""
         self._end(seq.key, f"its steps fail, alone as well: {self._faults.why}", "raised")
 
     def _give_up_device(self) -> None:

@@ -138,7 +138,8 @@ class GatewayPort:
         cause: FailureCause = "fault",
         flush: bool = True,
     ) -> None:
-        """This attempt ends here; goes out at once, unless `flush` follows, after what the last step brought."""
+        """Tell the gateway that an attempt ends here. It goes out at once, unless `flush` follows, after what the last
+        step brought."""
         event = FailureEvent(
             request_id=key.request_id, attempt=key.attempt, reason=reason, retryable=retryable, cause=cause
         )

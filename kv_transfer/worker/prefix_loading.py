@@ -50,7 +50,7 @@ class PrefixLoading:
 
     @property
     def loading(self) -> Iterator[Sequence]:
-        """Whose prefix is being loaded."""
+        """The sequences whose prefix is being loaded."""
         return (seq for seq, _ in self._loading.values())
 
     @property
@@ -91,8 +91,8 @@ class PrefixLoading:
         ]
 
     def stored(self, columns: Iterable[tuple[Sequence, int, int]]) -> None:
-        """These columns `[first, stop)` of sequences have become findable, unless the sequence was dropped; they go
-        down the tiers."""
+        """Write columns `[first, stop)` of sequences, which have become findable, down the tiers, unless the sequence
+        was dropped."""
         if self._tiers is None:
             return
         for seq, first, stop in columns:

@@ -88,8 +88,9 @@ class _Waiting:
 
 
 class Admission:
-    """Asked by the `GlobalScheduler` for each request, and again for those who wait. `prefixes`: what workers hold of a
-    prompt, by worker. `attainment`, to read: how many are served, of all and of those whose floor is kept."""
+    """Decides whether a request is placed, waits or is rejected. The `GlobalScheduler` asks for each request, and again
+    for those who wait. `prefixes`: what workers hold of a prompt, by worker. `attainment`, to read: how many are
+    served, of all and of those whose floor is kept."""
 
     def __init__(self, ledger: Ledger, prefixes: Prefixes, policy: DecisionPolicy, rules: AdmissionPolicy) -> None:
         self._ledger = ledger
@@ -198,7 +199,8 @@ class Admission:
         return [_length_class(query), query.tenant] if len(self._shares) > 1 else [_length_class(query)]
 
     def _lack(self) -> float:
-        """From 0, capacity suffices, to 1: so many are turned away that others' room is kept and prices are full."""
+        """How much capacity lacks: from 0, it suffices, to 1, so many are turned away that others' room is kept and
+        prices are full."""
         return min(1.0, (1.0 - self.attainment.overall) / FULL_LACK_AT)
 
     def _pick(

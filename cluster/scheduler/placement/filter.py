@@ -140,8 +140,9 @@ def may_ever_fit(table: WorkerTable, query: Place) -> bool:
 def forecast_prompt(
     table: WorkerTable, num_tokens: int, reach: Floats, tier_token_s: tuple[float, float], now: float
 ) -> PromptForecast:
-    """On every worker. `reach[3, rows]`: leading tokens held on the device, down to host memory, down to disk. Loads as
-    far down as it pays; `tier_token_s`: seconds per token brought up from host memory and from disk.
+    """Forecast the computation of a prompt on every worker. `reach[3, rows]`: leading tokens held on the device, down
+    to host memory, down to disk. Loads as far down as it pays; `tier_token_s`: seconds per token brought up from host
+    memory and from disk.
 
     A worker takes so many tokens into a step that all who decode there keep the pace that they were promised, and no
     more than save time: the fuller it is, the more steps a prompt takes. Whoever can hardly keep it without prompts
@@ -231,7 +232,7 @@ def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Float
 
 
 def _first(score: Floats, count: int) -> list[int]:
-    """Whose score is lowest, where it is finite, best first. Of equals the first: they come in the order of the
+    """The workers with the lowest finite scores, best first. Of equals the first: they come in the order of the
     workers' names."""
     left, best = score.copy(), []
     for _ in range(min(count, len(score))):
@@ -254,8 +255,8 @@ def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: P
 
 
 def _coarse_step_s(table: WorkerTable, pool: slice, query: Place, policy: DecisionPolicy) -> Floats:
-    """With everyone who is booked, whenever they come and go; late where the prompts alone fill the memory. In one pool
-    some compute most prompts, which counts."""
+    """A rough step's seconds on each worker, with everyone who is booked, whenever they come and go; late where the
+    prompts alone fill the memory. In one pool some compute most prompts, which counts."""
     facts = table.rows[:, pool]
     context = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens
     decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1

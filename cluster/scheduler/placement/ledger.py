@@ -75,7 +75,7 @@ class BookedWorker:
 
     @property
     def used_tokens(self) -> int:
-        """That its blocks hold or are kept for."""
+        """The number of tokens that the worker's blocks hold or are kept for."""
         used = self.info.num_blocks - min(self.snapshot.blocks_available, self.info.num_blocks)
         return used // self.info.layer_groups * self.info.block_size
 
@@ -258,8 +258,8 @@ class Ledger:
         return booking
 
     def part_computed(self, request_id: str, now: float) -> None:
-        """Its first part is computed, and the rest is begun where it decodes. Unknown ids, and a second time, are
-        fine."""
+        """Note that the first part of a prompt is computed, and the rest is begun where the request decodes. Unknown
+        ids, and a second time, are fine."""
         booking = self._bookings.get(request_id)
         if booking is None or not booking.rest_tokens:
             return
@@ -274,7 +274,8 @@ class Ledger:
         self._plan_queue(decoding, now)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """Its prompt is computed and it decodes from now on. Unknown ids, and a second time, are fine."""
+        """Note that the prompt is computed and the request decodes from now on. Unknown ids, and a second time, are
+        fine."""
         self.part_computed(request_id, now)  # what was told of that, if anything, was lost
         booking = self._bookings.get(request_id)
         if booking is None:
@@ -413,7 +414,7 @@ class Ledger:
         self._plan_queue(computing, now)
 
     def _plan_queue(self, worker: BookedWorker, now: float) -> None:
-        """When each prompt will have been computed, one after the other; then what is coming."""
+        """Plan when each prompt will have been computed, one after the other; then what is coming."""
         at = worker.busy_since + worker.extra_s
         for booking in worker.queue.values():
             at = max(at + booking.prefill_s, now)

@@ -169,7 +169,7 @@ def rank(
 def _price_in_one_pool(
     table: WorkerTable, policy: DecisionPolicy, query: Place, predicted: Prediction, ttft_s: Floats, now: float
 ) -> Floats:
-    """By candidate, what it costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
+    """What each candidate costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
     each is as good as the others, and none is good for tokens that have to come fast."""
     computing, decode, pool = predicted.computing, predicted.decode, table.pools()[1]
     crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))

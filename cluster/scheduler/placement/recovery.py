@@ -49,7 +49,7 @@ class RecoveredRequests:
         return len(self._lacking)
 
     def told(self, request: StandingRequest, now: float) -> None:
-        """Its gateway says how it stands."""
+        """Take in what a request's gateway says of it."""
         self.ended(request.place.request_id)
         self._book_or_keep(_Kept(request, now), now)
 

@@ -183,7 +183,7 @@ def _co_batched(
 def _tpot_loss(
     facts: Floats, slots: Floats, others: _CoBatched, before_s: Floats, own_s: Floats, added_s: Floats, now: float
 ) -> Floats:
-    """By how much the log-probabilities of the others' TPOT targets fall. Not the probabilities: their loss would
+    """How much the log-probabilities of the others' TPOT targets fall. Not the probabilities: their loss would
     vanish where everyone is late already, and a worker in trouble must never look like the place for more. Each is
     weighed by how good its chance was once."""
     target_s = np.where(others.live, slots[Slot.TPOT_TARGET_S], np.inf)
@@ -206,7 +206,7 @@ def _tpot_loss(
 
 
 def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s: Floats, with_s: Floats) -> Floats:
-    """By how much the log-probabilities of the others' gap targets fall. `without_s`, `with_s`: the longest step of
+    """How much the log-probabilities of the others' gap targets fall. `without_s`, `with_s`: the longest step of
     decodes alone, without and with the newcomer. Only sequences that are `there` then count."""
     target_s = np.where(slots[Slot.GAP_TARGET_S] > 0.0, slots[Slot.GAP_TARGET_S], np.inf)
     steepness = _steepness(facts[Row.RELATIVE_ERROR])[:, None]

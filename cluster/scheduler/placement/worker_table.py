@@ -77,8 +77,9 @@ Slot: Final = _SlotFacts()
 
 
 class WorkerTable:
-    """Its rows are in order, so that a pool is a slice: the prefill workers, then the decode workers, each by id. Rows
-    move as workers come and go; whoever keeps a worker keeps its id. Grows by doubling.
+    """The facts of all workers that placement goes by. Workers' rows are in order, so that a pool is a slice: the
+    prefill workers, then the decode workers, each by id. Rows move as workers come and go; whoever keeps a worker keeps
+    its id. The table grows by doubling.
 
     `adapters`: digests of those that are loaded, by worker. `num_prefills`: of its rows. `ids`: by row. `kinds`: the
     different values of COMPATIBILITY. `residuals`: what an output still has to come after 0, 1, 2... times
@@ -222,12 +223,12 @@ class WorkerTable:
         self.rows[Row.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
 
     def set_adapters(self, worker_id: str, loaded: Sequence[str], load_s: float) -> None:
-        """As its worker says. `load_s` 0: it has not loaded any yet."""
+        """Note which adapters a worker has loaded. `load_s` 0: it has not loaded any yet."""
         self.adapters[worker_id] = frozenset(loaded)
         self.rows[Row.ADAPTER_S, self.row(worker_id)] = load_s or _ADAPTER_S
 
     def adapter_s(self, digest: str) -> Floats:
-        """By row, what loading this adapter takes there; 0 where it is loaded."""
+        """Seconds that loading this adapter takes on each worker; 0 where it is loaded."""
         lacks = [digest not in self.adapters.get(worker_id, ()) for worker_id in self.ids]
         seconds: Floats = self.rows[Row.ADAPTER_S, : len(self)] * lacks
         return seconds

@@ -40,8 +40,8 @@ class RoundRobin(Baseline):
 
 
 class LeastOutstandingTokens(Baseline):
-    """In each pool the worker with the fewest tokens placed on it and not done: of prompts to compute on the prefill
-    side, of prompts and declared outputs on the decode side.
+    """Chooses in each pool the worker with the fewest tokens placed on it and not done: of prompts to compute on the
+    prefill side, of prompts and declared outputs on the decode side.
     """
 
     def choose(self, query: Place, now: float) -> PlacedRequest:

@@ -245,7 +245,7 @@ class PartialSums:
         return self.sums.shape[2]
 
     def in_wider_slots(self, times: int) -> PartialSums:
-        """The same memory as slots of so many times the rows, and as many times fewer of them."""
+        """This memory as slots of so many times the rows, and as many times fewer of them."""
         num_slots, num_kv_heads, slot_rows, head_dim = self.sums.shape
         shape = (num_slots // times, num_kv_heads, times * slot_rows)
         used = slice(0, math.prod(shape))

@@ -203,7 +203,7 @@ class DecodeBuffers:
         self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
 
     def of(self, num_segments: int, num_queries: int) -> DeviceWork:
-        """For a graph whose steps have no more than so many segments of so many queries."""
+        """The work of a graph whose steps have no more than so many segments of so many queries."""
         assert num_segments * num_queries <= self._limits.num_segments, "the buffers are too small for such a graph"
         assert num_queries <= self.most_queries, "so many queries are prefill's"
         shape = self._shape

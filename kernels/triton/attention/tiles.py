@@ -105,12 +105,12 @@ class Operands:
 
     @property
     def rest_tile(self) -> int:
-        """Of a key, what is no part of its value; 0: they are of one size."""
+        """The width of the part of a key that is no part of its value; 0: they are of one size."""
         rest = self.geometry.head_dim - self.geometry.value_dim
         return head_tile(rest) if rest else 0
 
     def constants(self, tile: Tile) -> dict[str, Any]:
-        """Those that all kernels over keys have."""
+        """The constants that all kernels over keys have."""
         return {
             "SOFTCAPPED": self.softcapped,
             "ROWS": tile.rows,

@@ -39,7 +39,7 @@ class AttentionShape:
 
     @property
     def most_rows(self) -> int:
-        """Of a segment that the decode kernel takes: a single query's in any case."""
+        """The most rows of a segment that the decode kernel takes: a single query's in any case."""
         return max(MAX_ROWS, self.group)
 
     @property
@@ -70,7 +70,7 @@ class AttentionWork:
     slot_rows: int
 
     def lists(self) -> Mapping[str, Words]:
-        """By name; `counts` are what the device reads in place of a launch parameter."""
+        """The lists by name; `counts` are what the device reads in place of a launch parameter."""
         names = ("segments", "table", "narrow", "wide", "shared", "members", "tiles")
         counts = np.array([len(self.narrow), len(self.wide), len(self.shared), 0], dtype=np.int32)
         return {"counts": counts} | {name: getattr(self, name) for name in names}
@@ -162,7 +162,7 @@ def _in_tiles(items: Words, records: Words, rows: int, shape: AttentionShape) ->
 
 
 def _shared_splits(decodes: list[Segment], shape: AttentionShape) -> list[SharedSplit]:
-    """Those worth a launch. With a window, prefixes fall out of sight, and nothing is shared."""
+    """The shared splits that are worth a launch. With a window, prefixes fall out of sight, and nothing is shared."""
     if shape.share_from_bytes is None or shape.window is not None or len(decodes) < 2:
         return []
     shared = [

@@ -73,7 +73,8 @@ natural logarithms in float64, minus infinity for what is impossible. What a row
 
 
 def row_logprobs(logits: Tensor, best_values: Tensor, token_ids: Tensor, rows: Tensor, num_top: int) -> RowLogprobs:
-    """Of `token_ids [B]` (int64) and of as many best tokens as each row asks for, `num_top` at most.
+    """The log-probabilities of `token_ids [B]` (int64) and of as many best tokens as each row asks for, `num_top` at
+    most.
 
     `logits [B, V]`, `best_values [B, S]`: the largest logits of parts of a row; `rows`: flat words (int64).
     """

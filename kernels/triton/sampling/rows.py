@@ -27,7 +27,7 @@ EDIT_WORDS: Final = 2
 
 
 class Field(IntEnum):
-    """Of a row. Reals are the bits of a float64."""
+    """A field of a row. Reals are the bits of a float64."""
 
     SEED = 0
     POSITION = 1  # of the token to be drawn
@@ -133,7 +133,7 @@ def pack_rows(rows: Sequence[RowOptions], vocab_size: int) -> PackedRows:
 
 
 def _mask_words(mask: Bits) -> Words:
-    """In words of 64 bits, of which the second half of the last one may be nobody's."""
+    """The mask in words of 64 bits, of which the second half of the last one may be nobody's."""
     words = np.zeros(-(-len(mask) // 2), dtype=np.int64)
     words.view(np.int32)[: len(mask)] = mask
     return words

@@ -148,7 +148,7 @@ def sample(logits: Tensor, packed: PackedRows, words: Tensor) -> tuple[Tensor, R
 
 
 def best_of_splits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each split of each row: the largest logit and its id, `[B, S]`; infinity stands for NaN, too."""
+    """The best of each split of each row: the largest logit and its id, `[B, S]`; infinity stands for NaN, too."""
     num_rows, vocab_size = logits.shape
     num_splits = triton.cdiv(vocab_size, SPLIT)
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
@@ -230,7 +230,7 @@ def _choosing(draws: bool, splits: int) -> Shipped:
 
 
 def shipped() -> list[Shipped]:
-    """For vocabularies of up to 65,536, 131,072 and 262,144 tokens."""
+    """The kernels for vocabularies of up to 65,536, 131,072 and 262,144 tokens."""
     return [_finding_best()] + [
         make(choice, splits) for splits in (32, 64, 128) for choice in (False, True) for make in (_drawing, _choosing)
     ]

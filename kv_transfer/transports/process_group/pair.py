@@ -254,7 +254,7 @@ class PeerStore(Store):
         self._closed_because: str | None = None
 
     def receive(self, key: str, value: bytes) -> None:
-        """The other end has set it."""
+        """Take in what the other end has set."""
         with self._changed:
             self._words[key] = value
             self._changed.notify_all()

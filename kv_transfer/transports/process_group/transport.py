@@ -253,7 +253,7 @@ class DistributedLink(ConnectedLink):
 
 
 def _as_tensor(view: SlabBytes) -> Tensor:
-    """Its bytes `[num_bytes]`, uint8, without a copy; the memory lives as long as the tensor."""
+    """The bytes of a view as a tensor `[num_bytes]`, uint8, without a copy; the memory lives as long as the tensor."""
     return view if isinstance(view, Tensor) else torch.frombuffer(view, dtype=torch.uint8)
 
 
