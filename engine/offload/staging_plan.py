@@ -106,7 +106,7 @@ def _numbers(spans: tuple[tuple[int, int], ...]) -> Blocks:
 
 
 def plan_staging(plan: StepPlan, layout: KVLayout, ring: StagingConfig | None, ring_start: int) -> StagingPlan | None:
-    """The staging plan of a step, None if nothing of it rests on the host. The ring begins at device block `ring_start`.
+    """The staging plan of a step, None if nothing rests on the host. The ring begins at device block `ring_start`.
 
     Raises ValueError if the host-resident sequences need more columns than a slot has.
     """
