@@ -84,7 +84,7 @@ class GlobalScheduler:
             self._room_may_have_come(now)
         return True
 
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
+    def update_blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
         """What a worker's tiers hold; returns what to ask the worker, if anything."""
         if isinstance(message, BlockEvents):
             return self.block_index.on_events(message, now)

@@ -149,7 +149,7 @@ class SchedulerServer:
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
         if self._workers.get(message.worker_id) is not connection:
             return  # the last words of a connection that the worker has replaced
-        request = self.scheduler.blocks(message, time.monotonic())
+        request = self.scheduler.update_blocks(message, time.monotonic())
         if request is not None:
             connection.post(request)
 

@@ -251,7 +251,7 @@ class SimulatedWorker(ABC):
             if self.host is not None:
                 self._events.watch("host", self.host.pool)
             for part in self._events.snapshot():
-                router.blocks(part, self._clock.now)
+                router.update_blocks(part, self._clock.now)
 
     def die(self) -> None:
         """Nothing is done here any more, and nobody is told of anything."""
@@ -337,7 +337,7 @@ class SimulatedWorker(ABC):
         self._is_silent = self.is_quiet
         if self._router.wants_blocks:
             for events in self._events.take():
-                self._router.blocks(events, self._clock.now)
+                self._router.update_blocks(events, self._clock.now)
         self._router.heartbeat(self.snapshot(), self._clock.now)
         self._num_beats += 1
         if not self._is_silent:

@@ -68,9 +68,9 @@ class RecordedScheduler(GlobalScheduler):
         self.told.append((now, encode(Heartbeat(snapshot=snapshot))))
         return super().heartbeat(snapshot, now)
 
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
+    def update_blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> BlockIndexRequest | None:
         self.told.append((now, encode(message)))
-        return super().blocks(message, now)
+        return super().update_blocks(message, now)
 
     def place(self, request: Place, now: float) -> PlacementAnswer | Queued:
         self.told.append((now, encode(request)))
@@ -107,7 +107,7 @@ class RecordedScheduler(GlobalScheduler):
             case Heartbeat(snapshot=snapshot):
                 self.heartbeat(snapshot, now)
             case BlockEvents() | BlockIndexSnapshot():
-                self.blocks(message, now)
+                self.update_blocks(message, now)
             case Place():
                 self.place(message, now)
             case FirstToken(request_id=request_id):

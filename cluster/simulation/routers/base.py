@@ -18,7 +18,7 @@ from kv_transfer.worker.cost_report import reported_cost
 class Router(Protocol):
     """What the simulation needs of `GlobalScheduler`, in whose words it speaks. `now` never goes back.
 
-    `wants_blocks`: whether `blocks` is called at all.
+    `wants_blocks`: whether `update_blocks` is called at all.
     """
 
     wants_blocks: bool
@@ -31,7 +31,7 @@ class Router(Protocol):
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> object: ...
 
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> object:
+    def update_blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> object:
         """What a worker's prefix cache holds: all of it after `register`, changes with its heartbeats."""
         ...
 
@@ -159,7 +159,7 @@ class Baseline(ABC):
             member.cost = reported_cost(member.info.role, snapshot.step_cost) or member.cost
         member.snapshot = snapshot
 
-    def blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
+    def update_blocks(self, message: BlockEvents | BlockIndexSnapshot, now: float) -> None:
         if isinstance(message, BlockEvents):
             self._index.on_events(message, now)
         else:

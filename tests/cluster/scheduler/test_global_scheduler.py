@@ -254,13 +254,13 @@ def test_a_cached_prefix_draws_a_request_while_the_queue_there_is_short() -> Non
         part = BlockIndexSnapshot(
             worker_id=worker_id, epoch=1, next_id=0, part=0, num_parts=1, tier="device", hashes=held
         )
-        assert scheduler.blocks(part, 0.0) is None
+        assert scheduler.update_blocks(part, 0.0) is None
     prefills = [placed(scheduler, f"r{n}", num_tokens=1000, prefix_hashes=hashes).prefill for n in range(3)]
     assert prefills == ["p2"] * 3
     placed(scheduler, "long", num_tokens=3000, exclude=["p1"])
     assert placed(scheduler, "r4", num_tokens=1000, prefix_hashes=hashes).prefill == "p1"
     gap = BlockEvents(worker_id="p2", epoch=1, first_id=7, changes=[])
-    request = scheduler.blocks(gap, 1.0)
+    request = scheduler.update_blocks(gap, 1.0)
     assert request is not None and request.worker_id == "p2"
 
 

@@ -92,7 +92,7 @@ class World:
             tier=options.get("tier", "device"),  # type: ignore[arg-type]
             hashes=_hashes(options["prompt"], int(options["blocks"])),
         )
-        self.scheduler.blocks(snapshot, self.now)
+        self.scheduler.update_blocks(snapshot, self.now)
         return []
 
     def on_place(self, ids: list[str], options: dict[str, str]) -> list[str]:

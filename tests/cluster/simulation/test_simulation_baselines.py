@@ -49,12 +49,12 @@ def _register(router: Baseline, worker_id: str) -> None:
     info = worker_info(worker_id, max_model_len=10**6, num_blocks=10**5, block_size=BLOCK, chunk_tokens=10**6)
     router.register(info, worker_snapshot(worker_id, blocks_available=0, step_cost=stated_report(COST)), 0.0)
     whole = BlockIndexSnapshot(worker_id=worker_id, epoch=1, next_id=0, part=0, num_parts=1, tier="device", hashes=b"")
-    router.blocks(whole, 0.0)
+    router.update_blocks(whole, 0.0)
 
 
 def caches(router: Baseline, worker_id: str, num_blocks: int) -> None:
     change = BlockChange(tier="device", stored=b"".join(HASHES[:num_blocks]), removed=b"")
-    router.blocks(BlockEvents(worker_id=worker_id, epoch=1, first_id=0, changes=[change]), 0.0)
+    router.update_blocks(BlockEvents(worker_id=worker_id, epoch=1, first_id=0, changes=[change]), 0.0)
 
 
 def query(
