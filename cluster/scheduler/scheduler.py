@@ -68,7 +68,7 @@ class GlobalScheduler:
         self.block_index.forget(info.worker_id)
         self._recovered.on_worker_lost(info.worker_id, now)
         self.ledger.register(info, snapshot, now)
-        self._recovered.registered(info.worker_id, now)
+        self._recovered.on_worker_registered(info.worker_id, now)
         self._room_may_have_come(now)
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
@@ -141,7 +141,7 @@ class GlobalScheduler:
             self._admission.wake(now, WAKE_COUNT)
         answers = [
             self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict)
-            for verdict in self._admission.again(now)
+            for verdict in self._admission.ask_again(now)
         ]
         if any(isinstance(answer, Placement) for answer in answers):
             self._room_may_have_come(now)
@@ -155,7 +155,7 @@ class GlobalScheduler:
     def recovered(self, request: StandingRequest, now: float) -> None:
         """Count a request that is on its workers, placed by somebody else, as soon as they are known."""
         self.ended(request.place.request_id, now)
-        self._recovered.told(request, now)
+        self._recovered.add(request, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         self.ledger.first_token(request_id, now)

@@ -114,7 +114,7 @@ class Admission:
             self._ledger.demand.observe(verdict.decision.best.prefill_s)
         return verdict
 
-    def again(self, now: float) -> list[Verdict]:
+    def ask_again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
         verdicts = []
         due = [waiting for waiting in self._waiting.values() if min(waiting.try_at, waiting.deadline) <= now]

@@ -48,12 +48,12 @@ class RecoveredRequests:
     def __len__(self) -> int:
         return len(self._lacking)
 
-    def told(self, request: StandingRequest, now: float) -> None:
+    def add(self, request: StandingRequest, now: float) -> None:
         """Take in what a request's gateway says of it."""
         self.ended(request.place.request_id)
         self._book_or_keep(_Kept(request, now), now)
 
-    def registered(self, worker_id: str, now: float) -> None:
+    def on_worker_registered(self, worker_id: str, now: float) -> None:
         """The worker is known from now on."""
         for request_id, kept in list(self._pending.get(worker_id, {}).items()):
             self.ended(request_id)

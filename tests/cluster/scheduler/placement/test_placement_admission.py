@@ -45,10 +45,10 @@ def test_who_would_fit_a_moment_later_waits_and_is_placed() -> None:
     assert verdict.outcome is AdmissionOutcome.WAITING
     assert verdict.until == admission.next_at()
     assert 0.0 < (verdict.until or 0.0) <= 2.2
-    assert admission.again(0.0) == []
+    assert admission.ask_again(0.0) == []
     for number in range(6):
         ledger.ended(f"close-{number}", 2.2)
-    (placed,) = admission.again(2.2)
+    (placed,) = admission.ask_again(2.2)
     assert placed.outcome is AdmissionOutcome.PLACED
     assert placed.decision.best.ttft_s == pytest.approx(2.2 + 1.01)  # from its arrival
     assert (admission.next_at(), "new" in ledger) == (None, True)
@@ -65,7 +65,7 @@ def test_who_waits_in_vain_is_placed_in_the_end() -> None:
     now = 0.0
     while (at := admission.next_at()) is not None:
         now = at
-        verdicts = admission.again(now)
+        verdicts = admission.ask_again(now)
     assert [v.outcome for v in verdicts] == [AdmissionOutcome.PLACED]
     assert now <= 4.0
 
@@ -87,7 +87,7 @@ def test_batch_waits_for_the_others_and_at_most_so_long() -> None:
     assert _ask(admission, **BATCH, max_new_tokens=1000).outcome is AdmissionOutcome.WAITING
     verdicts: list[Verdict] = []
     while (at := admission.next_at()) is not None:
-        verdicts += admission.again(at)
+        verdicts += admission.ask_again(at)
         assert at <= 20.0
     assert [v.outcome for v in verdicts] == [AdmissionOutcome.REJECTED]
 
@@ -130,11 +130,11 @@ def test_everyone_is_answered_by_its_deadline(requests: list[tuple[float, int, f
             open_since[f"r{number}"] = now
         if ends:
             ledger.ended(f"r{number // 2}", now, 10)
-        for verdict in admission.again(now):
+        for verdict in admission.ask_again(now):
             del open_since[verdict.decision.query.request_id]
     while (at := admission.next_at()) is not None:
         now = max(now, at)
-        for verdict in admission.again(now):
+        for verdict in admission.ask_again(now):
             assert now <= open_since.pop(verdict.decision.query.request_id) + 10.0 + 1e-9
     assert not open_since
 
@@ -231,7 +231,7 @@ class _Cluster:
             elif kind == "end":
                 self.ledger.ended(request_id, now, 100)
             else:
-                for verdict in self.admission.again(now):
+                for verdict in self.admission.ask_again(now):
                     self._take(verdict, now)
 
     def _first(self, request_id: str, now: float) -> None:
@@ -350,6 +350,6 @@ def test_who_waits_is_looked_at_again_when_room_comes_early() -> None:
     assert _ask(admission, ttft_s=4.0).outcome is AdmissionOutcome.WAITING
     for number in range(6):
         ledger.ended(f"close-{number}", 0.01)
-    assert admission.again(0.01) == []
+    assert admission.ask_again(0.01) == []
     admission.wake(0.01, 1)
-    assert [v.outcome for v in admission.again(0.01)] == [AdmissionOutcome.PLACED]
+    assert [v.outcome for v in admission.ask_again(0.01)] == [AdmissionOutcome.PLACED]
