@@ -23,7 +23,7 @@ Blocks = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class PrefixFetch:
     """A prefix hit of which some blocks are fetched from host memory. `sources` are leased until they have been."""
 
     sources: list[int]
@@ -37,7 +37,7 @@ class Relocation:
     to_device: bool
 
 
-Move = Opening | Relocation
+Move = PrefixFetch | Relocation
 
 
 def row_copies(
@@ -280,7 +280,7 @@ class BlockAllocator:
         `seq` is without its prefix then and has been released.
         """
         move = self._moves.pop(seq, None)
-        if isinstance(move, Opening):
+        if isinstance(move, PrefixFetch):
             if not ok:
                 self.release(seq)
                 return False
@@ -377,7 +377,7 @@ class BlockAllocator:
         # What is fetched can be published when it has been.
         seq.num_published = int(is_fetched.any(axis=0).argmax()) if is_fetched.any() else num_columns
         if is_fetched.any():
-            self._moves[seq] = Opening(on_host.T[is_fetched.T].tolist())
+            self._moves[seq] = PrefixFetch(on_host.T[is_fetched.T].tolist())
         return row_copies(range(self.layer_groups), "device", on_host, blocks, is_fetched)
 
     def _adopt_on_host(self, seq: Sequence, on_host: Blocks) -> None:
