@@ -128,11 +128,11 @@ class Admission:
         return verdicts
 
     def next_at(self) -> float | None:
-        """The time at which `again` has something to do; None: nothing by itself."""
+        """The time at which `ask_again` has something to do; None: nothing by itself."""
         return min((min(waiting.try_at, waiting.deadline) for waiting in self._waiting.values()), default=None)
 
     def wake(self, now: float, count: int) -> None:
-        """Room may have come before it was expected: `again` looks at so many of those who wait, too."""
+        """Room may have come before it was expected: `ask_again` looks at so many of those who wait, too."""
         for waiting in self._in_turn(self._waiting.values(), now)[:count]:
             waiting.try_at = min(now, waiting.try_at)
 
