@@ -52,7 +52,7 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     for number in range(3):
         assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3 - number
         assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1040 * (3 - number)
-        requests.told(_standing(f"r{number}", 40, since_first_s=2.0), 1.0)
+        requests.add(_standing(f"r{number}", 40, since_first_s=2.0), 1.0)
         assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(step_s)
     assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (0, 0)
     ledger.heartbeat(replace(report, sequence_number=3, context_tokens=3 * 1045), 1.1)
@@ -72,7 +72,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     drained_at = _fact(ledger, "p1", Row.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
-        requests.told(_standing(f"r{number}"), 1.0)
+        requests.add(_standing(f"r{number}"), 1.0)
         assert drained_at <= _fact(ledger, "p1", Row.DRAINED_AT) <= drained_at + 0.6
     ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1)
     ledger.heartbeat(costed_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2)
@@ -86,7 +86,7 @@ def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
 def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(costed_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0)
-    RecoveredRequests(ledger).told(_standing("r", prefill=None), 0.0)
+    RecoveredRequests(ledger).add(_standing("r", prefill=None), 0.0)
     assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 0
     assert _fact(ledger, "d1", Row.DRAINED_AT) == pytest.approx(1.01)
 
@@ -102,9 +102,9 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
     for now, what in enumerate(said):
         if what in ("p1", "d1"):
             ledger.register(worker_info(what), costed_snapshot(what, num_running=1), float(now))
-            requests.registered(what, float(now))
+            requests.on_worker_registered(what, float(now))
         else:
-            requests.told(_standing(what, 9 if what == "decodes" else 0, since_first_s=now + 1.0), float(now))
+            requests.add(_standing(what, 9 if what == "decodes" else 0, since_first_s=now + 1.0), float(now))
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
     assert (len(ledger), len(requests), _fact(ledger, "d1", Row.EXTRA_DECODES)) == (2, 0, 0)
@@ -121,8 +121,8 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
 def test_a_prefill_worker_is_not_waited_for_once_the_prompt_is_computed() -> None:
     ledger = ledger_of("d1")
     requests = RecoveredRequests(ledger)
-    requests.told(_standing("decodes", 5, since_first_s=1.0), 0.0)
-    requests.told(_standing("computes"), 0.0)
+    requests.add(_standing("decodes", 5, since_first_s=1.0), 0.0)
+    requests.add(_standing("computes"), 0.0)
     assert (len(ledger), len(requests)) == (1, 1)
     requests.first_token("computes", 0.5)
     assert (len(ledger), len(requests)) == (2, 0)
@@ -134,7 +134,7 @@ def test_those_whose_workers_never_come_are_bounded(monkeypatch: pytest.MonkeyPa
     ledger = Ledger()
     requests = RecoveredRequests(ledger)
     for number in range(25):
-        requests.told(_standing(f"r{number}", 1, since_first_s=1.0), 0.0)
+        requests.add(_standing(f"r{number}", 1, since_first_s=1.0), 0.0)
     assert len(requests) == 10
     for number in range(25):
         requests.ended(f"r{number}")
