@@ -223,15 +223,15 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandingLimits:
-    """The largest step of one query per segment that standing attention takes; of up to n queries, an n-th of it."""
+class GraphAttentionLimits:
+    """The largest step of one query per segment that graph attention takes; of up to n queries, an n-th of it."""
 
     num_segments: int
     context_tokens: int  # of all segments together
     num_layer_groups: int
 
 
-class StandingAttention(Protocol):
+class GraphAttention(Protocol):
     """Attention of steps of few queries per segment, read from where it always lies: a CUDA graph can hold it."""
 
     @property
@@ -254,16 +254,16 @@ class StandingAttention(Protocol):
 class GraphKernels(Kernels, Protocol):
     """The operators of a device that replays what was launched before."""
 
-    def standing_attention(
+    def graph_attention(
         self,
         geometry: CacheGeometry,
-        limits: StandingLimits,
+        limits: GraphAttentionLimits,
         *,
         num_heads: int,
         window: int | None,
         softcapped: bool,
         dtype: torch.dtype,
-    ) -> StandingAttention:
+    ) -> GraphAttention:
         """See `plan_attention`."""
         ...
 

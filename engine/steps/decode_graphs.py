@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.transformer import Model
-from kernels.interface import GraphKernels, StandingAttention, StandingLimits
+from kernels.interface import GraphAttention, GraphAttentionLimits, GraphKernels
 
 Replay = Callable[[], Tensor]
 """Computes what was recorded on what its inputs hold now. Gives the same tensor each time, good until the next one."""
@@ -111,7 +111,7 @@ class DecodeGraphs:
         self._padding[2:] = _NO_SLOT
         self.inputs = self._padding.clone()
         self._rows = torch.arange(limits.num_seqs, device=kv_cache.device)
-        self._attentions = {window: self._standing_attention(kernels, window) for window in model.windows}
+        self._attentions = {window: self._graph_attention(kernels, window) for window in model.windows}
         most_queries = min(attention.most_queries for attention in self._attentions.values())
         # Largest first: what the others keep between their kernels finds room where that one did.
         self._replays = {
@@ -151,11 +151,11 @@ class DecodeGraphs:
         hidden = replays[size]()
         return hidden[:num_rows] if batch.everyone_samples else hidden[batch.output_rows]
 
-    def _standing_attention(self, kernels: GraphKernels, window: int | None) -> StandingAttention:
+    def _graph_attention(self, kernels: GraphKernels, window: int | None) -> GraphAttention:
         layout, config = self._kv_cache.layout, self._model.config
-        return kernels.standing_attention(
+        return kernels.graph_attention(
             layout.geometry,
-            StandingLimits(
+            GraphAttentionLimits(
                 num_segments=self._limits.num_seqs,
                 context_tokens=self._limits.context_tokens,
                 num_layer_groups=layout.num_layer_groups,

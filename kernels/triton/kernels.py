@@ -19,13 +19,13 @@ from kernels.interface import (
     CacheGeometry,
     ExpertChoice,
     GatedMlp,
+    GraphAttention,
+    GraphAttentionLimits,
     HeadwiseLinear,
     KVSlots,
     Linear,
     PagedAttention,
     Segment,
-    StandingAttention,
-    StandingLimits,
 )
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainHeads
@@ -119,16 +119,16 @@ class GpuKernels:
         del dtype  # the queries tell
         return GpuAttention(segments, geometry, window=window, device=self.device, batch_invariant=self.batch_invariant)
 
-    def standing_attention(
+    def graph_attention(
         self,
         geometry: CacheGeometry,
-        limits: StandingLimits,
+        limits: GraphAttentionLimits,
         *,
         num_heads: int,
         window: int | None,
         softcapped: bool,
         dtype: torch.dtype,
-    ) -> StandingAttention:
+    ) -> GraphAttention:
         operands = Operands(
             dtype=dtype,
             geometry=geometry,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.interface import Segment, StandingLimits
+from kernels.interface import GraphAttentionLimits, Segment
 from kernels.triton.attention.paged import DecodeBuffers
 from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
 from kernels.triton.attention.work_lists import AttentionShape, plan_work
@@ -52,8 +52,8 @@ def test_a_window_leaves_blocks_and_splits_out() -> None:
     assert work.table.shape[1] % 4 == 0
 
 
-def limits_of(segments: Sequence[Segment]) -> StandingLimits:
-    return StandingLimits(
+def limits_of(segments: Sequence[Segment]) -> GraphAttentionLimits:
+    return GraphAttentionLimits(
         num_segments=len(segments),
         context_tokens=sum(segment.context_len for segment in segments),
         num_layer_groups=2,

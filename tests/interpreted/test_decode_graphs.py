@@ -21,7 +21,7 @@ from engine.steps.decode_graphs import DecodeGraphLimits, Record, Replay, call_a
 from engine.steps.runner import ModelRunner
 from kernels import reference
 from kernels.cpu import kernels as cpu
-from kernels.interface import CacheGeometry, GraphKernels, PagedAttention, Segment, StandingLimits
+from kernels.interface import CacheGeometry, GraphAttentionLimits, GraphKernels, PagedAttention, Segment
 from kernels.triton.attention.paged import DecodeBuffers
 from kernels.triton.kernels import GpuKernels
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, stepper_on
@@ -78,17 +78,17 @@ class PoisonedAttention:
 
 @dataclass(frozen=True, slots=True)
 class PoisoningKernels(GpuKernels):
-    def standing_attention(
+    def graph_attention(
         self,
         geometry: CacheGeometry,
-        limits: StandingLimits,
+        limits: GraphAttentionLimits,
         *,
         num_heads: int,
         window: int | None,
         softcapped: bool,
         dtype: torch.dtype,
     ) -> PoisonedAttention:
-        attention = GpuKernels.standing_attention(
+        attention = GpuKernels.graph_attention(
             self, geometry, limits, num_heads=num_heads, window=window, softcapped=softcapped, dtype=dtype
         )
         assert isinstance(attention, DecodeBuffers)

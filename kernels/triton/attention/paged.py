@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import CacheGeometry, Segment, StandingLimits
+from kernels.interface import CacheGeometry, GraphAttentionLimits, Segment
 from kernels.triton.attention.cascade import cascade_attention
 from kernels.triton.attention.decode import (
     NARROW_ROWS,
@@ -158,11 +158,11 @@ def send_up(work: AttentionWork, shape: AttentionShape, device: torch.device) ->
 
 
 class DecodeBuffers:
-    """`kernels.interface.StandingAttention`: work for steps of decode alone, always at the same addresses and with the
+    """`kernels.interface.GraphAttention`: work for steps of decode alone, always at the same addresses and with the
     same launches. Graphs of all sizes read the same buffers. With n queries a segment, there are n times fewer segments
     and tokens of context, so that lists and partial sums take no more room than those of one."""
 
-    def __init__(self, shape: AttentionShape, limits: StandingLimits, device: torch.device) -> None:
+    def __init__(self, shape: AttentionShape, limits: GraphAttentionLimits, device: torch.device) -> None:
         self._shape = shape
         self._limits = limits
         # However the context is shared out among the segments; with a window, one begins amid a split.
