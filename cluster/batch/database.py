@@ -54,9 +54,9 @@ class Database:
         records = folder / "records.sqlite"
         for path in (folder, self.files):  # a parent is made without the mode
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _keep_others_out(path, 0o700)
+            _restrict_to_owner(path, 0o700)
         records.touch(mode=0o600)  # SQLite would leave it to the umask
-        _keep_others_out(records, 0o600)
+        _restrict_to_owner(records, 0o600)
         self.secret = _secret(folder / "secret")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._connection = sqlite3.connect(records, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -93,7 +93,7 @@ class Database:
         self._connection.close()
 
 
-def _keep_others_out(path: Path, mode: int) -> None:
+def _restrict_to_owner(path: Path, mode: int) -> None:
     """Take other users' rights to a file or folder away, also if an older Legato made it with some. What belongs to
     another user is left as it is."""
     status = path.stat()

@@ -248,7 +248,7 @@ def _train(training: HeadTraining, texts: _Texts, folder: Path, bounds: _Bounds)
     and save the heads in `folder` now and then and at the end."""
     chooser = random.Random()
     scored = random.Random(0).sample(texts.held_out, min(_SCORED, len(texts.held_out)))
-    print(f"Held out, before: {_told(training.scores(scored))}")
+    print(f"Held out, before: {_describe(training.scores(scored))}")
     began = told = saved = time.monotonic()
     num_steps = num_tokens = 0
     try:
@@ -260,7 +260,7 @@ def _train(training: HeadTraining, texts: _Texts, folder: Path, bounds: _Bounds)
             if now - told > _TOLD_S:
                 left_s = round((now - began) * (1 / max(bounds.done(now - began, num_steps), 1e-9) - 1))
                 print(
-                    f"  step {num_steps}, {_told(scores)}, {num_tokens / (now - began):,.0f} tokens/s,"
+                    f"  step {num_steps}, {_describe(scores)}, {num_tokens / (now - began):,.0f} tokens/s,"
                     f" {left_s // 60}:{left_s % 60:02} left",
                     flush=True,
                 )
@@ -271,10 +271,12 @@ def _train(training: HeadTraining, texts: _Texts, folder: Path, bounds: _Bounds)
     except KeyboardInterrupt:
         print("Stopped; what is learnt is measured. Ctrl-C again leaves it unmeasured.")
     training.save(folder)
-    print(f"Held out, after {num_steps} steps of {num_tokens:,} tokens: {_told(training.scores(scored))}", flush=True)
+    print(
+        f"Held out, after {num_steps} steps of {num_tokens:,} tokens: {_describe(training.scores(scored))}", flush=True
+    )
 
 
-def _told(scores: HeadScores) -> str:
+def _describe(scores: HeadScores) -> str:
     return f"loss {scores.loss:.3f}, right {' '.join(f'{100 * part:.0f}' for part in scores.agreement)} %"
 
 

@@ -304,7 +304,7 @@ class StartStates:
     def _print(self, text: str) -> None:
         self.close()
         self.changed_s = time.monotonic()
-        print(f"  {self._passed()}  {text}", file=self._stream, flush=True)
+        print(f"  {self._elapsed()}  {text}", file=self._stream, flush=True)
 
     def _write_over(self, text: str) -> None:
         if text != self._live:
@@ -312,13 +312,13 @@ class StartStates:
         self._live = text
         width = shutil.get_terminal_size().columns - 1  # one more, and it would be two lines
         print(
-            f"{_CLEAR_LINE}  {self._passed()}  {text}"[: width + len(_CLEAR_LINE)],
+            f"{_CLEAR_LINE}  {self._elapsed()}  {text}"[: width + len(_CLEAR_LINE)],
             end="",
             file=self._stream,
             flush=True,
         )
 
-    def _passed(self) -> str:
+    def _elapsed(self) -> str:
         return f"{time.monotonic() - self._began_s:5.1f} s"
 
 

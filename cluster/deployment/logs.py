@@ -15,11 +15,11 @@ from ray.serve._private.constants import SERVE_LOGGER_NAME
 def log_with_serve(level: str) -> None:
     """Write what Legato logs into Serve's log of this replica, or to standard error if Serve has none. Call it first in
     a replica's constructor."""
-    handlers = [_at_once(handler) for handler in logging.getLogger(SERVE_LOGGER_NAME).handlers]
+    handlers = [_unbuffered(handler) for handler in logging.getLogger(SERVE_LOGGER_NAME).handlers]
     logging.basicConfig(level=level, handlers=handlers or None, force=True)
 
 
-def _at_once(handler: logging.Handler) -> logging.Handler:
+def _unbuffered(handler: logging.Handler) -> logging.Handler:
     """A handler like this one that writes each record at once. Serve, which logs every request, collects a thousand
     records before it writes them; Legato logs only what is rare."""
     if not isinstance(handler, MemoryHandler) or handler.target is None:

@@ -302,9 +302,9 @@ class Orchestrator:
                 for handoff in handoffs:
                     if (run := self.runs.get(handoff.request_id)) is not None:
                         run.timeline.handed_off(handoff.attempt, handoff.exposed_s)
-                        if run.handed_over(worker_id, handoff.attempt):
+                        if run.on_handed_over(worker_id, handoff.attempt):
                             self.scheduler.part_computed(run.request_id)
-                self._look_who_failed(worker_id, failures)
+                self._judge_failures(worker_id, failures)
                 for failure in failures:
                     self._failed(worker_id, failure)
             case Computing(sequences=sequences, alone=alone):
@@ -461,7 +461,7 @@ class Orchestrator:
             if not self._quarantine.is_lost(worker_id):
                 self._lost_in_a_step(worker_id)
 
-    def _look_who_failed(self, worker_id: str, failures: list[FailureEvent]) -> None:
+    def _judge_failures(self, worker_id: str, failures: list[FailureEvent]) -> None:
         """Suspect, or convict, requests by the causes of the failures that a worker reports."""
         broke: list[RequestRun] = []
         found = False

@@ -221,7 +221,7 @@ class RequestRun:
         """Whether workers have this attempt, and may begin with it at any moment."""
         return self.placement is not None and self.state in (RequestState.PREFILLING, RequestState.DECODING)
 
-    def handed_over(self, worker_id: str, attempt: int) -> bool:
+    def on_handed_over(self, worker_id: str, attempt: int) -> bool:
         """Note that decode has verified the KV that this worker computed.
 
         Returns whether no token of the attempt has come: then this worker computed only the first part of the prompt,

@@ -201,7 +201,7 @@ async def chat_token_ids(
     InvalidRequestError."""
     if len(messages) > _context(api):
         raise _too_long(f"{len(messages)} messages", api, "messages")
-    plain = [_plain(message, index) for index, message in enumerate(messages)]
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     variables = _template_variables(template, api)
     num_chars = sum(len(text) for message in plain for text in message.values() if text is not None)
     rendering: Callable[..., list[int]] = _chat_token_ids
@@ -236,7 +236,7 @@ def _with_calls(
     return _chat_token_ids(plain, {**variables, **of_tools}, template, api)
 
 
-def _plain(message: ChatMessage, index: int) -> Message:
+def _plain_message(message: ChatMessage, index: int) -> Message:
     """A message, without its calls, as chat templates know it. Raises InvalidRequestError."""
     reasonings = {text for text in (message.reasoning, message.reasoning_content) if text is not None}
     if reasonings and message.role != "assistant":

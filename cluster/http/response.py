@@ -117,7 +117,7 @@ class Answer(Response):
         if self._sending_since is not None:  # else the next call to the outbox raises
             self._given_up.set()
 
-    async def _made(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
+    async def _make_part(self, size: int, work: Callable[..., bytes], *args: Any) -> bytes:
         """Make a part of the answer of about `size` bytes by `work`: in a thread if it is large."""
         return work(*args) if size <= _LARGE_BYTES else await self._api.turns.writing(work, *args)
 
@@ -188,7 +188,7 @@ class GenerationResponse(Answer):
         generating = asyncio.create_task(self._generate(outbox))
         try:
             async with self._in_time():
-                await (self._stream if self._job.stream else self._whole)(send, outbox)
+                await (self._stream if self._job.stream else self._send_whole)(send, outbox)
         finally:
             outbox.close()
             generating.cancel()
@@ -240,7 +240,7 @@ class GenerationResponse(Answer):
     async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()
         while waiting := await outbox.take():
-            events = await self._made(self._size(waiting, opened), self._events, waiting, opened)
+            events = await self._make_part(self._size(waiting, opened), self._events, waiting, opened)
             if not self._started:
                 await self._start(send, 200, "text/event-stream", UNBUFFERED)
             if events:
@@ -252,7 +252,7 @@ class GenerationResponse(Answer):
     async def _last(self, size: int, make: Callable[[], bytes]) -> bytes:
         """Make what ends a stream, or all of an answer that is not streamed.
         Called when everything has been generated."""
-        return await self._made(size, make)
+        return await self._make_part(size, make)
 
     def _size(self, deltas: Sequence[tuple[int, Delta]], opened: Collection[int]) -> int:
         """About how many bytes the events of these deltas have. `opened`: choices whose opening has been sent."""
@@ -270,7 +270,7 @@ class GenerationResponse(Answer):
                 events.append(self._shape.chunk(index, delta))
         return b"".join(events)
 
-    async def _whole(self, send: Send, outbox: Outbox) -> None:
+    async def _send_whole(self, send: Send, outbox: Outbox) -> None:
         pieces: list[list[Delta]] = [[] for _ in self._job.choices]
         while waiting := await outbox.take():
             self._timeline.sent([index for index, _ in waiting])

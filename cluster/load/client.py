@@ -103,7 +103,7 @@ async def stream_chunks(
         status, is_chunked = await _answered(reader)
         pieces = _chunks(reader) if is_chunked else _rest(reader)
         if status != 200:
-            raise AnswerError(await _told(pieces, status), status)
+            raise AnswerError(await _error_sentence(pieces, status), status)
         async for piece in pieces:
             yield piece
     except asyncio.IncompleteReadError as error:
@@ -148,7 +148,7 @@ async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         yield piece
 
 
-async def _told(pieces: AsyncGenerator[bytes, None], status: int) -> str:
+async def _error_sentence(pieces: AsyncGenerator[bytes, None], status: int) -> str:
     """A sentence with what the server says of an error, in OpenAI's shape or not."""
     told = b""
     async for piece in pieces:

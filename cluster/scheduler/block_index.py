@@ -64,7 +64,7 @@ class BlockIndex:
         if worker.next_id is None:
             return self._ask_again(events.worker_id, worker, now)
         if events.epoch != worker.epoch or events.first_id > worker.next_id:
-            return self._lose_track(events.worker_id, worker, now)
+            return self._resynchronise(events.worker_id, worker, now)
         num_known = worker.next_id - events.first_id
         for change in events.changes[num_known:]:
             self._apply(worker, change)
@@ -84,7 +84,7 @@ class BlockIndex:
             worker.epoch, worker.next_id = part.epoch, None
             worker.next_part, worker.snapshot = 0, identity
         elif worker.snapshot != identity or part.part > worker.next_part:
-            return self._lose_track(part.worker_id, worker, now)
+            return self._resynchronise(part.worker_id, worker, now)
         self._apply(worker, BlockChange(tier=part.tier, stored=part.hashes, removed=b""))
         worker.next_part += 1
         if worker.next_part == part.num_parts:
@@ -168,7 +168,7 @@ class BlockIndex:
         self._holders.put(b"".join(worker.tiers), worker.number, bytes(len(worker.tiers)))
         worker.tiers, worker.num_columns = {}, dict.fromkeys(_BIT, 0)
 
-    def _lose_track(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
+    def _resynchronise(self, worker_id: str, worker: _WorkerColumns, now: float) -> BlockIndexRequest | None:
         self._empty(worker)
         worker.next_id, worker.snapshot = None, (-1, -1, 0)
         worker.num_gaps += 1

@@ -80,7 +80,7 @@ class SchedulerServer:
     async def start(self, host: str) -> Endpoint:
         self._server = Server(host, self._identity, self._serve_peer)
         self._tasks = [
-            asyncio.create_task(self._keep_house(), name="scheduler-housekeeping"),
+            asyncio.create_task(self._expire_and_broadcast(), name="scheduler-housekeeping"),
             asyncio.create_task(self._answer_waiting(), name="scheduler-late-answers"),
         ]
         return self._server.endpoint
@@ -275,16 +275,16 @@ class SchedulerServer:
         for gateway in self._gateways:
             gateway.post(replicas)
 
-    async def _keep_house(self) -> None:
+    async def _expire_and_broadcast(self) -> None:
         while True:
             await asyncio.sleep(self._broadcast_period_s)
             for worker_id in self.scheduler.expire(time.monotonic()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
             self._write_decisions()
             self._broadcast()
-            self._keep_pools()
+            self._order_pool_changes()
 
-    def _keep_pools(self) -> None:
+    def _order_pool_changes(self) -> None:
         for worker_id, order in () if self._pools is None else self._pools.orders(time.monotonic()):
             if isinstance(order, PoolTarget):
                 self._workers[worker_id].post(order)

@@ -253,9 +253,9 @@ class Simulation:
         if len(live.token_times) > live.num_before + 1:  # progress: one token each comes of computing the prompt again
             live.num_faults = 0
         live.num_faults += 1
-        self._again(live, _GATEWAY.retry_delay_s * min(live.num_faults - 1, _GATEWAY.max_attempts))
+        self._attempt_again(live, _GATEWAY.retry_delay_s * min(live.num_faults - 1, _GATEWAY.max_attempts))
 
-    def _again(self, live: LiveRequest, delay_s: float) -> None:
+    def _attempt_again(self, live: LiveRequest, delay_s: float) -> None:
         """Another attempt, or the end of the request."""
         live.attempt += 1
         live.num_retries += 1
@@ -297,10 +297,10 @@ class Simulation:
         hasher = ContentHasher(request, len(self._records), self._config.decode.block_size)
         self._records.append(record)
         self._live[request.request_id] = live = LiveRequest(request, hasher, record)
-        self._come(live)
+        self._come_to_gateway(live)
         self._await_next(requests)
 
-    def _come(self, live: LiveRequest) -> None:
+    def _come_to_gateway(self, live: LiveRequest) -> None:
         live.record.arrival_s = self._clock.now
         live.num_retries, live.placement = 0, None
         self._clock.after(self._config.gateway_s + self._config.message_s, lambda: self._place(live))
@@ -440,7 +440,7 @@ class Simulation:
         if live.key != key:
             return  # this attempt is over
         if retry_after_s is not None and self._may_wait(live):
-            self._again(live, _GATEWAY.retry_delay_s)
+            self._attempt_again(live, _GATEWAY.retry_delay_s)
         else:
             self._refused(live, reason, retry_after_s)
 
@@ -457,7 +457,7 @@ class Simulation:
             del self._live[live.request.request_id]
             return
         live.attempt += 1  # of the sequences' keys: workers may hold on to the last ones for a moment
-        self._clock.after(retry_after_s, lambda: self._come(live))
+        self._clock.after(retry_after_s, lambda: self._come_to_gateway(live))
 
     # --- what workers tell ---
 

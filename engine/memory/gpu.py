@@ -82,7 +82,7 @@ class GpuMemory:
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, int]:
         """`[num_bytes]` uint8 of any content, and a file descriptor by which another process maps it."""
-        size, handle, file = self._whole(num_bytes), c_ulonglong(), c_int(-1)
+        size, handle, file = self._round_up(num_bytes), c_ulonglong(), c_int(-1)
         with torch.cuda.device(self._index):
             _call(self._driver.cuMemCreate, byref(handle), c_size_t(size), byref(self._properties))
             try:
@@ -94,7 +94,7 @@ class GpuMemory:
 
     def map(self, file: int, num_bytes: int, *, writable: bool = False) -> Tensor:
         """`[num_bytes]` uint8 that another process has allocated; unmapped with the last view of it."""
-        size, handle = self._whole(num_bytes), c_ulonglong()
+        size, handle = self._round_up(num_bytes), c_ulonglong()
         with torch.cuda.device(self._index):
             imports = self._driver.cuMemImportFromShareableHandle
             _call(imports, byref(handle), c_void_p(file), c_int(_DESCRIPTOR), flag=False)
@@ -107,7 +107,7 @@ class GpuMemory:
         mapping = _Mapping(self._driver, handle, size, self._index, flags)
         return torch.as_tensor(mapping, device=torch.device("cuda", self._index))
 
-    def _whole(self, num_bytes: int) -> int:
+    def _round_up(self, num_bytes: int) -> int:
         """Rounded up to what can be mapped."""
         step = c_size_t()
         _call(

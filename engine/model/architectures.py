@@ -56,12 +56,12 @@ def models_table() -> str:
 
     def rows() -> Iterator[str]:
         for model_type, architecture in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
-            yield f"| `{model_type}` | {architecture} | {_how(model_type, architecture)} |"
+            yield f"| `{model_type}` | {architecture} | {_way_of_serving(model_type, architecture)} |"
 
     return "\n".join(["| `model_type` | architecture | served |", "|---|---|---|", *rows()])
 
 
-def _how(model_type: str, architecture: str) -> str:
+def _way_of_serving(model_type: str, architecture: str) -> str:
     from engine.model.config import SUPPORTED_ARCHITECTURES
 
     if architecture in SUPPORTED_ARCHITECTURES and model_type in SERVED:

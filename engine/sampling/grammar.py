@@ -71,7 +71,7 @@ class GrammarMasks:
             if row.params.grammar is not None:
                 newest = row.drafts if isinstance(row, DraftedSequence) else row.output_token_ids
                 if newest and newest[-1] in self._eos_token_ids:
-                    bits[index] = self._only(*self._eos_token_ids)  # it is over, and samples once more for nothing
+                    bits[index] = self._mask_of(*self._eos_token_ids)  # it is over, and samples once more for nothing
                 elif isinstance(row, Sequence):
                     self._fill(row, _drafts_after(rows, index), 0, address + index * size, size)
                 elif isinstance(row, DraftedSequence) and not _is_behind_its_own(rows, index):  # a drafter's
@@ -112,7 +112,7 @@ class GrammarMasks:
         forced = forced_token(row.params, row.output_token_ids) if row.params.thinking_budget is not None else None
         if forced is None:
             return bits
-        only = self._only(forced)
+        only = self._mask_of(forced)
         return only if bits is None else both if (both := bits & only).any() else bits
 
     def forced_tokens(self, seq: Sequence) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class GrammarMasks:
         """Milliseconds, for most; what is wrong with it is told by its masks."""
         return LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
 
-    def _only(self, *token_ids: int) -> Bits:
+    def _mask_of(self, *token_ids: int) -> Bits:
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         for token_id in token_ids:
             bits.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)

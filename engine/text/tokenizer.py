@@ -108,7 +108,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError where the folder has no tokenizer of a supported kind."""
-        known = _known(folder)
+        known = _read_cached(folder)
         self._backend = tokenizers.Tokenizer.from_str(known["backend"])
         self._chat_templates: dict[str, str] = known["chat_templates"]
         self._special_tokens: dict[str, Any] = known["special_tokens"]
@@ -235,7 +235,7 @@ class Tokenizer:
 
 def tokenizer_json(folder: Path) -> str:
     """The tokenizer of a checkpoint folder as tokenizer.json writes one, with all added tokens."""
-    backend: str = _known(folder)["backend"]
+    backend: str = _read_cached(folder)["backend"]
     return backend
 
 
@@ -245,7 +245,7 @@ def vocabulary(folder: Path) -> dict[str, int]:
     return ids
 
 
-def _known(folder: Path) -> Json:
+def _read_cached(folder: Path) -> Json:
     return remembered("tokenizer", _files(folder), lambda: _read(folder))
 
 

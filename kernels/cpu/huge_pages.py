@@ -29,7 +29,7 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else _taken(num_bytes)
+    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else _allocate_shared(num_bytes)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
 
@@ -42,7 +42,7 @@ def _mapped(num_bytes: int) -> memoryview:
     return memoryview(mapping)
 
 
-def _taken(num_bytes: int) -> memoryview:
+def _allocate_shared(num_bytes: int) -> memoryview:
     """A part of a mapping that small tensors share. Starts a cache line."""
     global _rest
     with _lock:

@@ -206,7 +206,7 @@ async def telling_of_loading(
         finally:
             connection.close("the worker has loaded its model")
 
-    telling = asyncio.create_task(_again_and_again(tell), name="loading")
+    telling = asyncio.create_task(_report_forever(tell), name="loading")
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ async def telling_of_loading(
         await asyncio.gather(telling, return_exceptions=True)
 
 
-async def _again_and_again(report: Callable[[], Awaitable[None]]) -> None:
+async def _report_forever(report: Callable[[], Awaitable[None]]) -> None:
     """What ends only where the scheduler cannot be reached."""
     while True:
         try:
@@ -256,7 +256,7 @@ class Registration:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(_again_and_again(self._report_while_connected), name="registration")
+        self._task = asyncio.create_task(_report_forever(self._report_while_connected), name="registration")
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -164,7 +164,7 @@ class PoolingResponse(Answer):
             async with self._in_time():
                 vectors = await self._vectors(outbox)
                 self._timeline.sent(range(len(job.specs)))
-                data = await self._made(job.num_bytes, lambda: dumps_large(job.shape(job, vectors)))
+                data = await self._make_part(job.num_bytes, lambda: dumps_large(job.shape(job, vectors)))
                 outbox.resize(len(data))
                 await self._send_json(send, 200, data, outbox=outbox)
         finally:

@@ -218,7 +218,7 @@ class _Proof:
         for kind in _KINDS:
             takers = [parts for parts, possible in zip(own, kinds, strict=True) if kind in possible]
             pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
-            if all(self._apart_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
+            if all(self._are_disjoint_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
                 continue
             if not all(_takes_all(kind, parts) for parts in takers):
                 return
@@ -238,11 +238,11 @@ class _Proof:
         if types:
             schema["type"] = types
 
-    def _apart(self, one: Schema, other: Schema, depth: int) -> bool:
+    def _are_disjoint(self, one: Schema, other: Schema, depth: int) -> bool:
         """Whether it is proven that no instance follows both schemas."""
         left, right = self._parts(one), self._parts(other)
         shared = self._kinds(left) & self._kinds(right)
-        return all(self._apart_in(kind, left, right, depth) for kind in shared)
+        return all(self._are_disjoint_in(kind, left, right, depth) for kind in shared)
 
     def _parts(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
         """Schemas that an instance of this schema follows, too:
@@ -272,18 +272,20 @@ class _Proof:
         values = part.get("enum")
         return values if isinstance(values, list) else None
 
-    def _apart_in(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
+    def _are_disjoint_in(self, kind: str, left: list[dict[str, Any]], right: list[dict[str, Any]], depth: int) -> bool:
         """Whether it is proven that no instance of the kind follows all of `left` and all of `right`."""
         self._steps -= 1
         if self._steps < 0 or depth > _MAX_PROOF_DEPTH:
             return False
         pairs = [(one, other) for one in left for other in right]
-        if any(self._differ(kind, one, other) for one, other in pairs):
+        if any(self._values_are_disjoint(kind, one, other) for one, other in pairs):
             return True
         if kind == "object":
             required = {name for part in (*left, *right) for name in _texts(part.get("required", []))}
             for name in sorted(required):
-                if any(self._apart(_property(one, name), _property(other, name), depth + 1) for one, other in pairs):
+                if any(
+                    self._are_disjoint(_property(one, name), _property(other, name), depth + 1) for one, other in pairs
+                ):
                     return True
         return self._split(kind, left, right, depth) or self._split(kind, right, left, depth)
 
@@ -293,13 +295,13 @@ class _Proof:
         for part in left:
             for options in (part.get("anyOf"), part.get("oneOf")):
                 if isinstance(options, list) and all(
-                    kind not in self._kinds(parts) or self._apart_in(kind, parts, right, depth + 1)
+                    kind not in self._kinds(parts) or self._are_disjoint_in(kind, parts, right, depth + 1)
                     for parts in map(self._parts, options)
                 ):
                     return True
         return False
 
-    def _differ(self, kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def _values_are_disjoint(self, kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether two schemas have no instance of the kind in common by their values or their limits alone."""
         values = self._values(one), self._values(other)
         if values[0] is not None and values[1] is not None:

@@ -38,13 +38,13 @@ def written(text: str, tokenizer: LLTokenizer) -> str:
     tag = {name: value for name, value in tag.items() if name != "type" or value != "structural_tag"}
     if "format" not in tag:
         tag = {"format": _of_structures(tag)}
-    _only(tag, {"format"})
+    _refuse_unknown_keys(tag, {"format"})
     return _Writer(tokenizer).grammar(tag["format"])
 
 
 def _of_structures(tag: Format) -> Format:
     """The format of a tag in the older spelling, which knows only one."""
-    _only(tag, {"structures", "triggers"})
+    _refuse_unknown_keys(tag, {"structures", "triggers"})
     structures = _list(tag, "structures")
     for structure in structures:
         if not isinstance(structure, dict) or not {"begin", "schema", "end"} == set(structure):
@@ -117,14 +117,14 @@ class _Writer:
     # --- parts that end by themselves ---
 
     def _const_string(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "value"})
+        _refuse_unknown_keys(part, {"type", "value"})
         return _followed(_lark(self._mark(_text(part, "value"))), ends)
 
     def _token(self, part: Format, ends: list[Mark] | None) -> str:
         return _followed(_lark(self._mark(part)), ends)
 
     def _json_schema(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "json_schema", "style", "any_order"})
+        _refuse_unknown_keys(part, {"type", "json_schema", "style", "any_order"})
         if part.get("style", "json") != "json":
             raise _refused("The `style` of a json_schema can only be 'json'")
         if part.get("any_order", False) is not False:
@@ -137,7 +137,7 @@ class _Writer:
         return _followed(self._named(json.loads(made)["grammars"][0]), ends)
 
     def _regex(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "pattern"})
+        _refuse_unknown_keys(part, {"type", "pattern"})
         made = json.loads(LLMatcher.grammar_from_regex(_text(part, "pattern")))["grammars"][0]
         if ends is None or not all(map(_is_plain, ends)):
             return _followed(self._named(made), ends)
@@ -145,7 +145,7 @@ class _Writer:
         return self._up_to(self._free_text({}, ends, made["lark_grammar"].removeprefix("start: ")), ends)
 
     def _grammar(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "grammar"})
+        _refuse_unknown_keys(part, {"type", "grammar"})
         text = _text(part, "grammar")
         try:
             lark = any_to_lark(text)
@@ -156,17 +156,17 @@ class _Writer:
     # --- parts made of others ---
 
     def _sequence(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "elements"})
+        _refuse_unknown_keys(part, {"type", "elements"})
         *first, last = _list(part, "elements")
         return " ".join([*(self._limited(one) for one in first), self._part(last, ends)])
 
     def _or(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "elements"})
+        _refuse_unknown_keys(part, {"type", "elements"})
         return _followed(_either(self._limited(way) for way in _list(part, "elements")), ends)
 
     def _repeated(self, part: Format, ends: list[Mark] | None) -> str:
         kind = part["type"]
-        _only(part, {"type", "content"} | ({"min", "max"} if kind == "repeat" else set()))
+        _refuse_unknown_keys(part, {"type", "content"} | ({"min", "max"} if kind == "repeat" else set()))
         inner = self._limited(part.get("content"))
         if kind != "repeat":
             return _followed(f"({inner}){_TIMES[kind]}", ends)
@@ -178,7 +178,7 @@ class _Writer:
         return _followed(f"({inner}){{{least},{most}}}", ends)
 
     def _tag(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "begin", "content", "end"})
+        _refuse_unknown_keys(part, {"type", "begin", "content", "end"})
         return _followed(f"{_lark(self._mark(part.get('begin')))} {self._content(part)}", ends)
 
     def _content(self, tag: Format) -> str:
@@ -188,7 +188,7 @@ class _Writer:
         return self._part(tag.get("content"), [self._mark(one) for one in ends])
 
     def _tags_with_separator(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "tags", "separator", "at_least_one", "stop_after_first"})
+        _refuse_unknown_keys(part, {"type", "tags", "separator", "at_least_one", "stop_after_first"})
         either = _either(self._limited(_tag(tag)) for tag in _list(part, "tags"))
         separator = _lark(self._mark(_text(part, "separator")))
         tags = either if _flag(part, "stop_after_first") else f"{either} ({separator} {either})*"
@@ -197,7 +197,7 @@ class _Writer:
     # --- free text ---
 
     def _any_text(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "excludes", "max_chars", "max_tokens"})
+        _refuse_unknown_keys(part, {"type", "excludes", "max_chars", "max_tokens"})
         if part.get("max_tokens") is not None:
             raise _refused("`max_tokens` of any_text is not supported; use `max_chars`")
         most = part.get("max_chars")
@@ -207,7 +207,7 @@ class _Writer:
         return self._up_to(self._free_text(part, ends or [], pattern), ends)
 
     def _triggered_tags(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes"})
+        _refuse_unknown_keys(part, {"type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes"})
         behind: dict[str, list[str]] = {trigger: [] for trigger in _texts(part, "triggers")}
         for tag in map(_tag, _list(part, "tags")):
             begin = _text(tag, "begin")
@@ -222,7 +222,7 @@ class _Writer:
         return self._dispatched(part, behind, ends, begins=first, loop=not once)
 
     def _dispatch(self, part: Format, ends: list[Mark] | None) -> str:
-        _only(part, {"type", "rules", "loop", "excludes"})
+        _refuse_unknown_keys(part, {"type", "rules", "loop", "excludes"})
         behind: dict[str, list[str]] = {}
         for rule in _list(part, "rules"):
             if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
@@ -290,7 +290,7 @@ class _Writer:
         if _kind(said) != "token":
             raise _refused("Where a tag begins and ends must be said by a text, or by a format `token`")
         part = _object(said)
-        _only(part, {"type", "token"})
+        _refuse_unknown_keys(part, {"type", "token"})
         token = part.get("token")
         ids = self._tokenizer.tokenize_str(token, parse_special=True) if isinstance(token, str) else [token]
         if len(ids) != 1 or not _is_count(ids[0], self._tokenizer.vocab_size - 1):
@@ -378,11 +378,11 @@ def _tag(part: object) -> Format:
     tag = {"type": "tag", **_object(part)}
     if tag["type"] != "tag":
         raise _refused("Each of the `tags` must be a format `tag`")
-    _only(tag, {"type", "begin", "content", "end"})
+    _refuse_unknown_keys(tag, {"type", "begin", "content", "end"})
     return tag
 
 
-def _only(part: Format, known: set[str]) -> None:
+def _refuse_unknown_keys(part: Format, known: set[str]) -> None:
     stranger = next((name for name in part if name not in known), None)
     if stranger is not None:
         raise _refused(f"{stranger[:40]!r} is not known in the format {str(part.get('type', 'structural_tag'))[:40]!r}")

@@ -72,7 +72,7 @@ def parse_response_format(value: object) -> OutputConstraint | None:
     if kind not in ("text", "json_object", "json_schema"):
         known = "text, json_object, json_schema or structural_tag"
         raise _error("unsupported_value", f"the type {kind[:40]!r} is unknown; use {known}")
-    _only(value, {"type"} | ({"json_schema"} if kind == "json_schema" else set()))
+    _refuse_unknown_keys(value, {"type"} | ({"json_schema"} if kind == "json_schema" else set()))
     if kind == "text":
         return None
     if kind == "json_object":
@@ -83,7 +83,7 @@ def parse_response_format(value: object) -> OutputConstraint | None:
 def _named_schema(wrapper: object) -> object:
     if not isinstance(wrapper, Mapping):
         raise _error("invalid_type", "json_schema must be an object such as {'name': 'answer', 'schema': {...}}")
-    _only(wrapper, {"name", "description", "schema", "strict"})  # enforced with and without `strict`
+    _refuse_unknown_keys(wrapper, {"name", "description", "schema", "strict"})  # enforced with and without `strict`
     name = wrapper.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= 64:
         raise _error("invalid_value", "json_schema must have a `name` of 1 to 64 characters")
@@ -102,7 +102,7 @@ def parse_structured_outputs(value: object) -> OutputConstraint | None:
         return value
     if not isinstance(value, Mapping):
         raise _error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
-    _only(value, {"json", "regex", "choice", "grammar", "structural_tag", "json_object"})
+    _refuse_unknown_keys(value, {"json", "regex", "choice", "grammar", "structural_tag", "json_object"})
     given = [(kind, wish) for kind, wish in value.items() if wish is not None and wish is not False]
     if len(given) != 1:
         raise _error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
@@ -133,7 +133,7 @@ def _error(code: str, sentence: str) -> PydanticCustomError:
     return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
 
 
-def _only(value: Mapping[Any, Any], known: set[str]) -> None:
+def _refuse_unknown_keys(value: Mapping[Any, Any], known: set[str]) -> None:
     stranger = next((name for name in value if name not in known), None)
     if stranger is not None:
         raise _error("invalid_value", f"{str(stranger)[:40]!r} is not known here; leave it out")
@@ -220,15 +220,15 @@ def compiled(wanted: OutputConstraint, tokenizer: LLTokenizer) -> str:
     Raises UnsupportedGrammarError unless all of it can be enforced."""
     try:
         if wanted.kind == "structural_tag":
-            return _tried(structural_tags.written(wanted.text, tokenizer), tokenizer)
-        return _tried(_WRITERS[wanted.kind](wanted.text), tokenizer)
+            return _checked_grammar(structural_tags.written(wanted.text, tokenizer), tokenizer)
+        return _checked_grammar(_WRITERS[wanted.kind](wanted.text), tokenizer)
     except UnsupportedGrammarError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UnsupportedGrammarError(_told(str(error))) from error
+        raise UnsupportedGrammarError(_as_sentence(str(error))) from error
 
 
-def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
+def _checked_grammar(grammar: str, tokenizer: LLTokenizer) -> str:
     """The grammar, if it compiles and gives its first masks. Raises UnsupportedGrammarError."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise UnsupportedGrammarError(
@@ -238,7 +238,7 @@ def _tried(grammar: str, tokenizer: LLTokenizer) -> str:
     for _ in range(_NUM_TRIED):
         allowed = _first_allowed(matcher, tokenizer.vocab_size)
         if allowed is None:
-            raise UnsupportedGrammarError(_told(matcher.get_error() or "no token may come next"))
+            raise UnsupportedGrammarError(_as_sentence(matcher.get_error() or "no token may come next"))
         if allowed in tokenizer.eos_tokens:
             break
         matcher.consume_token(allowed)
@@ -257,7 +257,7 @@ def _first_allowed(matcher: LLMatcher, vocab_size: int) -> int | None:
     return int(words[0]) * 32 + (word & -word).bit_length() - 1
 
 
-def _told(reason: str) -> str:
+def _as_sentence(reason: str) -> str:
     """A library's words as a sentence, cut short: they may quote all of a schema."""
     line = " ".join(reason.replace("<non-verbose/>", "").split())
     return f"{line[:_MAX_REASON_CHARS].rstrip('.')}."
@@ -286,7 +286,7 @@ def _from_grammar(text: str) -> str:
     try:
         return _from_lark(any_to_lark(text))
     except Exception as error:  # it may be of any kind: the parser is written in Python, for good input
-        raise UnsupportedGrammarError(f"It is neither Lark nor GBNF: {_told(str(error))}") from error
+        raise UnsupportedGrammarError(f"It is neither Lark nor GBNF: {_as_sentence(str(error))}") from error
 
 
 def _from_calls(text: str) -> str:

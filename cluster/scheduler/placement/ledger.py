@@ -233,7 +233,7 @@ class Ledger:
         computing = self._workers[booking.computing]
         self._correct_queue(computing, now)
         self._plan_queue(computing, now)
-        self._known(booking, 0)
+        self._count_as_known(booking, 0)
         self.table.predict_step(self.table.row(decode), now)
         return booking
 
@@ -253,7 +253,7 @@ class Ledger:
         row = self.table.row(decode)
         slots = self.table.slots[:, row, booking.slot]
         slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = first_at, self.table.rows[Row.STEPS, row] - num_emitted
-        self._known(booking, num_emitted)
+        self._count_as_known(booking, num_emitted)
         self.table.predict_step(row, now)
         return booking
 
@@ -356,16 +356,16 @@ class Ledger:
         if is_idle:  # begins now, or when the unknown work is done
             computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
         computing.queue[booking.query.request_id] = booking
-        self._lend(booking, 1)
+        self._count_lent(booking, 1)
         return is_idle
 
-    def _lend(self, booking: Booking, sign: int) -> None:
+    def _count_lent(self, booking: Booking, sign: int) -> None:
         """Memory of the worker that computes a prompt for another one."""
         if booking.computing != booking.decode:
             lent = booking.query.num_tokens - booking.rest_tokens
             self.table.rows[Row.LENT_TOKENS, self.table.row(booking.computing)] += sign * lent
 
-    def _known(self, booking: Booking, num_emitted: int) -> None:
+    def _count_as_known(self, booking: Booking, num_emitted: int) -> None:
         """Take a request out of the unknown load, EXTRA_DECODES and EXTRA_CONTEXT: the worker's report includes it, and
         it is booked now."""
         if booking.query.is_pooled:
@@ -408,7 +408,7 @@ class Ledger:
 
     def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
         was_first = next(iter(computing.queue)) == request_id
-        self._lend(computing.queue.pop(request_id), -1)
+        self._count_lent(computing.queue.pop(request_id), -1)
         if was_first or computed:
             computing.busy_since, computing.extra_s = now, 0.0 if computed else computing.extra_s
         self._plan_queue(computing, now)

@@ -181,12 +181,12 @@ def test_who_handed_over_concerns_an_attempt_no_more() -> None:
     run = _run()
     run.state = RequestState.PREFILLING
     run.computing_on = {"prefill"}
-    assert not run.handed_over("prefill", 5), "it is of another attempt"
+    assert not run.on_handed_over("prefill", 5), "it is of another attempt"
     assert run.concerns("prefill")
-    assert run.handed_over("prefill", 0), "no token came: the rest is computed"
+    assert run.on_handed_over("prefill", 0), "no token came: the rest is computed"
     assert (run.concerns("prefill"), run.concerns("decode"), run.computing_on) == (False, True, set())
     run.merge("decode", _event(0))
-    assert not run.handed_over("prefill", 0)
+    assert not run.on_handed_over("prefill", 0)
 
 
 def test_a_split_reaches_the_workers_unless_the_prompt_s_logprobs_are_asked_for() -> None:
