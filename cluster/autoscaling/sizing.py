@@ -100,7 +100,7 @@ class PoolSize:
     learned_at: float = -math.inf
     needed: int = field(default=0, init=False)
 
-    def look(self, now: float, view: PoolView) -> None:
+    def observe(self, now: float, view: PoolView) -> None:
         """Note how many workers the pool needs now, and whether one fewer would do. Changes no size."""
         if not self.rules.scales:
             self.size = view.live
@@ -171,7 +171,7 @@ class PoolSizer:
         for pool, view in ((self._prefill, prefill), (self._decode, decode)):
             if now < self._settled_at:
                 pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
-            pool.look(now, view)
+            pool.observe(now, view)
         if now < self._settled_at:
             return None
         flip = self._flip(now)

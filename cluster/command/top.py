@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_once(server: ServerAddress) -> int:
     try:
-        picture = look(server)
+        picture = fetch(server)
     except (OSError, AnswerError) as error:
         print(f"error: {_unreachable(server, error)}", file=sys.stderr)
         return 1
@@ -93,7 +93,7 @@ def _watch(server: ServerAddress, every_s: float) -> int:
 def _lines(server: ServerAddress) -> list[Line]:
     """The lines of a new picture, or, if nothing answers as Legato does, a line that says why. It may come back."""
     try:
-        return frame(look(server))
+        return frame(fetch(server))
     except (OSError, AnswerError) as error:
         return [[("Legato", "title"), ("  ", ""), (_unreachable(server, error), "bad")]]
 
@@ -112,7 +112,7 @@ def _has_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def look(server: ServerAddress) -> Picture:
+def fetch(server: ServerAddress) -> Picture:
     """Ask a gateway for a picture of its cluster.
     Raises OSError if nobody answers, AnswerError if what answers is not Legato."""
     from prometheus_client.parser import text_string_to_metric_families

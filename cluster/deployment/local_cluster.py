@@ -252,7 +252,7 @@ class StartStates:
         """Whether all workers are there that the configuration starts; some may serve before."""
         return self._num_ready >= self._num_workers
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Ask Serve and the gateway, and print what is new. Raises StartError if Serve has given the application up."""
         from ray import serve
 
@@ -351,7 +351,7 @@ def wait_until_ready(states: StartStates, interrupted: threading.Event, silence_
     a large model may take longer in all."""
     try:
         while not interrupted.wait(_LOOK_EVERY_S):
-            states.look()
+            states.refresh()
             why = _why_not_ready(states.url)
             if why is None and states.all_ready:
                 break

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from cluster.__main__ import main
-from cluster.command.top import frame, look, render
+from cluster.command.top import fetch, frame, render
 from cluster.config.settings import GatewaySettings
 from cluster.errors import OverloadedError
 from cluster.load.client import ServerAddress
@@ -281,7 +281,7 @@ def test_top_prints_one_frame_where_there_is_no_terminal(
 ) -> None:
     target.complete(max_tokens=3, extra_body={"ignore_eos": True})
     server = ServerAddress.at(url_of(target))
-    wait_until(lambda: (seen := look(server)).outcomes and not seen.running, what="the request was not counted")
+    wait_until(lambda: (seen := fetch(server)).outcomes and not seen.running, what="the request was not counted")
     monkeypatch.setattr("sys.argv", ["legato", "top", url_of(target)])
     assert main() == 0
     out = capsys.readouterr().out
@@ -327,6 +327,6 @@ def test_top_in_a_terminal(target: Target) -> None:
 
 
 def test_a_frame_is_no_wider_than_the_terminal(target: Target) -> None:
-    lines = frame(look(ServerAddress.at(url_of(target))))
+    lines = frame(fetch(ServerAddress.at(url_of(target))))
     for width in (1, 20, 80, 400):
         assert all(len(render(line, width, colour=False)) <= width for line in lines)

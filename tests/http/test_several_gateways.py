@@ -178,7 +178,7 @@ async def test_the_board_shows_requests_of_all(tokenizer: Tokenizer, monkeypatch
 
         async def both_are_shown() -> None:
             while not shown.get("requests", {}).keys() >= {here, running.request_id}:
-                shown.update(await observer.look())
+                shown.update(await observer.observe())
                 await asyncio.sleep(0)
 
         await both_are_shown()
@@ -188,11 +188,11 @@ async def test_the_board_shows_requests_of_all(tokenizer: Tokenizer, monkeypatch
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         while "end" not in shown["requests"][running.request_id]:
-            shown.update(await observer.look())
+            shown.update(await observer.observe())
             await asyncio.sleep(0)
         await second.orchestrator.stop()
         while shown["gateways"] > 1:
-            shown.update(await observer.look())
+            shown.update(await observer.observe())
             await asyncio.sleep(0)
         assert shown["requests"].keys() == {here}
 

@@ -107,7 +107,7 @@ class Board:
         """Take pictures again and again, until cancelled. An error ends it, and all viewers' streams."""
         try:
             while True:
-                self._show(await self._observer.look())
+                self._show(await self._observer.observe())
                 await asyncio.sleep(1.0 / PER_S)
         except Exception:
             logger.exception("the board cannot be shown")

@@ -91,7 +91,7 @@ class Observer:
         self._asking, self._asked_at = None, -math.inf
         self._others = GatheredAnswers([self._api.cluster.gateway], [], {})
 
-    async def look(self) -> Picture:
+    async def observe(self) -> Picture:
         """Take a picture. Other tasks have their turns between its parts."""
         now = time.monotonic()
         if now - self._slow_at >= SLOW_S:

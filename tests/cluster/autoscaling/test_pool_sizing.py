@@ -24,7 +24,7 @@ def view(demand: float, live: int, *, burns: bool = False) -> PoolView:
 
 def look(pool: PoolSize, now: float, demand: float, *, burns: bool = False) -> int:
     """One tick of a pool whose workers start at once."""
-    pool.look(now, view(demand, pool.size, burns=burns))
+    pool.observe(now, view(demand, pool.size, burns=burns))
     pool.scale(now)
     return pool.size
 
@@ -133,11 +133,11 @@ def test_nothing_shrinks_before_it_is_there() -> None:
     """Workers that are still starting are not taken away because nobody has asked for them yet."""
     pool = PoolSize(PoolRules(initial=4, max_workers=4, hold_s=10.0, patience_s=600.0), 4, raised_at=0.0)
     for second in range(599):
-        pool.look(float(second), view(0.0, live=1))
+        pool.observe(float(second), view(0.0, live=1))
         pool.scale(float(second))
     assert pool.size == 4
     for second in range(599, 640):
-        pool.look(float(second), view(0.0, live=1))
+        pool.observe(float(second), view(0.0, live=1))
         pool.scale(float(second))
     assert pool.size < 4
 
