@@ -65,7 +65,7 @@ SLOW_S: Final = 1.0  # between looks at what changes slowly or costs the schedul
 
 class Observer:
     """Takes pictures of one gateway and its cluster, and remembers the last one to tell what happened since. Only one
-    task at a time may call `look`."""
+    task at a time may call `observe`."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
