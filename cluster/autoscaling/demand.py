@@ -18,7 +18,7 @@ import numpy as np
 from cluster.autoscaling.sizing import PoolsPlan, PoolView
 from cluster.scheduler.placement.admission import AdmissionOutcome, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Fact, Slot
 from cluster.slo.sliding_window import SlidingWindow
 from cluster.slo.tracker import Burn, SeriesSnapshot
 from engine.cost_model.step_cost import StepCost, StepWork
@@ -174,7 +174,7 @@ class DemandMonitor:
         """How the pools of prefill and of decode stand now.
         What is not one pool's fault is blamed on the busier one."""
         table = self._ledger.table
-        num_prefill, num_decode = (int((table.rows[Row.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
+        num_prefill, num_decode = (int((table.facts[Fact.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
         fresh = -math.expm1((self._held_at - now) / (self._plan.decode.hold_s / 2))
         self._held, self._held_at = self._held + fresh * (_held_by_those_who_decode(self._ledger) - self._held), now
         prefill, decode = self.forecasts(now)
@@ -190,13 +190,16 @@ class DemandMonitor:
         best, table, uncached = verdict.decision.best, self._ledger.table, verdict.decision.uncached_tokens
         computing, decoding = table.row(best.computing), table.row(best.decode)
         prompt_s = prefill_work_s(
-            table.cost(computing), uncached, query.num_tokens - uncached, float(table.rows[Row.CHUNK_TOKENS, computing])
+            table.cost(computing),
+            uncached,
+            query.num_tokens - uncached,
+            float(table.facts[Fact.CHUNK_TOKENS, computing]),
         )
         (self._decode if table.decodes(best.computing) else self._prefill).add(now, prompt_s)
         if query.is_pooled:
             return
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-        kv_tokens, max_num_seqs = table.rows[[Row.KV_TOKENS, Row.MAX_SEQUENCES], decoding].tolist()
+        kv_tokens, max_num_seqs = table.facts[[Fact.KV_TOKENS, Fact.MAX_SEQUENCES], decoding].tolist()
         decode_s = decode_work_s(
             *(table.cost(decoding), kv_tokens, max_num_seqs),
             num_tokens=query.num_tokens,
@@ -224,12 +227,12 @@ def _held_by_those_who_decode(ledger: Ledger) -> float:
     In smaller batches they leave sooner, so this tells less than arrivals do, unless outputs turn out longer than
     expected, or began before this scheduler did."""
     _, decodes = ledger.table.pools()
-    facts, slots = ledger.table.rows[:, decodes], ledger.table.slots[:, decodes]
+    facts, slots = ledger.table.facts[:, decodes], ledger.table.slots[:, decodes]
     contexts = np.maximum(slots[Slot.TOKENS] + slots[Slot.OUTPUT] / 2, 1.0)
-    each_s = facts[Row.DECODE_S][:, None] + facts[Row.CONTEXT_TOKEN_S][:, None] * contexts
-    in_time_s = np.maximum(slots[Slot.TPOT_TARGET_S] - facts[Row.BASE_S][:, None], each_s)
-    shares = np.maximum(each_s / np.maximum(in_time_s, 1e-9), contexts / facts[Row.KV_TOKENS].clip(min=1.0)[:, None])
-    shares = np.maximum(shares, 1.0 / facts[Row.MAX_SEQUENCES][:, None])
+    each_s = facts[Fact.DECODE_S][:, None] + facts[Fact.CONTEXT_TOKEN_S][:, None] * contexts
+    in_time_s = np.maximum(slots[Slot.TPOT_TARGET_S] - facts[Fact.BASE_S][:, None], each_s)
+    shares = np.maximum(each_s / np.maximum(in_time_s, 1e-9), contexts / facts[Fact.KV_TOKENS].clip(min=1.0)[:, None])
+    shares = np.maximum(shares, 1.0 / facts[Fact.MAX_SEQUENCES][:, None])
     decoding = (slots[Slot.OUTPUT] > 0.0) & (slots[Slot.JOINED_STEP] < np.inf)
-    unknown = facts[Row.EXTRA_CONTEXT] / facts[Row.KV_TOKENS].clip(min=1.0)
+    unknown = facts[Fact.EXTRA_CONTEXT] / facts[Fact.KV_TOKENS].clip(min=1.0)
     return float((shares * decoding).sum() + unknown.sum())

@@ -19,7 +19,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.recovery import RecoveredRequests
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
@@ -75,11 +75,11 @@ class GlobalScheduler:
         """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
         if snapshot.worker_id not in self.ledger.table:
             return False
-        before = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)].copy()
+        before = self.ledger.table.facts[:, self.ledger.table.row(snapshot.worker_id)].copy()
         self.ledger.heartbeat(snapshot, now)
-        after = self.ledger.table.rows[:, self.ledger.table.row(snapshot.worker_id)]
-        earlier_s = max(before[Row.DRAINED_AT], now) - max(after[Row.DRAINED_AT], now)
-        left = before[Row.EXTRA_DECODES] > after[Row.EXTRA_DECODES] or before[Row.DRAINING] > after[Row.DRAINING]
+        after = self.ledger.table.facts[:, self.ledger.table.row(snapshot.worker_id)]
+        earlier_s = max(before[Fact.DRAINED_AT], now) - max(after[Fact.DRAINED_AT], now)
+        left = before[Fact.EXTRA_DECODES] > after[Fact.EXTRA_DECODES] or before[Fact.DRAINING] > after[Fact.DRAINING]
         if earlier_s > FREED_S or left:
             self._room_may_have_come(now)
         return True
@@ -228,4 +228,4 @@ class GlobalScheduler:
         """Whether it refuses also those that it has blocks reserved for."""
         if worker_id is None or worker_id not in self.ledger.table:
             return False
-        return bool(self.ledger.table.rows[Row.DRAINING][self.ledger.table.row(worker_id)])
+        return bool(self.ledger.table.facts[Fact.DRAINING][self.ledger.table.row(worker_id)])

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from cluster.errors import OverloadedError
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Fact
 from cluster.scheduler.scheduler import GlobalScheduler
 from cluster.slo.classes import RequestTerms
 from kv_transfer.messages.requests import RequestSpec
@@ -119,8 +119,8 @@ async def restarted(cluster: MiniCluster, num_running: int) -> GlobalScheduler:
             snapshot.sequence_number > heard[info.worker_id] + 1 for info, snapshot in scheduler.replicas().workers
         )
     )
-    rows = scheduler.ledger.table.rows
-    assert not rows[[Row.EXTRA_DECODES, Row.EXTRA_CONTEXT]].any(), "what workers report is what gateways have told"
+    facts = scheduler.ledger.table.facts
+    assert not facts[[Fact.EXTRA_DECODES, Fact.EXTRA_CONTEXT]].any(), "what workers report is what gateways have told"
     return scheduler
 
 

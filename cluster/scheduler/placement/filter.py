@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.worker_table import Floats, Row, Rows, WorkerTable
+from cluster.scheduler.placement.worker_table import Fact, Floats, Rows, WorkerTable
 from engine.cost_model.step_cost import DECODES_PART
 from kv_transfer.messages.scheduling import Place
 
@@ -82,14 +82,14 @@ def filter_workers(
     if query.adapter:  # who decodes loads it while the prompt is computed
         adapter_s = table.adapter_s(query.adapter)
         prompt = replace(prompt, work_s=prompt.work_s + adapter_s, first_s=prompt.first_s + adapter_s)
-    facts = table.rows[:, decodes]
-    alone_s = facts[Row.BASE_S] + facts[Row.DECODE_S] + facts[Row.CONTEXT_TOKEN_S] * query.num_tokens
+    facts = table.facts[:, decodes]
+    alone_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] + facts[Fact.CONTEXT_TOKEN_S] * query.num_tokens
     return Filtered(
         prompt=prompt,
         ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
         decodes=bool(allowed[decodes].any()) or (query.is_pooled and bool(allowed.any())),
         shortest_s=float(prompt.work_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
-        shortest_tpot_s=float((alone_s / facts[Row.TOKENS_PER_STEP])[allowed[decodes]].min(initial=np.inf)),
+        shortest_tpot_s=float((alone_s / facts[Fact.TOKENS_PER_STEP])[allowed[decodes]].min(initial=np.inf)),
     )
 
 
@@ -99,10 +99,10 @@ def eligible(table: WorkerTable, query: Place) -> NDArray[np.bool_]:
     The decode worker that holds a reservation already is the only one then, leaving or not. Where no decode worker is
     left, excluded ones no longer are excluded."""
     _, decodes = table.pools()
-    longest = table.rows[Row.MAX_MODEL_LEN, : len(table)]
+    longest = table.facts[Fact.MAX_MODEL_LEN, : len(table)]
     fits = longest >= query.num_tokens
     fits[decodes] = longest[decodes] >= query.num_tokens + query.max_new_tokens
-    wanted: NDArray[np.bool_] = fits & (table.rows[Row.DRAINING, : len(table)] == 0.0)
+    wanted: NDArray[np.bool_] = fits & (table.facts[Fact.DRAINING, : len(table)] == 0.0)
     if query.is_pooled:
         return _for_pooling(table, query, wanted)
     staying = wanted[decodes].copy()
@@ -133,7 +133,7 @@ def _for_pooling(table: WorkerTable, query: Place, wanted: NDArray[np.bool_]) ->
 def may_ever_fit(table: WorkerTable, query: Place) -> bool:
     """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
     _, decodes = table.pools()
-    longest = table.rows[Row.MAX_MODEL_LEN, slice(0, len(table)) if query.is_pooled else decodes]
+    longest = table.facts[Fact.MAX_MODEL_LEN, slice(0, len(table)) if query.is_pooled else decodes]
     return not len(longest) or bool(longest.max() >= query.num_tokens + query.max_new_tokens)
 
 
@@ -147,14 +147,14 @@ def forecast_prompt(
     A worker takes so many tokens into a step that all who decode there keep the pace that they were promised, and no
     more than save time: the fuller it is, the more steps a prompt takes. Whoever can hardly keep it without prompts
     holds them up no further, so that there is an end to it."""
-    facts = table.rows[:, : len(table)]
-    step_s = facts[Row.STEP_S] * facts[Row.TOKENS_PER_STEP] / facts[Row.STRETCH]
-    with_any_s = step_s + facts[Row.PREFILL_BASE_S]  # what comes with prompt tokens, however few
-    bears_s = np.maximum(facts[Row.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
-    decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES]
+    facts = table.facts[:, : len(table)]
+    step_s = facts[Fact.STEP_S] * facts[Fact.TOKENS_PER_STEP] / facts[Fact.STRETCH]
+    with_any_s = step_s + facts[Fact.PREFILL_BASE_S]  # what comes with prompt tokens, however few
+    bears_s = np.maximum(facts[Fact.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
+    decodes = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES]
     room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * with_any_s), np.inf)
     # Each that decodes takes a token of the step's budget.
-    chunk = np.maximum(facts[Row.CHUNK_TOKENS] - facts[Row.BOOKED], 1.0)
+    chunk = np.maximum(facts[Fact.CHUNK_TOKENS] - facts[Fact.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
     cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
@@ -162,17 +162,17 @@ def forecast_prompt(
     if depths > 1:
         load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
         load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
-    added_s = uncached * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
+    added_s = uncached * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
     num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
     num_steps = np.maximum(num_steps, 1.0)
     work_s = load_s + (added_s + num_steps * with_any_s)
-    added_s = added_s + num_steps * facts[Row.PREFILL_BASE_S]
+    added_s = added_s + num_steps * facts[Fact.PREFILL_BASE_S]
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
-    full_s = chunk * (facts[Row.PREFILL_TOKEN_S] + facts[Row.PREFILL_PAIR_S] * num_tokens / 2)  # of a step
+    full_s = chunk * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * num_tokens / 2)  # of a step
     nothing = np.zeros(len(table))
     return PromptForecast(
         cached_tokens=cached[best],
-        wait_s=np.maximum(facts[Row.DRAINED_AT] - now, 0.0),
+        wait_s=np.maximum(facts[Fact.DRAINED_AT] - now, 0.0),
         work_s=work_s[best],
         added_s=added_s[best],
         pace=1.0 + step_s / np.maximum(np.minimum(room_s, full_s), 1e-9),
@@ -193,7 +193,7 @@ def shortlist(
         best = np.array(_first(found.ready_s, policy.num_exact), dtype=np.intp)
         return (best, best), np.array([], dtype=np.intp)
     prefills, decodes = table.pools()
-    kinds, one = table.rows[Row.COMPATIBILITY, : len(table)], len(table.kinds) == 1
+    kinds, one = table.facts[Fact.COMPATIBILITY, : len(table)], len(table.kinds) == 1
     step_s = np.where(found.ready_s[decodes] < np.inf, _coarse_step_s(table, decodes, query, policy), np.inf)
     computing: list[int] = []
     decode: list[int] = []
@@ -227,7 +227,7 @@ def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Float
         rows = table.rows_of(reach)
         known = rows >= 0
         columns = np.fromiter(chain.from_iterable(reach.values()), np.float64).reshape(-1, 3)[known].T
-        tokens[:, rows[known]] = columns * table.rows[Row.BLOCK_SIZE, rows[known]]
+        tokens[:, rows[known]] = columns * table.facts[Fact.BLOCK_SIZE, rows[known]]
     return tokens
 
 
@@ -246,22 +246,22 @@ def _first(score: Floats, count: int) -> list[int]:
 
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
     """Choose among the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
-    facts = table.rows[:, pool]
-    held = facts[Row.BOOKED_CONTEXT] + facts[Row.LENT_TOKENS] + facts[Row.EXTRA_CONTEXT]
-    has_room = held + query.num_tokens <= facts[Row.KV_TOKENS]
+    facts = table.facts[:, pool]
+    held = facts[Fact.BOOKED_CONTEXT] + facts[Fact.LENT_TOKENS] + facts[Fact.EXTRA_CONTEXT]
+    has_room = held + query.num_tokens <= facts[Fact.KV_TOKENS]
     ready_s = np.where(has_room, ready_s[pool], np.inf)
-    fewest = np.where(ready_s < np.inf, facts[Row.BOOKED] + facts[Row.EXTRA_DECODES], np.inf)
+    fewest = np.where(ready_s < np.inf, facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES], np.inf)
     return [pool.start + row for row in {*_first(ready_s, _NUM_IN_POOL), *_first(fewest, _NUM_IN_POOL)}]
 
 
 def _coarse_step_s(table: WorkerTable, pool: slice, query: Place, policy: DecisionPolicy) -> Floats:
     """A rough step's seconds on each worker, with everyone who is booked, whenever they come and go; late where the
     prompts alone fill the memory. In one pool some compute most prompts, which counts."""
-    facts = table.rows[:, pool]
-    context = facts[Row.BOOKED_CONTEXT] + facts[Row.EXTRA_CONTEXT] + query.num_tokens
-    decodes = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1
-    step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+    facts = table.facts[:, pool]
+    context = facts[Fact.BOOKED_CONTEXT] + facts[Fact.EXTRA_CONTEXT] + query.num_tokens
+    decodes = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES] + 1
+    step_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * context
     if policy.one_pool:
-        step_s = step_s * facts[Row.STRETCH]
-    coarse: Floats = np.where(context > facts[Row.KV_TOKENS], 1000.0 * step_s, step_s)
+        step_s = step_s * facts[Fact.STRETCH]
+    coarse: Floats = np.where(context > facts[Fact.KV_TOKENS], 1000.0 * step_s, step_s)
     return coarse

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
-from cluster.scheduler.placement.worker_table import Row, Slot, WorkerTable
+from cluster.scheduler.placement.worker_table import Fact, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
 from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
@@ -219,7 +219,7 @@ class Ledger:
         """A request that is there already, with its prompt still to be computed. What of it is cached or done by now,
         the worker's reports tell."""
         row = self.table.row(prefill or decode)
-        chunk_tokens = float(self.table.rows[Row.CHUNK_TOKENS, row])
+        chunk_tokens = float(self.table.facts[Fact.CHUNK_TOKENS, row])
         booking = self.book(
             query,
             prefill=prefill,
@@ -252,7 +252,7 @@ class Ledger:
         booking = self._take_slot(query, prefill or decode, decode, 0.0, 0.0, weight, now)
         row = self.table.row(decode)
         slots = self.table.slots[:, row, booking.slot]
-        slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = first_at, self.table.rows[Row.STEPS, row] - num_emitted
+        slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = first_at, self.table.facts[Fact.STEPS, row] - num_emitted
         self._count_as_known(booking, num_emitted)
         self.table.predict_step(row, now)
         return booking
@@ -290,7 +290,7 @@ class Ledger:
             row = self.table.row(booking.decode)
             self.table.advance(row, now)
             slots = self.table.slots[:, row, booking.slot]
-            slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = now, self.table.rows[Row.STEPS, row]
+            slots[Slot.FIRST_AT], slots[Slot.JOINED_STEP] = now, self.table.facts[Fact.STEPS, row]
             self.table.predict_step(row, now)
 
     def ended(self, request_id: str, now: float, num_output_tokens: int | None = None) -> None:
@@ -314,7 +314,7 @@ class Ledger:
         decoding.decoding[last].slot = booking.slot
         decoding.decoding[booking.slot] = decoding.decoding[last]
         decoding.decoding.pop()
-        self.table.rows[Row.BOOKED_CONTEXT, row] -= booking.query.num_tokens
+        self.table.facts[Fact.BOOKED_CONTEXT, row] -= booking.query.num_tokens
         self.table.predict_step(row, now)
         if num_output_tokens:
             self.lengths.observe(booking.query.tenant, booking.query.slo_class, num_output_tokens)
@@ -346,7 +346,7 @@ class Ledger:
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         most, tpot_s, gap_s = max(1, query.max_new_tokens), query.tpot_target_s, query.gap_target_s
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight, gap_s)
-        self.table.rows[Row.BOOKED_CONTEXT, row] += query.num_tokens
+        self.table.facts[Fact.BOOKED_CONTEXT, row] += query.num_tokens
         self.table.predict_step(row, now)
         return booking
 
@@ -363,18 +363,18 @@ class Ledger:
         """Memory of the worker that computes a prompt for another one."""
         if booking.computing != booking.decode:
             lent = booking.query.num_tokens - booking.rest_tokens
-            self.table.rows[Row.LENT_TOKENS, self.table.row(booking.computing)] += sign * lent
+            self.table.facts[Fact.LENT_TOKENS, self.table.row(booking.computing)] += sign * lent
 
     def _count_as_known(self, booking: Booking, num_emitted: int) -> None:
         """Take a request out of the unknown load, EXTRA_DECODES and EXTRA_CONTEXT: the worker's report includes it, and
         it is booked now."""
         if booking.query.is_pooled:
             return
-        rows, row = self.table.rows, self.table.row(booking.decode)
+        facts, row = self.table.facts, self.table.row(booking.decode)
         extra = self._workers[booking.decode].num_unknown
-        context = rows[Row.EXTRA_CONTEXT, row] - booking.query.num_tokens - num_emitted
-        rows[Row.EXTRA_DECODES, row] = min(extra, rows[Row.EXTRA_DECODES, row])
-        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context) if extra else 0.0
+        context = facts[Fact.EXTRA_CONTEXT, row] - booking.query.num_tokens - num_emitted
+        facts[Fact.EXTRA_DECODES, row] = min(extra, facts[Fact.EXTRA_DECODES, row])
+        facts[Fact.EXTRA_CONTEXT, row] = max(0.0, context) if extra else 0.0
 
     def _take_in(
         self, worker: BookedWorker, snapshot: WorkerSnapshot, now: float, context_tokens: float | None
@@ -385,7 +385,7 @@ class Ledger:
         if cost is not None or not worker.is_measured:
             self.table.set_cost(row, cost or _ASSUMED_COST)
             worker.is_measured = cost is not None
-        self.table.rows[Row.DRAINING, row] = snapshot.draining
+        self.table.facts[Fact.DRAINING, row] = snapshot.draining
         self.table.set_adapters(snapshot.worker_id, snapshot.adapters, snapshot.adapter_load_s)
         self.table.set_tokens_per_step(row, snapshot.tokens_per_step / max(1.0, snapshot.drafts_stretch))
         self._correct_queue(worker, now)
@@ -395,16 +395,16 @@ class Ledger:
 
     def _correct_queue(self, worker: BookedWorker, now: float) -> None:
         row = self.table.row(worker.info.worker_id)
-        worker.correct_queue(self.table.cost(row), float(self.table.rows[Row.CHUNK_TOKENS, row]), now)
+        worker.correct_queue(self.table.cost(row), float(self.table.facts[Fact.CHUNK_TOKENS, row]), now)
 
     def _correct_decodes(self, worker: BookedWorker, row: int, context_tokens: float | None) -> None:
         """Sequences that the worker has beyond those booked on it were placed before this scheduler's time."""
         if worker.info.role != "decode":
             return
-        rows, extra = self.table.rows, worker.num_unknown
+        facts, extra = self.table.facts, worker.num_unknown
         context = worker.used_tokens if context_tokens is None else context_tokens
-        rows[Row.EXTRA_DECODES, row] = extra
-        rows[Row.EXTRA_CONTEXT, row] = max(0.0, context - rows[Row.BOOKED_CONTEXT, row]) if extra else 0.0
+        facts[Fact.EXTRA_DECODES, row] = extra
+        facts[Fact.EXTRA_CONTEXT, row] = max(0.0, context - facts[Fact.BOOKED_CONTEXT, row]) if extra else 0.0
 
     def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
         was_first = next(iter(computing.queue)) == request_id
@@ -423,7 +423,7 @@ class Ledger:
                 self.table.slots[Slot.FIRST_AT, self.table.row(booking.decode), booking.slot] = at + booking.rest_s
         row = self.table.row(worker.info.worker_id)
         coming_s = sum(booking.rest_s for booking in worker.coming.values())
-        self.table.rows[Row.DRAINED_AT, row] = max(at, now) + coming_s if coming_s else at
+        self.table.facts[Fact.DRAINED_AT, row] = max(at, now) + coming_s if coming_s else at
 
 
 def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:

@@ -22,7 +22,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
 from cluster.scheduler.placement.score import Prediction, Score, predict, score
 from cluster.scheduler.placement.split import with_splits
-from cluster.scheduler.placement.worker_table import Floats, Row, WorkerTable
+from cluster.scheduler.placement.worker_table import Fact, Floats, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _AT_ONCE: Final = np.zeros(1)
@@ -160,7 +160,7 @@ def rank(
     barred |= is_split & (slo_gain < slo_gain[~is_split].max() + policy.split_gain)
     # Of equals who has least to do: predictions err, and then it is good not to have put everything on one. Between
     # decode workers nothing moves for nothing.
-    ties = (computing, decode, ledger.table.rows[Row.BOOKED, decode])
+    ties = (computing, decode, ledger.table.facts[Fact.BOOKED, decode])
     return Candidates(
         predicted, scores, np.lexsort((*ties, delay, elsewhere, predicted.in_decode_pool, -rounded, too_bad, barred))
     )
@@ -172,10 +172,10 @@ def _price_in_one_pool(
     """What each candidate costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
     each is as good as the others, and none is good for tokens that have to come fast."""
     computing, decode, pool = predicted.computing, predicted.decode, table.pools()[1]
-    crowds = table.rows[Row.BOOKED, : len(table)] / max(1.0, float(table.rows[Row.BOOKED, pool].mean()))
+    crowds = table.facts[Fact.BOOKED, : len(table)] / max(1.0, float(table.facts[Fact.BOOKED, pool].mean()))
     prompts = np.minimum(table.prompt_shares(slice(0, len(table)), now), 1.0)
     prompts = prompts / max(_QUIET_SHARE, float(prompts[pool].mean()))
-    paces_s = predicted.forecast.tpot_s[0] * table.rows[Row.STRETCH, decode]  # with the prompts that come in between
+    paces_s = predicted.forecast.tpot_s[0] * table.facts[Fact.STRETCH, decode]  # with the prompts that come in between
     tightness = min(1.0, float(paces_s.min()) / query.tpot_target_s) ** 2
     prompt = predicted.prompt
     here = prompt.rest_s / np.maximum(prompt.first_s + prompt.rest_s, 1e-9)  # of a split one, where it decodes

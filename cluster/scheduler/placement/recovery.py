@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.scheduler.placement.ledger import Booking, Ledger
-from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Fact, Slot
 from kv_transfer.messages.scheduling import StandingRequest
 from kv_transfer.messages.workers import WorkerInfo
 
@@ -121,7 +121,7 @@ class RecoveredRequests:
             slot = table.slots[:, row, booking.slot]
             weight = float(slot[Slot.WEIGHT])
             if slot[Slot.JOINED_STEP] < float("inf"):
-                num_emitted = max(1, round(float(table.rows[Row.STEPS, row] - slot[Slot.JOINED_STEP])))
+                num_emitted = max(1, round(float(table.facts[Fact.STEPS, row] - slot[Slot.JOINED_STEP])))
                 since_first_s = max(0.0, now - float(slot[Slot.FIRST_AT]))
         request = StandingRequest(
             place=booking.query,

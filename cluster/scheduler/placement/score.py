@@ -24,7 +24,7 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_fit_probability,
     log_probability,
 )
-from cluster.scheduler.placement.worker_table import PROMPTS_OVER_S, Floats, Row, Rows, WorkerTable
+from cluster.scheduler.placement.worker_table import PROMPTS_OVER_S, Fact, Floats, Rows, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 
@@ -148,7 +148,7 @@ def score(
 
 def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
     """The probability of meeting all targets, and of the memory sufficing."""
-    errors, forecast = table.rows[Row.RELATIVE_ERROR], predicted.forecast
+    errors, forecast = table.facts[Fact.RELATIVE_ERROR], predicted.forecast
     in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
     in_time = in_time + log_probability(forecast.tpot_s, query.tpot_target_s, errors[predicted.decode])
     in_time = in_time + log_probability(forecast.gap_s, query.gap_target_s, errors[predicted.decode])
@@ -188,7 +188,7 @@ def _idle_shares(table: WorkerTable, in_decode_pool: NDArray[np.bool_], later_s:
 
 def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:
     size = max(1, pool.stop - pool.start)
-    left_s = np.sort(table.rows[Row.DRAINED_AT, pool] - now)
+    left_s = np.sort(table.facts[Fact.DRAINED_AT, pool] - now)
     lately = 1.0 - table.busy_share(pool, now) * np.exp(-later_s / PROMPTS_OVER_S)
     share: Floats = np.minimum(np.searchsorted(left_s, later_s, side="right") / size, lately)
     return share

@@ -21,7 +21,7 @@ import numpy as np
 
 from cluster.scheduler.placement.filter import Filtered, PromptForecast
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.worker_table import Floats, Row, Rows
+from cluster.scheduler.placement.worker_table import Fact, Floats, Rows
 from kv_transfer.messages.scheduling import Place
 
 _IN_TIME: Final = 0.5  # of the TTFT target: whoever comes before it on either worker makes it later than predicted
@@ -38,12 +38,12 @@ def with_splits(
     if not len(first):
         return computing, decode, prompt
     i, j = np.tile(computing[first], 2), np.tile(decode[first], 2)
-    forecast, rows, num_tokens = found.prompt, ledger.table.rows, float(query.num_tokens)
+    forecast, facts, num_tokens = found.prompt, ledger.table.facts, float(query.num_tokens)
     wait_s, other_s = forecast.wait_s[i], forecast.wait_s[j]
     cached, pace, other_pace = forecast.cached_tokens[i], forecast.pace[i], forecast.pace[j]
-    token_s, pair_s = pace * rows[Row.PREFILL_TOKEN_S, i], pace * rows[Row.PREFILL_PAIR_S, i]
-    other_token_s = other_pace * rows[Row.PREFILL_TOKEN_S, j]
-    other_pair_s = other_pace * rows[Row.PREFILL_PAIR_S, j]
+    token_s, pair_s = pace * facts[Fact.PREFILL_TOKEN_S, i], pace * facts[Fact.PREFILL_PAIR_S, i]
+    other_token_s = other_pace * facts[Fact.PREFILL_TOKEN_S, j]
+    other_pair_s = other_pace * facts[Fact.PREFILL_PAIR_S, j]
 
     def up_to(tokens: Floats | float, token_s: Floats, pair_s: Floats) -> Floats:
         seconds: Floats = tokens * (token_s + pair_s * tokens / 2)
@@ -55,7 +55,7 @@ def with_splits(
     left_s = _IN_TIME * query.ttft_target_s - query.waited_s - ledger.overhead.seconds
     equal = _root(pair_s / 2, token_s, -before_s - (other_s - wait_s))
     latest = _root((pair_s - other_pair_s) / 2, token_s - other_token_s, wait_s - before_s + all_s - left_s)
-    block = np.maximum(rows[Row.BLOCK_SIZE, j], 1.0)
+    block = np.maximum(facts[Fact.BLOCK_SIZE, j], 1.0)
     latest = np.where(wait_s > 0.0, latest, np.nan)  # else nobody there needs the time
     at = np.ceil(np.where(np.arange(2 * half) < half, equal, latest) / block) * block
     least = np.maximum(_LEAST_PART * num_tokens, block)

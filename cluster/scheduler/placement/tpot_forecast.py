@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Floats, Row, Rows, Slot, WorkerTable
+from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Fact, Floats, Rows, Slot, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _MIN_RELATIVE_ERROR: Final = 0.05  # nobody predicts better, whatever a fit says of itself
@@ -78,22 +78,22 @@ def forecast_decode(
 
     Which prefill worker computes the prompt makes no difference here: candidates that are alike are forecast once."""
     firsts, same = _distinct(workers, added_s)
-    facts, added_s = table.rows[:, workers[firsts]], added_s[firsts]
-    slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
+    facts, added_s = table.facts[:, workers[firsts]], added_s[firsts]
+    slots = table.slots[:, workers[firsts], : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, num_output, lead_s, now)
     share = others.shared / num_output
-    decodes = share.sum(axis=2) + facts[Row.EXTRA_DECODES]
-    context = (share * (others.held + others.grown + others.shared / 2)).sum(axis=2) + facts[Row.EXTRA_CONTEXT]
-    base_s, decode_s, context_token_s = facts[Row.BASE_S], facts[Row.DECODE_S], facts[Row.CONTEXT_TOKEN_S]
-    num_tokens = facts[Row.TOKENS_PER_STEP]
+    decodes = share.sum(axis=2) + facts[Fact.EXTRA_DECODES]
+    context = (share * (others.held + others.grown + others.shared / 2)).sum(axis=2) + facts[Fact.EXTRA_CONTEXT]
+    base_s, decode_s, context_token_s = facts[Fact.BASE_S], facts[Fact.DECODE_S], facts[Fact.CONTEXT_TOKEN_S]
+    num_tokens = facts[Fact.TOKENS_PER_STEP]
     before_s = (base_s + decode_s * decodes + context_token_s * context) / num_tokens
     own_s = (decode_s + context_token_s * (query.num_tokens + num_output / 2)) / num_tokens
     slo_loss = _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)
     gap_s = np.zeros_like(before_s)
     if query.gap_s is not None or (slots[Slot.GAP_TARGET_S][others.live] < np.inf).any():
         there = others.shared > 0.0
-        fullest = there.sum(axis=2) + facts[Row.EXTRA_DECODES]
-        longest = (there * (others.held + others.left)).sum(axis=2) + facts[Row.EXTRA_CONTEXT]
+        fullest = there.sum(axis=2) + facts[Fact.EXTRA_DECODES]
+        longest = (there * (others.held + others.left)).sum(axis=2) + facts[Fact.EXTRA_CONTEXT]
         without_s = base_s + decode_s * fullest + context_token_s * longest
         gap_s = without_s + decode_s + context_token_s * (query.num_tokens + num_output)
         slo_loss = slo_loss + _gap_loss(facts, slots, there, without_s, gap_s)
@@ -111,8 +111,8 @@ def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: F
     log-probabilities of their targets fall, all together. `workers`, `added_s`: by candidate, its row and how long the
     prompt keeps the others there; `lead_s`: by moment, from now until the prompt is computed."""
     firsts, same = _distinct(workers, added_s)
-    facts, added_s = table.rows[:, workers[firsts]], added_s[firsts]
-    slots = table.slots[:, workers[firsts], : max(1, int(facts[Row.BOOKED].max(initial=0.0)))]
+    facts, added_s = table.facts[:, workers[firsts]], added_s[firsts]
+    slots = table.slots[:, workers[firsts], : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, 1.0, lead_s, now)
     before_s, own_s = np.zeros((len(lead_s), len(firsts))), np.zeros(len(firsts))
     return _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
@@ -155,9 +155,9 @@ def _co_batched(
     """Forecast the sequences that decode on these workers when the newcomer joins. No cases are needed: of an empty
     slot all facts are 0, of a sequence that has not begun JOINED_STEP is infinite, and of one that has, FIRST_AT is
     over."""
-    step_s = np.maximum(facts[Row.STEP_S], 1e-9)[:, None]
-    fastest_s = np.maximum(facts[Row.BASE_S] / facts[Row.TOKENS_PER_STEP], 1e-9)[:, None]
-    steps = facts[Row.STEPS][:, None] + np.maximum(now - facts[Row.AS_OF], 0.0)[:, None] / step_s
+    step_s = np.maximum(facts[Fact.STEP_S], 1e-9)[:, None]
+    fastest_s = np.maximum(facts[Fact.BASE_S] / facts[Fact.TOKENS_PER_STEP], 1e-9)[:, None]
+    steps = facts[Fact.STEPS][:, None] + np.maximum(now - facts[Fact.AS_OF], 0.0)[:, None] / step_s
     output, most = slots[Slot.OUTPUT], slots[Slot.MAX_OUTPUT]
     emitted = np.minimum(np.maximum(steps - slots[Slot.JOINED_STEP], 0.0), most)
     age = emitted / np.maximum(output, 1.0) / RESIDUAL_STEP
@@ -189,14 +189,14 @@ def _tpot_loss(
     target_s = np.where(others.live, slots[Slot.TPOT_TARGET_S], np.inf)
     if not (target_s < np.inf).any():
         return np.zeros_like(before_s)
-    step_s = np.maximum(facts[Row.STEP_S] / facts[Row.STRETCH], before_s)[:, :, None]
+    step_s = np.maximum(facts[Fact.STEP_S] / facts[Fact.STRETCH], before_s)[:, :, None]
     spent_s = np.where(others.emitted > 0.0, now - slots[Slot.FIRST_AT], 0.0)
     total = np.maximum(others.emitted + others.left, 1.0)
     tpot_s = (spent_s + others.left * step_s) / total
     delay_s = others.shared * own_s[:, None]
     if added_s.any():
         delay_s += added_s[:, None] * ((others.offset == 0.0) & (others.left > 0.0))
-    steepness = _steepness(facts[Row.RELATIVE_ERROR])[:, None]
+    steepness = _steepness(facts[Fact.RELATIVE_ERROR])[:, None]
     # Without a target both sides are the same.
     lost = np.logaddexp(0.0, steepness * ((tpot_s + delay_s / total) / target_s - 1.0)) - np.logaddexp(
         0.0, steepness * (tpot_s / target_s - 1.0)
@@ -209,7 +209,7 @@ def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s:
     """How much the log-probabilities of the others' gap targets fall. `without_s`, `with_s`: the longest step of
     decodes alone, without and with the newcomer. Only sequences that are `there` then count."""
     target_s = np.where(slots[Slot.GAP_TARGET_S] > 0.0, slots[Slot.GAP_TARGET_S], np.inf)
-    steepness = _steepness(facts[Row.RELATIVE_ERROR])[:, None]
+    steepness = _steepness(facts[Fact.RELATIVE_ERROR])[:, None]
     lost = np.logaddexp(0.0, steepness * (with_s[:, :, None] / target_s - 1.0)) - np.logaddexp(
         0.0, steepness * (without_s[:, :, None] / target_s - 1.0)
     )
@@ -220,11 +220,11 @@ def _gap_loss(facts: Floats, slots: Floats, there: NDArray[np.bool_], without_s:
 def _kv_share(facts: Floats, others: _CoBatched, num_tokens: int, num_output: float) -> Floats:
     """The share of the memory that is taken at the worst of three moments of the newcomer's life. Memory is theirs from
     their placement on, in whole blocks: half of one more than their tokens need."""
-    half, at = facts[Row.BLOCK_SIZE] / 2, np.array([0.0, num_output / 2, num_output])[:, None, None, None]
+    half, at = facts[Fact.BLOCK_SIZE] / 2, np.array([0.0, num_output / 2, num_output])[:, None, None, None]
     grown = np.minimum(others.grown + np.maximum(at - others.offset, 0.0), others.left)
     held = np.where(others.live & (others.leaves_at >= at), others.held + grown + half[:, None], 0.0)
     peak = (held.sum(axis=3) + num_tokens + at[..., 0] + half).max(axis=0)
-    share: Floats = (peak + facts[Row.EXTRA_CONTEXT]) / np.maximum(facts[Row.KV_TOKENS], 1.0)
+    share: Floats = (peak + facts[Fact.EXTRA_CONTEXT]) / np.maximum(facts[Fact.KV_TOKENS], 1.0)
     return share
 
 
@@ -232,15 +232,15 @@ def _room_s(facts: Floats, others: _CoBatched, num_tokens: int, now: float) -> F
     """Seconds until enough of those who decode have left, for the newcomer's tokens and for itself; inf where not even
     an empty worker has the room. Whole blocks, and for each one more, which a worker keeps for its growth. Prompts that
     the worker computes for others leave when its queue is done."""
-    block = np.maximum(facts[Row.BLOCK_SIZE], 1.0)
+    block = np.maximum(facts[Fact.BLOCK_SIZE], 1.0)
     held = np.where(others.live, (np.ceil(others.held / block[:, None]) + 1.0) * block[:, None], 0.0)
     needed = np.ceil(num_tokens / block) * block
-    lent = facts[Row.LENT_TOKENS]
-    lacking = held.sum(axis=1) + lent + facts[Row.EXTRA_CONTEXT] + needed - facts[Row.KV_TOKENS]
-    too_many = facts[Row.BOOKED] + facts[Row.EXTRA_DECODES] + 1.0 - facts[Row.MAX_SEQUENCES]
+    lent = facts[Fact.LENT_TOKENS]
+    lacking = held.sum(axis=1) + lent + facts[Fact.EXTRA_CONTEXT] + needed - facts[Fact.KV_TOKENS]
+    too_many = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES] + 1.0 - facts[Fact.MAX_SEQUENCES]
     if max(lacking.max(), too_many.max()) <= 0.0:
         return np.zeros_like(lacking)
-    drained = np.maximum(facts[Row.DRAINED_AT] - now, 0.0) / np.maximum(facts[Row.STEP_S], 1e-9)
+    drained = np.maximum(facts[Fact.DRAINED_AT] - now, 0.0) / np.maximum(facts[Fact.STEP_S], 1e-9)
     ends = np.column_stack([np.where(others.live, others.ends, np.inf), drained])
     held, live = np.column_stack([held, lent]), np.column_stack([others.live, np.zeros_like(lent, dtype=bool)])
     order = ends.argsort(axis=1, kind="stable")
@@ -249,4 +249,4 @@ def _room_s(facts: Floats, others: _CoBatched, num_tokens: int, now: float) -> F
     enough = (freed >= lacking[:, None]) & (gone >= too_many[:, None])
     steps = np.take_along_axis(ends, order, axis=1)[np.arange(len(order)), enough.argmax(axis=1)]
     at_once = (lacking <= 0.0) & (too_many <= 0.0)
-    return np.where(at_once, 0.0, np.where(enough.any(axis=1), steps * facts[Row.STEP_S], np.inf))
+    return np.where(at_once, 0.0, np.where(enough.any(axis=1), steps * facts[Fact.STEP_S], np.inf))

@@ -72,7 +72,7 @@ class _SlotFacts(NamedTuple):
 
 
 # Plain integers, since arrays are indexed by them dozens of times a decision, and an enumeration's members are slower.
-Row: Final = _Facts()
+Fact: Final = _Facts()
 Slot: Final = _SlotFacts()
 
 
@@ -87,7 +87,7 @@ class WorkerTable:
     """
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
-        self.rows = np.zeros((len(Row), num_rows))
+        self.facts = np.zeros((len(Fact), num_rows))
         self.slots = np.zeros((len(Slot), num_rows, num_slots))
         self.ids: list[str] = []
         self.adapters: dict[str, frozenset[str]] = {}
@@ -121,32 +121,32 @@ class WorkerTable:
 
     def is_idle(self) -> bool:
         """Nothing is placed anywhere, and no worker reports what nobody placed."""
-        return not self.rows[Row.BOOKED].any() and not self.rows[Row.EXTRA_DECODES].any()
+        return not self.facts[Fact.BOOKED].any() and not self.facts[Fact.EXTRA_DECODES].any()
 
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)
-        if end == self.rows.shape[1]:
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
+        if end == self.facts.shape[1]:
+            self.facts = np.concatenate([self.facts, np.zeros_like(self.facts)], axis=1)
             self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)], axis=1)
-        for facts in (self.rows, self.slots):
+        for facts in (self.facts, self.slots):
             facts[:, row + 1 : end + 1] = facts[:, row:end]
             facts[:, row] = 0.0
         self._order.insert(row, key)
-        facts = self.rows[:, row]
-        facts[Row.DRAINED_AT], facts[Row.AS_OF], facts[Row.STRETCH], facts[Row.LIMIT_S] = now, now, 1.0, np.inf
-        facts[Row.TOKENS_PER_STEP] = 1.0
-        facts[Row.CHUNK_TOKENS] = info.chunk_tokens or np.inf
-        facts[Row.MAX_SEQUENCES] = info.max_num_seqs or np.inf
-        facts[Row.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
-        facts[Row.BLOCK_SIZE] = info.block_size
-        facts[Row.MAX_MODEL_LEN] = info.max_model_len
-        facts[Row.COMPATIBILITY] = self._codes.setdefault(info.compatibility, len(self._codes))
+        facts = self.facts[:, row]
+        facts[Fact.DRAINED_AT], facts[Fact.AS_OF], facts[Fact.STRETCH], facts[Fact.LIMIT_S] = now, now, 1.0, np.inf
+        facts[Fact.TOKENS_PER_STEP] = 1.0
+        facts[Fact.CHUNK_TOKENS] = info.chunk_tokens or np.inf
+        facts[Fact.MAX_SEQUENCES] = info.max_num_seqs or np.inf
+        facts[Fact.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
+        facts[Fact.BLOCK_SIZE] = info.block_size
+        facts[Fact.MAX_MODEL_LEN] = info.max_model_len
+        facts[Fact.COMPATIBILITY] = self._codes.setdefault(info.compatibility, len(self._codes))
         self._number()
 
     def remove(self, worker_id: str) -> None:
         row, end = self.row(worker_id), len(self)
-        for facts in (self.rows, self.slots):
+        for facts in (self.facts, self.slots):
             facts[:, row : end - 1] = facts[:, row + 1 : end]
             facts[:, end - 1] = 0.0
         del self._order[row]
@@ -161,7 +161,7 @@ class WorkerTable:
 
     def prompt_shares(self, rows: int | slice | Rows, now: float) -> Floats:
         """The share of the workers' time lately that prompts placed there take."""
-        recent_s, at = self.rows[Row.PROMPTS_S, rows], self.rows[Row.PROMPTS_AT, rows]
+        recent_s, at = self.facts[Fact.PROMPTS_S, rows], self.facts[Fact.PROMPTS_AT, rows]
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
         return shares
 
@@ -174,40 +174,40 @@ class WorkerTable:
 
     def advance(self, row: int, now: float) -> None:
         """Count the decode steps that were done since."""
-        facts = self.rows[:, row]
-        if facts[Row.STEP_S] > 0.0:
-            facts[Row.STEPS] += max(0.0, now - facts[Row.AS_OF]) / facts[Row.STEP_S]
-        facts[Row.AS_OF] = now
+        facts = self.facts[:, row]
+        if facts[Fact.STEP_S] > 0.0:
+            facts[Fact.STEPS] += max(0.0, now - facts[Fact.AS_OF]) / facts[Fact.STEP_S]
+        facts[Fact.AS_OF] = now
 
     def count_prompt(self, row: int, num_tokens: float, num_cached: float, now: float) -> None:
         """One more prompt was placed there."""
-        cost, facts = self.cost(row), self.rows[:, row]
+        cost, facts = self.cost(row), self.facts[:, row]
         recent_s = PROMPTS_OVER_S * self.prompt_shares(row, now)
         added_s = cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
-        facts[Row.PROMPTS_S], facts[Row.PROMPTS_AT] = recent_s + added_s, now
+        facts[Fact.PROMPTS_S], facts[Fact.PROMPTS_AT] = recent_s + added_s, now
         self.predict_step(row, now)
 
     def predict_step(self, row: int, now: float) -> None:
         """How long its steps take, with those that decode now, and their contexts, and as much time for prompts as
         lately, or as those who are booked there leave."""
-        facts = self.rows[:, row]
-        slots = self.slots[:, row, : int(facts[Row.BOOKED])]
+        facts = self.facts[:, row]
+        slots = self.slots[:, row, : int(facts[Fact.BOOKED])]
         joined = slots[Slot.JOINED_STEP] < float("inf")
-        emitted = (facts[Row.STEPS] - slots[Slot.JOINED_STEP])[joined]
-        context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Row.EXTRA_CONTEXT]
-        decodes = joined.sum() + facts[Row.EXTRA_DECODES]
-        step_s = facts[Row.BASE_S] + facts[Row.DECODE_S] * decodes + facts[Row.CONTEXT_TOKEN_S] * context
+        emitted = (facts[Fact.STEPS] - slots[Slot.JOINED_STEP])[joined]
+        context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Fact.EXTRA_CONTEXT]
+        decodes = joined.sum() + facts[Fact.EXTRA_DECODES]
+        step_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * context
         share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
-        num_tokens = facts[Row.TOKENS_PER_STEP]
+        num_tokens = facts[Fact.TOKENS_PER_STEP]
         targets = np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], slots[Slot.GAP_TARGET_S])
-        facts[Row.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
-        facts[Row.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
-        facts[Row.STEP_S] = step_s * facts[Row.STRETCH] / num_tokens
+        facts[Fact.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
+        facts[Fact.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
+        facts[Fact.STEP_S] = step_s * facts[Fact.STRETCH] / num_tokens
 
     # --- costs and slots ---
 
     def set_cost(self, row: int, cost: StepCost) -> None:
-        self.rows[: Row.CHUNK_TOKENS, row] = (
+        self.facts[: Fact.CHUNK_TOKENS, row] = (
             cost.base_s,
             cost.prefill_token_s,
             cost.prefill_pair_s,
@@ -215,47 +215,47 @@ class WorkerTable:
             cost.context_token_s,
             cost.relative_error,
         )
-        self.rows[Row.PREFILL_BASE_S, row] = cost.prefill_base_s
+        self.facts[Fact.PREFILL_BASE_S, row] = cost.prefill_base_s
 
     def set_tokens_per_step(self, row: int, num_tokens: float) -> None:
         """Note what the worker says of its tokens per step. What nobody can have is a mistake, and moves no more than
         what somebody can."""
-        self.rows[Row.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
+        self.facts[Fact.TOKENS_PER_STEP, row] = min(max(1.0, num_tokens), _MOST_TOKENS_PER_STEP)
 
     def set_adapters(self, worker_id: str, loaded: Sequence[str], load_s: float) -> None:
         """Note which adapters a worker has loaded. `load_s` 0: it has not loaded any yet."""
         self.adapters[worker_id] = frozenset(loaded)
-        self.rows[Row.ADAPTER_S, self.row(worker_id)] = load_s or _ADAPTER_S
+        self.facts[Fact.ADAPTER_S, self.row(worker_id)] = load_s or _ADAPTER_S
 
     def adapter_s(self, digest: str) -> Floats:
         """Seconds that loading this adapter takes on each worker; 0 where it is loaded."""
         lacks = [digest not in self.adapters.get(worker_id, ()) for worker_id in self.ids]
-        seconds: Floats = self.rows[Row.ADAPTER_S, : len(self)] * lacks
+        seconds: Floats = self.facts[Fact.ADAPTER_S, : len(self)] * lacks
         return seconds
 
     def cost(self, row: int) -> StepCost:
-        base, token, pair, decode, context, error = self.rows[: Row.CHUNK_TOKENS, row].tolist()
+        base, token, pair, decode, context, error = self.facts[: Fact.CHUNK_TOKENS, row].tolist()
         return StepCost(
             base_s=base,
             prefill_token_s=token,
             prefill_pair_s=pair,
             decode_s=decode,
             context_token_s=context,
-            prefill_base_s=float(self.rows[Row.PREFILL_BASE_S, row]),
+            prefill_base_s=float(self.facts[Fact.PREFILL_BASE_S, row]),
             relative_error=error,
         )
 
     def take_slot(self, row: int) -> int:
-        slot = int(self.rows[Row.BOOKED, row])
+        slot = int(self.facts[Fact.BOOKED, row])
         if slot == self.slots.shape[2]:
             self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)], axis=2)
-        self.rows[Row.BOOKED, row] += 1
+        self.facts[Fact.BOOKED, row] += 1
         return slot
 
     def free_slot(self, row: int, slot: int) -> int:
         """The slots stay dense: returns the one whose content now lies in `slot` (itself, if it was the last)."""
-        self.rows[Row.BOOKED, row] -= 1
-        last = int(self.rows[Row.BOOKED, row])
+        self.facts[Fact.BOOKED, row] -= 1
+        last = int(self.facts[Fact.BOOKED, row])
         self.slots[:, row, slot] = self.slots[:, row, last]
         self.slots[:, row, last] = 0.0
         return last
@@ -264,4 +264,4 @@ class WorkerTable:
         self.ids = [worker_id for _, worker_id in self._order]
         self._row_of = {worker_id: row for row, worker_id in enumerate(self.ids)}
         self.num_prefills = bisect_left(self._order, (True, ""))
-        self.kinds = sorted(set(self.rows[Row.COMPATIBILITY, : len(self)].tolist()))
+        self.kinds = sorted(set(self.facts[Fact.COMPATIBILITY, : len(self)].tolist()))

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Fact
 from cluster.scheduler.role_changes import RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import HASH_BYTES
@@ -159,8 +159,8 @@ class World:
         told = []
         for row, name in enumerate(ledger.table.ids):
             computes = ", ".join(ledger.queue(name)) or "nothing"
-            decodes = f", decodes {ledger.table.rows[Row.BOOKED, row]:.0f}" if name.startswith("d") else ""
-            unknown = ledger.table.rows[Row.EXTRA_DECODES, row]
+            decodes = f", decodes {ledger.table.facts[Fact.BOOKED, row]:.0f}" if name.startswith("d") else ""
+            unknown = ledger.table.facts[Fact.EXTRA_DECODES, row]
             told.append(f"{name}: computes {computes}{decodes}" + (f", {unknown:.0f} unknown" if unknown else ""))
         if self.scheduler.num_unbooked:
             told.append(f"{self.scheduler.num_unbooked} run on workers that are not known")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.scheduler.placement.admission import AdmissionPolicy
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Fact
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
@@ -119,7 +119,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for request_id in self.REQUESTS:
             self.end(request_id, None)
         assert (len(self.scheduler.ledger), self.scheduler.num_waiting) == (0, 0)
-        assert not self.scheduler.ledger.table.rows[Row.BOOKED].any()
+        assert not self.scheduler.ledger.table.facts[Fact.BOOKED].any()
 
 
 TestBookkeeping = Bookkeeping.TestCase

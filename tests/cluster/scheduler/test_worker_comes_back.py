@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Fact, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
@@ -41,7 +41,7 @@ def _place(scheduler: GlobalScheduler, request_id: str, now: float, attempt: int
 
 def _fact(scheduler: GlobalScheduler, worker_id: str, fact: int) -> float:
     table = scheduler.ledger.table
-    return float(table.rows[fact, table.row(worker_id)])
+    return float(table.facts[fact, table.row(worker_id)])
 
 
 def _queue(scheduler: GlobalScheduler, worker_id: str) -> list[str]:
@@ -56,13 +56,13 @@ def test_whoever_decodes_goes_on_while_its_worker_is_out_of_sight() -> None:
     assert len(scheduler.ledger) == 0
     scheduler.register(_life("d1", 1), _report("d1", 2, num_running=1, context_tokens=1180), 3.0)
     assert len(scheduler.ledger) == 1
-    assert (_fact(scheduler, "d1", Row.BOOKED), _fact(scheduler, "d1", Row.EXTRA_DECODES)) == (1, 0)
+    assert (_fact(scheduler, "d1", Fact.BOOKED), _fact(scheduler, "d1", Fact.EXTRA_DECODES)) == (1, 0)
     slot = scheduler.ledger.table.slots[:, scheduler.ledger.table.row("d1"), 0]
     assert slot[Slot.FIRST_AT] == 1.0
-    emitted = _fact(scheduler, "d1", Row.STEPS) - slot[Slot.JOINED_STEP]
+    emitted = _fact(scheduler, "d1", Fact.STEPS) - slot[Slot.JOINED_STEP]
     assert emitted == pytest.approx(2.0 / 0.011, rel=0.02), "steps of 11 ms, for two seconds"
     scheduler.ended("r", 3.1, 200)
-    assert (len(scheduler.ledger), _fact(scheduler, "d1", Row.BOOKED_CONTEXT)) == (0, 0)
+    assert (len(scheduler.ledger), _fact(scheduler, "d1", Fact.BOOKED_CONTEXT)) == (0, 0)
 
 
 def test_an_answer_is_not_taken_to_grow_beyond_what_was_asked_for() -> None:
@@ -72,7 +72,7 @@ def test_an_answer_is_not_taken_to_grow_beyond_what_was_asked_for() -> None:
     scheduler.unregister("d1", 2.0)
     scheduler.register(_life("d1", 1), _report("d1", 2, num_running=1), 1000.0)
     slot = scheduler.ledger.table.slots[:, scheduler.ledger.table.row("d1"), 0]
-    assert _fact(scheduler, "d1", Row.STEPS) - slot[Slot.JOINED_STEP] == 400
+    assert _fact(scheduler, "d1", Fact.STEPS) - slot[Slot.JOINED_STEP] == 400
 
 
 def test_prompts_keep_their_order_and_what_was_computed_meanwhile_is_done() -> None:
@@ -82,14 +82,14 @@ def test_prompts_keep_their_order_and_what_was_computed_meanwhile_is_done() -> N
     scheduler.unregister("p1", 0.5)
     scheduler.first_token("r0", 1.01)
     scheduler.ended("r1", 1.2)
-    assert _fact(scheduler, "d1", Row.BOOKED) == 1, "its prompt is computed: the prefill worker does not matter"
+    assert _fact(scheduler, "d1", Fact.BOOKED) == 1, "its prompt is computed: the prefill worker does not matter"
     assert _place(scheduler, "new", 1.3), "by the decode worker alone"
     scheduler.register(_life("p1", 1), _report("p1", 2, queued_prefill_tokens=700), 1.5)
     assert _queue(scheduler, "p1") == ["r2"]
     for number, left in ((3, 600), (4, 500)):  # the first report after a booking may not know of it
         scheduler.heartbeat(_report("p1", number, queued_prefill_tokens=left), 1.3 + number / 10)
-    assert _fact(scheduler, "p1", Row.DRAINED_AT) == pytest.approx(1.7 + 0.5, abs=0.1)
-    assert _fact(scheduler, "d1", Row.BOOKED) == 3
+    assert _fact(scheduler, "p1", Fact.DRAINED_AT) == pytest.approx(1.7 + 0.5, abs=0.1)
+    assert _fact(scheduler, "d1", Fact.BOOKED) == 3
 
 
 def test_nothing_of_an_earlier_life_is_on_a_later_one() -> None:
@@ -237,8 +237,8 @@ class ComingAndGoing(RuleBasedStateMachine):
         for worker_id in (name for name in WORKERS if self.seen[name]):
             here = {name for name, one in self.requests.items() if self._is_seen(one) and worker_id in one.lives}
             decode = {name for name in here if self.requests[name].placement.decode == worker_id}
-            assert _fact(self.scheduler, worker_id, Row.BOOKED) == len(decode)
-            assert _fact(self.scheduler, worker_id, Row.EXTRA_DECODES) == 0, "each of those that it reports is known"
+            assert _fact(self.scheduler, worker_id, Fact.BOOKED) == len(decode)
+            assert _fact(self.scheduler, worker_id, Fact.EXTRA_DECODES) == 0, "each of those that it reports is known"
             prompts = {name for name in here if not self.requests[name].computed}
             here_computed = {name for name in prompts if self._computing(self.requests[name]) == worker_id}
             assert set(_queue(self.scheduler, worker_id)) == here_computed

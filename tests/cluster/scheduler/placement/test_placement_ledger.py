@@ -10,17 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Fact, Slot
 from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info, worker_snapshot
 
 
 def _drained_at(ledger: Ledger, worker_id: str) -> float:
-    return float(ledger.table.rows[Row.DRAINED_AT, ledger.table.row(worker_id)])
+    return float(ledger.table.facts[Fact.DRAINED_AT, ledger.table.row(worker_id)])
 
 
 def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
-    return float(ledger.table.rows[fact, ledger.table.row(worker_id)])
+    return float(ledger.table.facts[fact, ledger.table.row(worker_id)])
 
 
 # --- the queue of prompts ---
@@ -156,10 +156,10 @@ def test_a_prompt_stretches_its_worker_s_steps_from_its_placement_on() -> None:
     ledger = ledger_of("d1")
     row = ledger.table.row("d1")
     decoding(ledger, "a", prefill=None)
-    before_s = ledger.table.rows[Row.STEP_S, row]
+    before_s = ledger.table.facts[Fact.STEP_S, row]
     book(ledger, "b", prefill=None)
-    assert ledger.table.rows[Row.STRETCH, row] == pytest.approx(1.0 / (1.0 - 0.2))  # two of the last ten seconds
-    assert ledger.table.rows[Row.STEP_S, row] > before_s
+    assert ledger.table.facts[Fact.STRETCH, row] == pytest.approx(1.0 / (1.0 - 0.2))  # two of the last ten seconds
+    assert ledger.table.facts[Fact.STEP_S, row] > before_s
 
 
 # --- those who decode ---
@@ -167,24 +167,24 @@ def test_a_prompt_stretches_its_worker_s_steps_from_its_placement_on() -> None:
 
 def test_decode_steps_are_counted_with_those_who_decode() -> None:
     ledger = ledger_of("p1", "d1")
-    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010)
+    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010)
     decoding(ledger, "a", 1.0)
-    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010 + 0.001 + 0.001)
+    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.001 + 0.001)
     decoding(ledger, "b", 2.2)  # 100 steps later
     slots = ledger.table.slots[:, ledger.table.row("d1")]
     assert slots[Slot.JOINED_STEP, 1] - slots[Slot.JOINED_STEP, 0] == pytest.approx(100)
-    assert _fact(ledger, "d1", Row.STEP_S) == pytest.approx(0.010 + 0.002 + 0.0021)
+    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.002 + 0.0021)
 
 
 def test_sequences_of_before_this_scheduler_count_until_they_leave() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(costed_snapshot("d1", 2, num_running=3, blocks_available=1900), 1.0)
-    assert _fact(ledger, "d1", Row.EXTRA_DECODES) == 3
-    assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 1600
+    assert _fact(ledger, "d1", Fact.EXTRA_DECODES) == 3
+    assert _fact(ledger, "d1", Fact.EXTRA_CONTEXT) == 1600
     ledger.heartbeat(costed_snapshot("d1", 3, num_running=1, context_tokens=700), 2.0)
-    assert (_fact(ledger, "d1", Row.EXTRA_DECODES), _fact(ledger, "d1", Row.EXTRA_CONTEXT)) == (1, 700)
+    assert (_fact(ledger, "d1", Fact.EXTRA_DECODES), _fact(ledger, "d1", Fact.EXTRA_CONTEXT)) == (1, 700)
     ledger.heartbeat(costed_snapshot("d1", 4), 3.0)
-    assert _fact(ledger, "d1", Row.EXTRA_CONTEXT) == 0
+    assert _fact(ledger, "d1", Fact.EXTRA_CONTEXT) == 0
 
 
 def test_a_lost_worker_takes_its_bookings_along_and_no_others() -> None:
@@ -287,10 +287,12 @@ class LedgerRules(RuleBasedStateMachine):
             row = table.row(worker)
             here = [b for r, b in bookings.items() if self.model[r][1] == worker]
             assert (
-                sorted(b.slot for b in here) == list(range(int(table.rows[Row.BOOKED, row]))) == list(range(len(here)))
+                sorted(b.slot for b in here)
+                == list(range(int(table.facts[Fact.BOOKED, row])))
+                == list(range(len(here)))
             )
-            assert table.rows[Row.BOOKED, row] == len(here)
-            assert table.rows[Row.BOOKED_CONTEXT, row] == 1000 * len(here)
+            assert table.facts[Fact.BOOKED, row] == len(here)
+            assert table.facts[Fact.BOOKED_CONTEXT, row] == 1000 * len(here)
             assert (table.slots[Slot.OUTPUT, row] > 0).sum() == len(here)
             joined = table.slots[Slot.JOINED_STEP, row, : len(here)] < np.inf
             assert joined.sum() == sum(not self.model[b.query.request_id][2] for b in here)
@@ -306,7 +308,7 @@ class LedgerRules(RuleBasedStateMachine):
             if latest is not None and not coming_s:
                 assert _drained_at(self.ledger, worker) == latest
             lent = sum(b.query.num_tokens - b.rest_tokens for b in queued if b.decode != worker)
-            assert self.ledger.table.rows[Row.LENT_TOKENS, self.ledger.table.row(worker)] == lent
+            assert self.ledger.table.facts[Fact.LENT_TOKENS, self.ledger.table.row(worker)] == lent
             work_s = sum(b.prefill_s for b in queued) + coming_s
             assert _drained_at(self.ledger, worker) <= self.now + work_s + 6.0  # at most 5000 unknown tokens
 
@@ -355,7 +357,7 @@ def test_what_ends_teaches_what_to_expect() -> None:
 def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> None:
     ledger = ledger_of("d2", "p2")
     decoding(ledger, "a", prefill="p2", decode="d2")
-    before = ledger.table.rows[:, ledger.table.row("d2")].tolist(), ledger.table.slots[:, 1, 0].tolist()
+    before = ledger.table.facts[:, ledger.table.row("d2")].tolist(), ledger.table.slots[:, 1, 0].tolist()
     for worker_id in ("p1", "d1", "d3"):
         ledger.register(worker_info(worker_id), costed_snapshot(worker_id), 0.0)
     assert ledger.table.ids == ["p1", "p2", "d1", "d2", "d3"]
@@ -363,6 +365,6 @@ def test_rows_stay_in_order_and_what_is_known_of_a_worker_moves_with_it() -> Non
     for worker_id in ("p1", "d1"):
         ledger.unregister(worker_id, 0.0)
     assert ledger.table.ids == ["p2", "d2", "d3"]
-    assert (ledger.table.rows[:, 1].tolist(), ledger.table.slots[:, 1, 0].tolist()) == before
-    assert not ledger.table.rows[:, 3:].any()
-    assert ledger.table.rows[Row.BOOKED, 1] == 1
+    assert (ledger.table.facts[:, 1].tolist(), ledger.table.slots[:, 1, 0].tolist()) == before
+    assert not ledger.table.facts[:, 3:].any()
+    assert ledger.table.facts[Fact.BOOKED, 1] == 1

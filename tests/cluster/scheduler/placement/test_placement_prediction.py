@@ -19,7 +19,7 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_fit_probability,
     log_probability,
 )
-from cluster.scheduler.placement.worker_table import Row, Slot
+from cluster.scheduler.placement.worker_table import Fact, Slot
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.worker_reports import worker_info
 
@@ -231,7 +231,7 @@ def test_a_worker_that_has_several_tokens_of_a_step_takes_less_time_for_each(rep
     assert found.tpot_s[0] == pytest.approx(without.tpot_s[0] / counts)
     assert found.gap_s[0] == without.gap_s[0], "a gap is as long as a step"
     assert found.kv_share[0] == without.kv_share[0]
-    step_s = [each.table.rows[Row.STEP_S, each.table.row("d1")] for each in (plain, ledger)]
+    step_s = [each.table.facts[Fact.STEP_S, each.table.row("d1")] for each in (plain, ledger)]
     assert step_s[1] == pytest.approx(step_s[0] / counts)
     shortest = [filter_workers(each, DecisionPolicy(), query_of(), {}, 0.0).shortest_tpot_s for each in (plain, ledger)]
     assert shortest[1] == pytest.approx(shortest[0] / counts)
@@ -244,7 +244,7 @@ def test_who_decodes_there_is_held_to_be_as_far_as_its_tokens_came() -> None:
     table, row = ledger.table, ledger.table.row("d1")
     step_s = 0.010 + 0.001 + 0.001
     ledger.heartbeat(costed_snapshot("d1", 3, tokens_per_step=4.0, num_running=1, context_tokens=1400), 100 * step_s)
-    assert table.rows[Row.STEPS, row] - table.slots[Slot.JOINED_STEP, row, 0] == pytest.approx(400)
+    assert table.facts[Fact.STEPS, row] - table.slots[Slot.JOINED_STEP, row, 0] == pytest.approx(400)
 
 
 def test_prompts_have_of_a_step_what_its_tokens_leave() -> None:
@@ -254,7 +254,7 @@ def test_prompts_have_of_a_step_what_its_tokens_leave() -> None:
         each.heartbeat(costed_snapshot("d1", 2, tokens_per_step=4.0), 0.0)
     for each, gap_s in ((plain, None), (ledger, None), (gap, 0.03)):
         decoding(each, "a", tpot_s=0.02, gap_s=gap_s)
-    limits_s = [each.table.rows[Row.LIMIT_S, each.table.row("d1")] for each in (plain, ledger, gap)]
+    limits_s = [each.table.facts[Fact.LIMIT_S, each.table.row("d1")] for each in (plain, ledger, gap)]
     assert limits_s == pytest.approx([0.95 * 0.02, 0.95 * 0.08, 0.95 * 0.03])
     works_s = [float(_prompt(each, "d1").work_s[0]) for each in (plain, ledger, gap)]
     assert works_s[0] > works_s[2] > works_s[1]
@@ -268,14 +268,14 @@ def test_prompts_of_lately_stretch_the_steps_and_are_forgotten() -> None:
     table, row = ledger.table, ledger.table.row("d1")
     book(ledger, "a", prefill=None)
     ledger.ended("a", 0.0)
-    assert table.rows[Row.STEP_S, row] == pytest.approx(0.010 / (1.0 - 0.1))  # 1 s of the last 10
+    assert table.facts[Fact.STEP_S, row] == pytest.approx(0.010 / (1.0 - 0.1))  # 1 s of the last 10
     assert _decode(ledger).tpot_s[0] == pytest.approx(0.012050), "but no target is missed by them"
     ledger.heartbeat(costed_snapshot("d1", 2), 100.0)
-    assert table.rows[Row.STEP_S, row] == pytest.approx(0.010, rel=1e-3)
+    assert table.facts[Fact.STEP_S, row] == pytest.approx(0.010, rel=1e-3)
     for name in ("b", "c", "d", "e", "f", "g"):
         book(ledger, name, 100.0, prefill=None, tpot_s=0.02)
     ledger.first_token("b", 100.0)
-    assert table.rows[Row.STEP_S, row] == pytest.approx(0.95 * 0.02), "nor longer than those who decode can bear"
+    assert table.facts[Fact.STEP_S, row] == pytest.approx(0.95 * 0.02), "nor longer than those who decode can bear"
 
 
 def test_the_longest_gap_is_that_of_a_step_with_everyone_there() -> None:

@@ -14,7 +14,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action, Decision, bind, pick
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.split import with_splits
-from cluster.scheduler.placement.worker_table import Row
+from cluster.scheduler.placement.worker_table import Fact
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
 from tests.cluster.scheduler.placement.placement_world import COST, book, ledger_of, query_of
@@ -120,9 +120,9 @@ def test_work_without_a_promise_is_not_split() -> None:
 def test_both_workers_are_booked() -> None:
     ledger = _one_pool()
     decision = _decision(ledger, QUERY, one_pool=True)
-    before = [float(at) for at in ledger.table.rows[Row.DRAINED_AT, :2]]
+    before = [float(at) for at in ledger.table.facts[Fact.DRAINED_AT, :2]]
     bind(ledger, decision)
-    after = [float(at) for at in ledger.table.rows[Row.DRAINED_AT, :2]]
+    after = [float(at) for at in ledger.table.facts[Fact.DRAINED_AT, :2]]
     best = decision.best
     assert after[0] - before[0] == pytest.approx(best.first_s)
     assert after[1] - before[1] == pytest.approx(best.rest_s)
