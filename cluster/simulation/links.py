@@ -36,7 +36,7 @@ class NetworkLink:
 
 
 @dataclass(slots=True, eq=False)
-class Port:
+class LinkDirection:
     """One direction of one worker's link."""
 
     bytes_per_s: float
@@ -47,7 +47,7 @@ class Port:
 class Flow:
     """A flow of bytes from one worker to another one, that become ready as the sender computes."""
 
-    def __init__(self, network: Network, out: Port, into: Port) -> None:
+    def __init__(self, network: Network, out: LinkDirection, into: LinkDirection) -> None:
         self.ports = (out, into)
         self.num_tokens = 0  # for its owner to keep: whose KV is sent, or will be
         self.ready = 0.0  # bytes that could be sent now
@@ -108,7 +108,7 @@ class Network:
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
-        self._ports: dict[tuple[str, str], Port] = {}
+        self._ports: dict[tuple[str, str], LinkDirection] = {}
         self._active: list[Flow] = []  # in order of their opening or of waking up: the same in every run
         self._as_of = 0.0
         self._num_shared = 0
@@ -118,8 +118,8 @@ class Network:
         return self._clock.now
 
     def open(self, sender: str, sender_link: NetworkLink, receiver: str, receiver_link: NetworkLink) -> Flow:
-        out = self._ports.setdefault(("out", sender), Port(sender_link.bytes_per_s))
-        into = self._ports.setdefault(("in", receiver), Port(receiver_link.bytes_per_s))
+        out = self._ports.setdefault(("out", sender), LinkDirection(sender_link.bytes_per_s))
+        into = self._ports.setdefault(("in", receiver), LinkDirection(receiver_link.bytes_per_s))
         flow = Flow(self, out, into)
         self._active.append(flow)
         return flow
