@@ -20,7 +20,7 @@ from cluster.scheduler.placement.filter import Filtered, shortlist
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import LATER_S, NUM_LATER_CANDIDATES
-from cluster.scheduler.placement.score import Prediction, Score, predict, score
+from cluster.scheduler.placement.score import PlacementForecast, Score, predict, score
 from cluster.scheduler.placement.split import with_splits
 from cluster.scheduler.placement.worker_table import Fact, Floats, WorkerTable
 from kv_transfer.messages.scheduling import Place
@@ -43,7 +43,7 @@ class Candidates(NamedTuple):
     """The candidates of the shortlist, as if the request were placed now, which is their only moment. `order`: best
     first."""
 
-    predicted: Prediction
+    predicted: PlacementForecast
     scores: Score
     order: NDArray[np.intp]
 
@@ -167,7 +167,7 @@ def rank(
 
 
 def _price_in_one_pool(
-    table: WorkerTable, policy: DecisionPolicy, query: Place, predicted: Prediction, ttft_s: Floats, now: float
+    table: WorkerTable, policy: DecisionPolicy, query: Place, predicted: PlacementForecast, ttft_s: Floats, now: float
 ) -> Floats:
     """What each candidate costs those who come next (see `DecisionPolicy`). Without it all workers would stay alike:
     each is as good as the others, and none is good for tokens that have to come fast."""
@@ -189,7 +189,7 @@ def _price_in_one_pool(
     return price
 
 
-def _busy_work(ledger: Ledger, predicted: Prediction, now: float) -> Floats:
+def _busy_work(ledger: Ledger, predicted: PlacementForecast, now: float) -> Floats:
     """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
     workers it pays to go where a prefix is, on idle ones to be served sooner."""
     table = ledger.table
@@ -222,7 +222,7 @@ def place_anyway(decision: Decision) -> Decision:
     return replace(decision, action=Action.PLACE, rows=rows)
 
 
-def predict_later(ledger: Ledger, query: Place, candidates: Candidates, now: float) -> Prediction:
+def predict_later(ledger: Ledger, query: Place, candidates: Candidates, now: float) -> PlacementForecast:
     """The best candidates as if the request were placed at each of the moments `LATER_S` from now; those who may come
     in between are not foreseen."""
     predicted, best = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES]
@@ -234,7 +234,7 @@ def first_good_s(
     ledger: Ledger,
     policy: DecisionPolicy,
     query: Place,
-    later: Prediction,
+    later: PlacementForecast,
     waited_s: float | Floats,
     *,
     share: float,

@@ -29,7 +29,7 @@ from kv_transfer.messages.scheduling import Place
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PlacementForecast:
     """What would be, whatever the targets. `later_s`, by moment: when it is placed, from now.
 
     By candidate: `computing` computes the prompt and `decode` decodes. `is_decode_alone`: these are the same worker;
@@ -73,7 +73,7 @@ def predict(
     prompt: PromptForecast,
     later_s: Floats,
     now: float,
-) -> Prediction:
+) -> PlacementForecast:
     """Predict the placement with each candidate at each of these moments, `later_s` from now. `prompt`: by
     candidate."""
     table = ledger.table
@@ -99,14 +99,14 @@ def predict(
     idle_share = _UNASKED
     if not query.has_targets:
         idle_share = _idle_shares(table, in_decode_pool, later_s, now)
-    return Prediction(
+    return PlacementForecast(
         later_s, computing, decode, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
     )
 
 
 def _predict_pooled(
     ledger: Ledger, query: Place, computing: Rows, prompt: PromptForecast, later_s: Floats, now: float
-) -> Prediction:
+) -> PlacementForecast:
     """Predict the placement of an embedding: nobody decodes, and no memory is held beyond the prompt's computation.
     Where that is in a decode worker, others there wait for it."""
     table, in_decode_pool = ledger.table, computing >= ledger.table.num_prefills
@@ -121,13 +121,13 @@ def _predict_pooled(
     forecast = DecodeForecast(nothing, nothing, np.zeros(len(computing)), nothing, slo_loss)
     start_s = np.maximum(later_s[:, None], prompt.wait_s)
     idle_share = _UNASKED if query.has_targets else _idle_shares(table, in_decode_pool, later_s, now)
-    return Prediction(
+    return PlacementForecast(
         later_s, computing, computing, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
     )
 
 
 def score(
-    ledger: Ledger, policy: DecisionPolicy, query: Place, predicted: Prediction, waited_s: float | Floats
+    ledger: Ledger, policy: DecisionPolicy, query: Place, predicted: PlacementForecast, waited_s: float | Floats
 ) -> Score:
     """Score a predicted placement. `waited_s`: how long the client has waited by now, or will have by each moment's
     now."""
@@ -146,7 +146,7 @@ def score(
     return Score(ttft_s, slo_probability, slo_gain, room)
 
 
-def _slo_probability(table: WorkerTable, query: Place, predicted: Prediction, ttft_s: Floats) -> Floats:
+def _slo_probability(table: WorkerTable, query: Place, predicted: PlacementForecast, ttft_s: Floats) -> Floats:
     """The probability of meeting all targets, and of the memory sufficing."""
     errors, forecast = table.facts[Fact.RELATIVE_ERROR], predicted.forecast
     in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
