@@ -360,7 +360,7 @@ class Ledger:
         return is_idle
 
     def _count_lent(self, booking: Booking, sign: int) -> None:
-        """Memory of the worker that computes a prompt for another one."""
+        """Count the memory that a worker keeps for a prompt that it computes for another one. `sign`: 1 or -1."""
         if booking.computing != booking.decode:
             lent = booking.query.num_tokens - booking.rest_tokens
             self.table.facts[Fact.LENT_TOKENS, self.table.row(booking.computing)] += sign * lent
