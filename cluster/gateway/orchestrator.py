@@ -252,7 +252,7 @@ class Orchestrator:
     async def _post_in_turn(self, run: RequestRun, worker_id: str, message: Reserve | Start) -> bool:
         """Send a long prompt once the connection has taken those before it. Returns False if the connection ends before
         that. Raises DeadlineError, and the bad news that comes meanwhile: that worker may be the silent one."""
-        posting = asyncio.create_task(self.links.post_large(worker_id, message))
+        posting = asyncio.create_task(self.connections.post_large(worker_id, message))
         posting.add_done_callback(lambda _: run.wakeup.set())
         try:
             while not posting.done():

@@ -197,7 +197,7 @@ class GlobalScheduler:
         """Why so, or why not now."""
         if verdict.decision.rows:
             best = verdict.decision.best
-            if verdict.outcome is Outcome.PLACED:
+            if verdict.outcome is AdmissionOutcome.PLACED:
                 parts = f": {best.prefill} computes {best.split_at} tokens of the prompt, {best.decode} the others"
                 return f"{verdict.outcome.value}{parts if best.split_at else ''}"
             if verdict.decision.action is Action.PLACE:  # good enough, were the queue not too long

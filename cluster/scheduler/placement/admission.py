@@ -226,13 +226,13 @@ class Admission:
         if excess > 0 and query.attempt == 0:
             later_s = self._ledger.table.cost(self._ledger.table.row(computing)).prefill_s(excess)
             come_back = max(MIN_RETRY_AFTER_S, later_s)
-            return Verdict(outcome=Outcome.REJECTED, decision=decision, retry_after_s=come_back)
+            return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         bind(self._ledger, decision)
         self._calendar.served(query.question)
         self._calendar.placed(self._work_s(decision))
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
-        return Verdict(outcome=Outcome.PLACED, decision=decision)
+        return Verdict(outcome=AdmissionOutcome.PLACED, decision=decision)
 
     def _wait_or_reject(
         self, decision: Decision, candidates: Candidates, now: float, came_at: float, share: float

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.load import LegatoConfig, load_config
-from cluster.config.scheduler import scheduler_policy
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError
 from cluster.deployment.local_nodes import NodePlan, config_on_nodes, plan_nodes

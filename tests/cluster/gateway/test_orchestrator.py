@@ -64,9 +64,9 @@ async def gateway_of(**workers: Callable[[Connection], Awaitable[None]]) -> Asyn
         snapshot = worker_snapshot(info.worker_id, queued_prefill_tokens=number)
         orchestrator.scheduler.workers[info.worker_id] = info, snapshot
     orchestrator.start()
-    orchestrator.links.update(infos)
+    orchestrator.connections.update(infos)
     try:
-        await eventually(lambda: all(orchestrator.links.is_up(name) for name in servers))
+        await eventually(lambda: all(orchestrator.connections.is_up(name) for name in servers))
         yield orchestrator
     finally:
         await orchestrator.stop()
@@ -77,13 +77,13 @@ async def gateway_of(**workers: Callable[[Connection], Awaitable[None]]) -> Asyn
 async def test_who_waits_to_be_sent_leaves_a_worker_that_is_suspected() -> None:
     """Else it would wait until that connection is given up: not a moment as others do, but 15 s."""
     async with gateway_of(d1=read_nothing, d2=answer) as orchestrator, asyncio.timeout(HANGS_S):
-        links = orchestrator.links
-        assert await links.post_large("d1", Start(request=asked("the last that it takes", LONG), ticket=None))
-        before = asyncio.create_task(links.post_large("d1", Start(request=asked("before", LONGEST), ticket=None)))
+        connections = orchestrator.connections
+        assert await connections.post_large("d1", Start(request=asked("the last that it takes", LONG), ticket=None))
+        before = asyncio.create_task(connections.post_large("d1", Start(request=asked("before", LONGEST), ticket=None)))
         waiting = asyncio.create_task(anext(one_by_one(orchestrator.generate(asked("r", LONG)))))
         await eventually(lambda: (run := orchestrator.runs.get("r")) is not None and run.is_started)
         assert not before.done() and not waiting.done()
-        links.step_overdue("d1", True)
+        connections.step_overdue("d1", True)
         found = await waiting
         assert (found.token_id, found.attempt) == (7, 1)
         before.cancel()

@@ -96,13 +96,13 @@ async def test_tokens_from_steps_of_its_own_clear_a_suspect() -> None:
 async def test_so_many_come_of_such_steps_on_two_workers(split_at: int, num_tokens: int) -> None:
     """Who computes a part of a prompt has no token to show, and the other worker shares its steps after as many."""
     book, run = Quarantine(), a_run("r")
-    book.lost("w1", [run])
+    book.on_worker_lost("w1", [run])
     await book.admit(run)
     brings(run, num_tokens - 1, prefill="p", split_at=split_at)
-    book.came(run)
+    book.on_tokens_of(run)
     assert not is_free(run)
     brings(run, 1, prefill="p", split_at=split_at)
-    book.came(run)
+    book.on_tokens_of(run)
     assert is_free(run)
 
 

@@ -69,9 +69,9 @@ VLLM_CHAT = (
 
 def test_an_address_with_colons_stands_in_brackets() -> None:
     """In the header `host`, too: proxies refuse others."""
-    server = Server.at("http://[::1]:8000/v1")
+    server = ServerAddress.at("http://[::1]:8000/v1")
     assert (server.host, server.authority, server.url) == ("::1", "[::1]:8000", "http://[::1]:8000")
-    assert Server.at("example.com").authority == "example.com:80"
+    assert ServerAddress.at("example.com").authority == "example.com:80"
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])

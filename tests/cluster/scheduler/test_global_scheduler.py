@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.scheduler.placement.admission import AdmissionPolicy, Outcome
+from cluster.scheduler.placement.admission import AdmissionOutcome, AdmissionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
@@ -191,14 +191,14 @@ def test_unreported_placements_make_the_queue_too_long_as_well() -> None:
 def test_who_is_turned_away_for_a_long_queue_leaves_no_trace() -> None:
     """Else workers that refuse look busier with each refusal, and pools grow by clients that come back."""
     scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=1000))
-    heard: list[Outcome] = []
+    heard: list[AdmissionOutcome] = []
     scheduler.on_verdict = lambda query, verdict, now: heard.append(verdict.outcome)
     scheduler.heartbeat(small_snapshot("p1", 2, queued_prefill_tokens=9000), 1.0)
-    before = scheduler.ledger.table.rows.copy()
+    before = scheduler.ledger.table.facts.copy()
     for n in range(3):
         assert "9000 prompt tokens are waiting" in refused(scheduler, f"r{n}", 1.0).reason
-    assert heard == [Outcome.REJECTED] * 3 and not len(scheduler.ledger)
-    assert (scheduler.ledger.table.rows == before).all()
+    assert heard == [AdmissionOutcome.REJECTED] * 3 and not len(scheduler.ledger)
+    assert (scheduler.ledger.table.facts == before).all()
 
 
 def test_what_has_begun_is_never_turned_away_for_load() -> None:

@@ -77,7 +77,7 @@ class Workbench:
 def test_what_drawing_will_take_is_told_of_what_was_planned() -> None:
     bench = Workbench(2)
     bench.speculation = Speculation([bench.drafter], bench.costs, fixed=3)
-    bench.drafter.drawing = Drawing(pass_s=0.01, each_s=0.001, before_s=0.3)
+    bench.drafter.drawing = DraftingCost(pass_s=0.01, each_s=0.001, before_s=0.3)
     bench.step(3)
     assert bench.speculation.drawing_s == pytest.approx(3 * 0.01 + 2 * (3 * 0.001 + 0.3))
     bench.drafter.drawing = None

@@ -215,7 +215,7 @@ async def test_what_ends_the_loop_is_in_the_log(caplog: pytest.LogCaptureFixture
         await eventually(lambda: bench.num_planned == 1)
         bench.next_plan = broken  # type: ignore[method-assign]
         bench.loop.wake()
-        await eventually(lambda: not bench.loop.healthy)
+        await eventually(lambda: not bench.loop.is_healthy)
         await eventually(lambda: "a bug in planning" in caplog.text)
 
 
