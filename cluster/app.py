@@ -136,9 +136,8 @@ class Scheduler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: LegatoConfig, drawn_secret: SecretBytes | None, host: str
     ) -> None:
-        from cluster.config.build_scheduler import (
-            scheduler_server,  # gateways, which import this module, too, do without
-        )
+        # Gateways, which import this module, too, do without.
+        from cluster.config.build_scheduler import scheduler_server
 
         log_with_serve(config.log_level)
         keep_replica_on_loopback()
