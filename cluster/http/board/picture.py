@@ -96,8 +96,11 @@ class Observer:
         now = time.monotonic()
         if now - self._slow_at >= SLOW_S:
             self._slow_at = now
-            self._classes = {found.key.slo_class: self._class(found) for found in self._api.slo.totals("cluster")}
-            await asyncio.sleep(0)
+            classes = {}
+            for found in self._api.slo.totals("cluster"):
+                classes[found.key.slo_class] = self._class(found)
+                await asyncio.sleep(0)
+            self._classes = classes
             await self._ask_decisions(now)
         self._hear_others(now)
         requests = await self._look_at_requests()
