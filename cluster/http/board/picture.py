@@ -363,7 +363,7 @@ def decision_sentence(decision: dict[str, Any]) -> str:
     if decision["outcome"] == "placed" and candidates:
         return f"{what} {_placed(candidates[0], decision)}{_others(candidates)}{_unattainable(decision)}."
     if decision["outcome"] == "waiting":
-        return f"{what} waits for room: {_readable(decision['reason'])}."
+        return f"{what} waits for room."
     retry_s = decision["retry_after_s"]
     comes_back = "it never could be served" if retry_s is None else f"it may come back in {_time(retry_s)}"
     return f"{what} was turned away: {_readable(decision['reason'])}; {comes_back}."
