@@ -1,7 +1,7 @@
 """What Legato's modules log in a replica, in the replica's own log file: Ray's dashboard shows it there.
 
 Serve writes it as JSON where the configuration says `logging_config: {encoding: JSON}`, one object a line. What is
-logged about a request has its id as `request` (`extra={"request": ...}`).
+logged about a request has its id as `request` (`extra={"request": ...}`), and what is about several as `requests`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class StoredResponses:
             status, response = _ended(run, http_status)
             await self.kept.finish(run.queued.id, run.taken(), status, response)
         except Exception:
-            logger.exception("the response %s is lost", run.queued.id)
+            logger.exception("the response %s is lost", run.queued.id, extra={"request": run.queued.id})
         finally:
             del self._runs[run.queued.id]
 

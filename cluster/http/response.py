@@ -235,7 +235,8 @@ class GenerationResponse(Answer):
                         await anext(stream, None)
                     await stream.aclose()
             except TimeoutError:
-                logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S)
+                told = {"request": self._request_id}
+                logger.error("a token stream did not close within %.0f s", CLOSE_TIMEOUT_S, extra=told)
 
     async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()

@@ -13,12 +13,15 @@ tells of these, as each does in its `/metrics`; dashboards and rules take the ma
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Metric
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 MOST_OF_A_CORE: Final = 0.004  # the share of a core that exporting may take; beyond it, exports are less frequent
@@ -50,15 +53,23 @@ class RayExport:
     async def run(self) -> None:
         """Tell Ray of all samples again and again, until cancelled."""
         while True:
-            turns, spent_s = self.turns(), 0.0
-            while True:
-                began = time.thread_time()
-                is_over = next(turns, _OVER) is _OVER
-                spent_s += time.thread_time() - began
-                if is_over:
-                    break
-                await asyncio.sleep(0)
-            await asyncio.sleep(pause_s(spent_s))
+            try:
+                pause = pause_s(await self._tell())
+            except Exception:  # the end of a task of its own: what one look brings up must not silence the gateway
+                logger.exception("metrics could not be told to Ray, which is tried again")
+                pause = LONGEST_PERIOD_S
+            await asyncio.sleep(pause)
+
+    async def _tell(self) -> float:
+        """Tell Ray of all samples once. Returns the processor time that it took, in seconds."""
+        turns, spent_s = self.turns(), 0.0
+        while True:
+            began = time.thread_time()
+            is_over = next(turns, _OVER) is _OVER
+            spent_s += time.thread_time() - began
+            if is_over:
+                return spent_s
+            await asyncio.sleep(0)
 
     def turns(self) -> Iterator[None]:
         """Tell Ray of every sample as it is now. Yields after every few samples, so that others have their turn."""

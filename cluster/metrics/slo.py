@@ -30,7 +30,7 @@ class SloMetrics(Collector):
         self._gateway = gateway
 
     def collect(self) -> Iterator[Family]:
-        totals = self._account.totals("cluster")
+        totals = [*self._account.totals("cluster")]
         yield from _targets(self._account.classes)
         yield _latencies(totals)
         yield from _rates(totals)

@@ -132,7 +132,8 @@ class TraceExporter:
             try:
                 num_sampled += self._make_spans(timeline)
             except Exception:
-                logger.exception("no spans could be made of request %s", timeline.request_id)
+                name = timeline.request_id
+                logger.exception("no spans could be made of request %s", name, extra={"request": name})
         spans = self._spans[:]
         self._spans.clear()
         if spans:

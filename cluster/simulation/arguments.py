@@ -34,14 +34,14 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests")
     trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
     trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
-    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
-    trace.add_argument("--first", type=int, default=0, help="requests to leave out at the start")
+    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--first", type=whole(0), default=0, help="requests to leave out at the start")
     trace.add_argument("--limit", type=int, help="requests to play")
     _add_drawn(trace)
     workers = parser.add_argument_group("workers")
-    workers.add_argument("--prefill", type=int, default=1)
-    workers.add_argument("--decode", type=int, default=1)
+    workers.add_argument("--prefill", type=whole(0), default=1)
+    workers.add_argument("--decode", type=whole(0), default=1)
     workers.add_argument("--model", choices=MODEL_NAMES, default="llama-3.1-8b")
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
     workers.add_argument("--devices-per-worker", type=whole(1), default=1, help="tensor parallel")
@@ -68,7 +68,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORKER@T:FACTOR",
         help="from second T on its steps take so many times as long; may be given several times",
     )
-    workers.add_argument("--host-kv-tokens", type=int, default=0, help="room in a worker's host memory for KV, too")
+    workers.add_argument(
+        "--host-kv-tokens", type=whole(0), default=0, help="room in a worker's host memory for KV, too"
+    )
     workers.add_argument("--host-gb-per-s", type=positive, default=25.0, help="GB/s between device and host memory")
     workers.add_argument(
         "--ask-neighbours",
@@ -78,24 +80,26 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_acceptance(workers)
     workers.add_argument(
         "--half-speed-tokens",
-        type=float,
+        type=at_least_zero,
         default=0.0,
         metavar="TOKENS",
         help="a step with so few prompt tokens computes them at half the speed of many; default: all alike",
     )
     _add_worker_limits(workers, noise=0.0)
     promises = parser.add_argument_group("requests' targets and clients")
-    promises.add_argument("--ttft-ms", type=float, default=2000.0)
-    promises.add_argument("--tpot-ms", type=float, default=100.0)
+    promises.add_argument("--ttft-ms", type=positive, default=2000.0)
+    promises.add_argument("--tpot-ms", type=positive, default=100.0)
     promises.add_argument(
-        "--gap-ms", type=float, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
+        "--gap-ms", type=positive, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
     )
-    promises.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
-    promises.add_argument("--returns", type=int, default=0, help="times that a client comes back after Retry-After")
+    promises.add_argument("--declared-tokens", type=whole(1), help="max_tokens of clients; default: what they will get")
+    promises.add_argument(
+        "--returns", type=whole(0), default=0, help="times that a client comes back after Retry-After"
+    )
     parser.add_argument("--router", choices=ROUTER_NAMES, action="append", help="may be given several times")
     parser.add_argument("--plot", type=Path, help="an SVG file of TTFT, TPOT and goodput over time")
     parser.add_argument(
-        "--plot-loads", type=float, nargs="+", metavar="LOAD", help="plot against these factors on --load instead"
+        "--plot-loads", type=positive, nargs="+", metavar="LOAD", help="plot against these factors on --load instead"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON per router instead of a table")
 
@@ -104,14 +108,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests")
     trace.add_argument("--trace", type=Path, help="a file in --format")
     trace.add_argument("--format", choices=(*TRACE_FORMATS, SYNTHETIC), default="mooncake", help="or drawn requests")
-    trace.add_argument("--load", type=float, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=float, default=1.0, help="factor on prompt and output lengths")
+    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument("--limit", type=int, default=2000, help="plan for the busiest stretch of so many requests")
     _add_drawn(trace)
     targets = parser.add_argument_group("targets")
-    targets.add_argument("--ttft-ms", type=float, default=2000.0)
-    targets.add_argument("--tpot-ms", type=float, default=100.0)
-    targets.add_argument("--gap-ms", type=float, help="99 of 100 of a request's gaps; default: nothing is promised")
+    targets.add_argument("--ttft-ms", type=positive, default=2000.0)
+    targets.add_argument("--tpot-ms", type=positive, default=100.0)
+    targets.add_argument("--gap-ms", type=positive, help="99 of 100 of a request's gaps; default: nothing is promised")
     targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet all")
     workers = parser.add_argument_group("workers")
     models = ", ".join(MODEL_NAMES)
@@ -123,11 +127,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     workers.add_argument("--max-num-seqs", type=whole(1), default=256, help="sequences that a worker decodes at once")
     workers.add_argument(
-        "--ring-gb", type=float, default=0.0, help="staging ring on each device, for KV in host memory"
+        "--ring-gb", type=at_least_zero, default=0.0, help="staging ring on each device, for KV in host memory"
     )
     _add_acceptance(workers)
     _add_worker_limits(workers, noise=0.1)
-    parser.add_argument("--time-s", type=float, default=300.0, help="after so long, the best known is printed")
+    parser.add_argument("--time-s", type=at_least_zero, default=300.0, help="after so long, the best known is printed")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of tables")
 
 
@@ -141,14 +145,14 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--newest", type=whole(1), help="so many of the log's requests, the last ones; default: all")
     parser.add_argument(
-        "--time-s", type=float, default=60.0, help="for --layouts: after so long, what is known is told"
+        "--time-s", type=at_least_zero, default=60.0, help="for --layouts: after so long, what is known is told"
     )
-    parser.add_argument("--prefill", type=int, help="workers")
-    parser.add_argument("--decode", type=int, help="workers")
+    parser.add_argument("--prefill", type=whole(0), help="workers")
+    parser.add_argument("--decode", type=whole(0), help="workers")
     _add_acceptance(parser)
-    parser.add_argument("--ttft-ms", type=float, help="target of all classes that have one")
-    parser.add_argument("--tpot-ms", type=float, help="target of all classes that have one")
-    parser.add_argument("--gap-ms", type=float, help="target of all classes that have any, for 99 of 100 gaps")
+    parser.add_argument("--ttft-ms", type=positive, help="target of all classes that have one")
+    parser.add_argument("--tpot-ms", type=positive, help="target of all classes that have one")
+    parser.add_argument("--gap-ms", type=positive, help="target of all classes that have any, for 99 of 100 gaps")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
 
 
@@ -163,9 +167,9 @@ def _add_acceptance(workers: argparse._ActionsContainer) -> None:
 
 
 def _add_drawn(trace: argparse._ArgumentGroup) -> None:
-    trace.add_argument("--rate", type=float, default=4.0, help="drawn requests per second")
-    trace.add_argument("--requests", type=int, default=1000, help="drawn requests")
-    trace.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; more: in bursts")
+    trace.add_argument("--rate", type=positive, default=4.0, help="drawn requests per second")
+    trace.add_argument("--requests", type=whole(1), default=1000, help="drawn requests")
+    trace.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; more: in bursts")
     trace.add_argument("--seed", type=int, default=0)
 
 
@@ -173,7 +177,9 @@ def _add_worker_limits(workers: argparse._ArgumentGroup, *, noise: float) -> Non
     workers.add_argument("--link-gb-per-s", type=positive, default=50.0, help="GB/s between workers")
     workers.add_argument("--prefill-budget", type=whole(1), default=2048, help="tokens of a prefill step")
     workers.add_argument("--decode-budget", type=whole(1), default=512, help="tokens of a decode step, with its chunks")
-    workers.add_argument("--noise", type=float, default=noise, help="sigma of the log-normal factor on steps' times")
+    workers.add_argument(
+        "--noise", type=at_least_zero, default=noise, help="sigma of the log-normal factor on steps' times"
+    )
     workers.add_argument("--block-size", type=whole(1), default=64, help="tokens; large blocks simulate faster")
 
 

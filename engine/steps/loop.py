@@ -365,7 +365,8 @@ class StepLoop:
 
     def _note_failure(self, plan: StepPlan, error: Exception) -> None:
         if not isinstance(error, StepSkippedError):
-            logger.error("a step of %d sequences failed", len(plan.items), exc_info=error)
+            who = {"requests": [item.seq.request_id for item in plan.items]}
+            logger.error("a step of %d sequences failed", len(plan.items), exc_info=error, extra=who)
             self._num_failures += 1
         self._failed(plan, error)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,15 +18,23 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.api import HttpLimits
+from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
+from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
 from cluster.http.board import board
-from cluster.slo.classes import SloClass, SloConfig
+from cluster.http.board.board import difference
+from cluster.http.board.picture import MAX_REQUESTS, Observer
+from cluster.http.openai.sse import dumps
+from cluster.slo.classes import RequestTerms, SloClass, SloConfig
+from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import Placement
 from kv_transfer.messages.workers import KnownWorker, TierBlocks, TiersReport
 from tests.cluster.http.test_board_picture import merged
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import PROMPT, Target
+from tests.support.processor_time import Stepped, turn_s
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
@@ -34,6 +44,7 @@ pytestmark = pytest.mark.model
 CLASSES = SloConfig(
     classes=(SloClass(name="chat", ttft_s=600.0, tpot_s=600.0, share=0.9), SloClass(name="batch")), default="chat"
 )
+MILLISECOND = 50_000  # in turns of a loop, on a machine that takes 20 ns for one
 
 
 def worker(name: str, **changes: Any) -> KnownWorker:
@@ -276,6 +287,59 @@ def test_a_server_that_stops_does_not_wait_for_who_looks(
         while data := sock.recv(2**16):
             received += data
         assert received.endswith(b"0\r\n\r\n"), "it ended in order"
+
+
+async def test_a_picture_holds_the_loop_for_short_turns_only(
+    generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Of the most requests that are shown, each of which has new tokens, by processor time. So that no token waits for
+    more than a millisecond or so, and four pictures a second take a small part of a core."""
+    api = scripted_api(generator, tokenizer, slo=CLASSES)
+    generator.script.workers = [worker(f"{role}{n}") for role in "pd" for n in range(8)]
+    streams = [streaming(api, f"cmpl-{n}") for n in range(MAX_REQUESTS)]
+    observer, picture = Observer(api), dict[str, Any]()
+
+    async def show() -> None:
+        nonlocal picture
+        newest = await observer.look()
+        assert len(newest["requests"]) == MAX_REQUESTS
+        dumps(difference(picture, newest))
+        picture = newest
+
+    pictures = []
+    gc.collect()
+    gc.disable()  # the heap of a replica is settled (`cluster.app`)
+    try:
+        await show()  # the first one is whole, and asks the scheduler
+        for _ in range(7):
+            for sequence in streams:
+                sequence.token_times.extend([time.monotonic()] * 5)
+            pictures.append(Stepped(show()))
+            await pictures[-1]
+    finally:
+        gc.enable()
+    unit_s = turn_s()
+    turns = [(max(one.steps_s) / unit_s, sum(one.steps_s) / unit_s) for one in pictures]
+    assert min(longest for longest, _ in turns) < MILLISECOND, turns
+    assert min(whole for _, whole in turns) * board.PER_S < 0.05 * 1_000 * MILLISECOND, turns
+
+
+def streaming(api: Api, name: str) -> SequenceTimeline:
+    """A request of this gateway that has been tried twice and has 200 tokens."""
+    timeline = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms(slo=CLASSES.classes[0]))
+    params = SamplingParams(max_tokens=10_000, seed=0)
+    timeline.parsed([RequestSpec(request_id=f"{name}-0", attempt=0, prompt_token_ids=[1], params=params)], 1, name)
+    (sequence,) = timeline.sequences
+    for number in range(2):
+        sequence.placed(Placement(request_id=f"{name}-0", attempt=number, prefill="p0", decode=f"d{number}"))
+        sequence.started()
+        sequence.token_times.extend([time.monotonic()] * 100)
+        if number == 0:
+            sequence.failed("fault", "d0")
+    timeline.sent([0])
+    api.slo.follow(timeline)
+    api.recent.began(timeline)
+    return sequence
 
 
 # The page.

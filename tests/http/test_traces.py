@@ -5,21 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 from opentelemetry import propagate
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from prometheus_client import CollectorRegistry
@@ -35,60 +28,21 @@ from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import RequestSpec
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import PROMPT, Target
+from tests.support.otlp_receiver import Receiver, assert_filled, attributes, children, otlp_receiver, roots
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import HANGS_S, wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.model
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-@dataclass
-class Receiver:
-    """What came, in order; `held`: it answers only then, and with `status`."""
-
-    endpoint: str = ""
-    spans: list[Span] = field(default_factory=list)
-    resources: list[dict[str, Any]] = field(default_factory=list)  # that differ
-    num_posts: int = 0
-    status: int = 200
-    answers: threading.Event = field(default_factory=threading.Event)
-
-    def take(self, path: str, body: bytes) -> None:
-        assert path == "/v1/traces"
-        self.num_posts += 1
-        for one in ExportTraceServiceRequest.FromString(body).resource_spans:
-            if (resource := attributes(one.resource)) not in self.resources:
-                self.resources.append(resource)
-            self.spans += [span for scope in one.scope_spans for span in scope.spans]
-
-
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    found = Receiver()
-    found.answers.set()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            found.take(self.path, self.rfile.read(int(self.headers["content-length"])))
-            found.answers.wait(HANGS_S)
-            self.send_response(found.status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        found.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(traces, "_PERIOD_S", 0.01)
+    with otlp_receiver() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.endpoint)
-        monkeypatch.setattr(traces, "_PERIOD_S", 0.01)
         yield found
-        found.answers.set()
-        server.shutdown()
-        thread.join(HANGS_S)
 
 
 @contextmanager
@@ -105,42 +59,6 @@ def exporting(registry: CollectorRegistry | None = None) -> Iterator[TraceExport
 def target(receiver: Receiver, generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
     with exporting() as exporter, running_server(generator, tokenizer, on_ended=exporter.ended) as target:
         yield target
-
-
-def attributes(of: Span | Resource) -> dict[str, Any]:
-    return {attribute.key: _value(attribute.value) for attribute in of.attributes}
-
-
-def _value(value: AnyValue) -> Any:
-    kind = value.WhichOneof("value")
-    return [_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, str(kind))
-
-
-def roots(receiver: Receiver, number: int) -> list[Span]:
-    """The spans of so many requests, once all have come."""
-    found: list[Span] = []
-
-    def came() -> bool:
-        found[:] = [span for span in receiver.spans if span.kind == Span.SPAN_KIND_SERVER]
-        return len(found) >= number
-
-    wait_until(came, what="the spans did not come")
-    assert len(found) == number
-    return found
-
-
-def children(receiver: Receiver, parent: Span) -> list[Span]:
-    return [span for span in receiver.spans if span.parent_span_id == parent.span_id]
-
-
-def assert_filled(parent: Span, parts: list[Span]) -> None:
-    """They follow each other without a break, to a nanosecond of rounding, and fill it."""
-    at = parent.start_time_unix_nano
-    for part in parts:
-        assert part.trace_id == parent.trace_id and abs(part.start_time_unix_nano - at) <= 1
-        assert part.end_time_unix_nano >= part.start_time_unix_nano
-        at = part.end_time_unix_nano
-    assert abs(at - parent.end_time_unix_nano) <= 1
 
 
 def test_a_traced_clients_request(receiver: Receiver, target: Target, generator: ScriptedGenerator) -> None:
@@ -271,17 +189,18 @@ def timeline(name: str = "cmpl-a") -> RequestTimeline:
     made.parsed([RequestSpec(request_id=f"{name}-0", attempt=0, prompt_token_ids=[1], params=params)], 1, name)
     at, (sequence,) = made.arrived_at, made.sequences
     sequence.attempts = [
-        Attempt(number=0, asked_at=at, placed_at=at, started_at=at, failed_at=at + 1e-3, prefill="p0", decode="d0"),
-        Attempt(number=1, asked_at=at + 1e-3, placed_at=at + 1e-3, started_at=at + 1e-3, decode="d1"),
+        Attempt(number=0, asked_at=at, placed_at=at, started_at=at, failed_at=at + 8e-4, prefill="p0", decode="d0"),
+        Attempt(number=1, asked_at=at + 1e-3, placed_at=at + 1e-3, started_at=at + 1e-3, prefill="p1", decode="d1"),
     ]
     sequence.attempts[0].cause, sequence.attempts[0].failed_worker = "fault", "p0"
+    sequence.attempts[1].handoff_s = 2e-4
     sequence.token_times, sequence.end = array("d", [at + 1.5e-3, at + 2e-3]), "finished"
     made.parsed_at, made.ended_at, sequence.sent_at = at, at + 2e-3, at + 1.5e-3
     made.outcome, made.slo_outcome = "finished", SloOutcome.FINISHED
     return made
 
 
-def test_a_retry_is_seen_with_its_workers(receiver: Receiver) -> None:
+def test_a_retry_and_a_hand_off_are_seen_with_their_workers(receiver: Receiver) -> None:
     with exporting() as exporter:
         exporter.ended(timeline())
         (root,) = roots(receiver, 1)
@@ -290,7 +209,13 @@ def test_a_retry_is_seen_with_its_workers(receiver: Receiver) -> None:
         for span in children(receiver, root)
         for found in [attributes(span)]
     ]
-    assert told == [("queue", "p0", 0, None), ("prefill", "d1", 1, None), ("decode", "d1", 1, None)]
+    assert told == [
+        ("queue", "p0", 0, None),
+        ("retry", "p0", 0, "fault"),
+        ("prefill", "p1", 1, None),
+        ("handoff", "d1", 1, None),
+        ("decode", "d1", 1, None),
+    ]
 
 
 def test_what_waits_is_bounded_and_nobody_waits_for_it(receiver: Receiver) -> None:

@@ -111,6 +111,7 @@ def test_a_prompt_goes_on_where_its_worker_is_killed(
             page.get_by_text("live", exact=True).wait_for()
             until(page, "document.querySelectorAll('.worker.up').length === 3")
             until(page, "document.querySelectorAll('#plane .bar').length >= 12")  # so that there is something to see
+            _look_at_a_glance(page)
             page.focus("#prompt")
             page.keyboard.press("Control+A")
             page.keyboard.type("Tell a long story about a lighthouse, and do not stop.")
@@ -153,6 +154,29 @@ def test_a_prompt_goes_on_where_its_worker_is_killed(
                         path=pictures / "board-narrow.png", clip={"x": 0, "y": 0, "width": 390, "height": 1000}
                     )
             assert (seen.errors, len(seen.hosts)) == ([], 1)
+
+
+def _look_at_a_glance(page: Any) -> None:
+    """Lanes with what fills their workers' tiers, each class by its P99s and its budget, bars in the classes' colours,
+    and decisions."""
+    until(page, "[...document.querySelectorAll('.pool h3')].map(head => head.textContent).join() === 'Prefill,Decode'")
+    fills = "tube => [...tube.children].some(part => part.style.width !== '0%')"
+    until(page, f"[...document.querySelectorAll('.pool')].every(p => [...p.querySelectorAll('.tube')].some({fills}))")
+    told = "name => [...document.querySelectorAll('.promise')].find(p => p.querySelector('h3').textContent === name)"
+    for name, what in (
+        ("interactive", r"first token\s+\d\S* m?s\s+of 4\.00 s"),
+        ("interactive", r"kept of 90 % promised[^]*error budget left"),
+        ("voice", r"gap\s+\d\S* m?s\s+of 1\.50 s"),
+        ("batch", r"no promise"),
+    ):
+        until(page, f"name => /{what}/.test(({told})(name).innerText)", name)
+    colour = "one => getComputedStyle(one).getPropertyValue('--c')"
+    for kind in (".promise", "#plane .bar"):
+        until(page, f"kind => new Set([...document.querySelectorAll(kind)].map({colour})).size === 3", kind)
+    for phase in ("queue", "prefill", "decode"):
+        until(page, "phase => document.querySelector(`#plane .seg.${phase}`) !== null", phase)
+    decided = r"(is computed by prefill \d+ and goes on in|runs on) decode \d+"
+    until(page, f"/{decided}/.test(document.getElementById('decision-list').innerText)")
 
 
 def _kill_worker_of_the_answer(cluster: ServedCluster, page: Any) -> str:

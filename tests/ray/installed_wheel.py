@@ -1,8 +1,8 @@
 """`make test-wheel`: builds the wheel, installs it into a clean environment, and serves from an empty folder.
 
 What a user has who never saw the repository: `pip install` of the wheel, `legato doctor` on machines that lack
-something, `legato serve MODEL`, `serve run` by import path, and the files that the wheel brings. Takes minutes and some
-GB, so it is no part of `make test`.
+something, `legato serve MODEL`, `serve run` by import path, the files that the wheel brings, and, where Legato is not
+installed, the wheel that Ray fetches. Takes minutes and some GB, so it is no part of `make test`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import openai
 import psutil
+import yaml
 
 from cluster.deployment.ray_environment import free_port
 from tests.ray.served_cluster import MODEL, end_with_its_children, heed_interrupts
@@ -56,6 +58,7 @@ def main() -> None:
         serve_by_import_path(programs, empty)
         serve_a_file_of_the_wheel(programs, empty)
         find_what_operators_load(programs, empty)
+        serve_what_nodes_fetch(programs, wheel, empty)
     print("The wheel works.", flush=True)
 
 
@@ -187,7 +190,9 @@ def serve_by_import_path(programs: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str | Path], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def started(
+    command: Sequence[str | Path], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process and the file of all that it says; ended in any case, with its children."""
     log = folder.with_name("serve.log")
     with log.open("wb") as output:
@@ -195,7 +200,7 @@ def started(command: Sequence[str | Path], folder: Path) -> Iterator[tuple[subpr
             [str(word) for word in command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env={**environment(), **variables},
             cwd=folder,
             start_new_session=True,
             preexec_fn=heed_interrupts,
@@ -258,6 +263,25 @@ def find_what_operators_load(programs: Path, folder: Path) -> None:
     boards = Path(where.stdout.strip()) / "metrics" / "grafana"
     assert not boards.is_relative_to(ROOT), boards
     assert {path.name for path in boards.iterdir()} == {"legato.json", "rules.yaml"}
+
+
+def serve_what_nodes_fetch(programs: Path, wheel: Path, folder: Path) -> None:
+    """ray_configs/runtime_env.yaml, where everything is but Legato: Ray fetches the wheel. The environment is left
+    without it."""
+    run([programs / "python", "-m", "pip", "uninstall", "-q", "-y", "legato"], folder)
+    look: list[str | Path] = [programs / "python", "-c", "import cluster"]
+    assert subprocess.run(look, cwd=folder, capture_output=True, env=environment()).returncode, "it is there still"
+    document = yaml.safe_load((ROOT / "ray_configs" / "runtime_env.yaml").read_text(encoding="utf-8"))
+    document["applications"][0]["runtime_env"]["py_modules"] = [wheel.as_uri()]
+    document["http_options"]["port"] = free_port()
+    file = folder / "fetched.yaml"
+    file.write_text(yaml.safe_dump(document), encoding="utf-8")
+    command: list[str | Path] = [programs / "serve", "run", file]
+    with started(command, folder, {"PIP_NO_DEPS": "1"}) as (process, log):
+        url = wait_for(r"Legato: serves \S+ on (\S+)", process, log)
+        show_an_answer(f"serve run {file.name}, of the wheel that Ray fetches", url)
+        process.send_signal(signal.SIGINT)
+        process.wait(HANGS_S)
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:

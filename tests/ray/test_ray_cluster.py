@@ -33,6 +33,7 @@ from tests.ray.http_generation import Answer, complete, complete_all, greedy_bod
 from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
 from tests.support.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.support.openai_conformance import CHECKS, Target
+from tests.support.otlp_receiver import Receiver, assert_filled, attributes, children, otlp_receiver, roots
 from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
@@ -58,13 +59,27 @@ CONFIG: dict[str, Any] = {
     },
 }
 SECRET = "the secret of these processes only"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Iterator[ServedCluster]:
+def receiver() -> Iterator[Receiver]:
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path, receiver: Receiver
+) -> Iterator[ServedCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     config = {**CONFIG, "gateway": {"storage": str(folder / "storage")}}
-    with served_cluster(config, folder, env={"LEGATO_SECRET": SECRET}) as running:
+    # What clients trace is traced, and nothing else.
+    tracing = {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{receiver.endpoint}/v1/traces",
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+    }
+    with served_cluster(config, folder, env={"LEGATO_SECRET": SECRET, **tracing}) as running:
         running.wait_for_workers(prefill=1, decode=1)
         yield running
 
@@ -188,6 +203,31 @@ def test_seeded_sampling_does_not_depend_on_company(cluster: ServedCluster, prom
     together = asyncio.run(complete_all(cluster.url, bodies, concurrency=32))
     alone = asyncio.run(complete_all(cluster.url, bodies[::4], concurrency=1))
     assert [answer.token_ids for answer in alone] == [answer.token_ids for answer in together[::4]]
+
+
+def test_a_traced_request_is_told_with_the_parts_that_everybody_had_in_it(
+    cluster: ServedCluster, receiver: Receiver, prompts: list[list[int]]
+) -> None:
+    """By OTLP, as a part of its client's trace; the same as `/cluster/requests` tells."""
+    body, headers = greedy_body(MODEL, prompts[1], 8), {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    untraced, traced = (
+        httpx.post(f"{cluster.url}/v1/completions", json=body, headers=found, timeout=300).raise_for_status().json()
+        for found in ({}, headers)
+    )
+    (root,) = roots(receiver, 1)
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+    assert attributes(root)["gen_ai.response.id"] == traced["id"] != untraced["id"]
+    spans = children(receiver, root)
+    assert_filled(root, spans)
+    told = httpx.get(f"{cluster.url}/cluster/requests/{traced['id']}", timeout=60).raise_for_status().json()
+    parts = [(part["name"], part["worker"]) for part in told["parts"]]
+    assert [(span.name, attributes(span).get("legato.worker")) for span in spans] == parts
+    assert sum(part["seconds"] for part in told["parts"]) == pytest.approx(told["total_s"], abs=1e-6)
+    assert (root.end_time_unix_nano - root.start_time_unix_nano) / 1e9 == pytest.approx(told["total_s"], abs=1e-6)
+    assert {"parse", "place", "prefill", "decode"} <= {name for name, _ in parts}
+    workers = {worker["worker_id"]: worker["role"] for worker in cluster.workers()}
+    assert {workers[worker] for name, worker in parts if name == "decode"} == {"decode"}
+    assert {worker for _, worker in parts if worker} <= workers.keys()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

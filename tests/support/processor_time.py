@@ -7,15 +7,40 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
 
 _TURNS = 200_000
 
 
 def in_loop_turns(work: Callable[[], object], rounds: int = 1) -> float:
     """What `work` takes in turns of `total += 1.0`, in the best of so many rounds, without garbage collection."""
-    turn_s = min(_thread_s(_loop) for _ in range(3)) / _TURNS
-    return min(_thread_s(work) for _ in range(rounds)) / turn_s
+    return min(_thread_s(work) for _ in range(rounds)) / turn_s()
+
+
+def turn_s() -> float:
+    """Seconds that a turn of `total += 1.0` takes here, at best."""
+    return min(_thread_s(_loop) for _ in range(3)) / _TURNS
+
+
+class Stepped:
+    """Awaits `work`, and notes for how long each of its steps, from one wait to the next, has held the event loop:
+    seconds of processor time. It is not to be cancelled."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self.steps_s: list[float] = []
+
+    def __await__(self) -> Generator[Any, None, None]:
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = self._work.send(None)
+            except StopIteration:
+                return
+            finally:
+                self.steps_s.append(time.thread_time() - began)
+            yield waits_for
 
 
 def _thread_s(work: Callable[[], object]) -> float:

@@ -70,6 +70,14 @@ def test_links_lead_somewhere(anchors: dict[Path, set[str]]) -> None:
     _told(broken())
 
 
+def test_pictures_are_shown_and_made_by_a_test() -> None:
+    """In the guide alone, and by the tests that look at the same things (`make test-operators`)."""
+    shown = {name for _, name in _names(PAGES, r"pictures/([\w-]+\.png)")}
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "operators").glob("*.py")]
+    made = {name for text in sources for name in re.findall(r'pictures / "([\w-]+\.png)"', text)}
+    assert {path.name for path in (ROOT / "docs" / "guide" / "pictures").iterdir()} == shown == made
+
+
 def test_files_that_are_named_exist() -> None:
     """By their names, or with some of the folders that they are in."""
     folders = [ROOT / name for name in (*FOLDERS, "ray_configs", "tests")]

@@ -96,8 +96,11 @@ class Observer:
         now = time.monotonic()
         if now - self._slow_at >= SLOW_S:
             self._slow_at = now
-            self._classes = {found.key.slo_class: self._class(found) for found in self._api.slo.totals("cluster")}
-            await asyncio.sleep(0)
+            classes = {}
+            for found in self._api.slo.totals("cluster"):
+                classes[found.key.slo_class] = self._class(found)
+                await asyncio.sleep(0)
+            self._classes = classes
             await self._ask_decisions(now)
         self._hear_others(now)
         requests = await self._look_at_requests()
@@ -360,7 +363,7 @@ def decision_sentence(decision: dict[str, Any]) -> str:
     if decision["outcome"] == "placed" and candidates:
         return f"{what} {_placed(candidates[0], decision)}{_others(candidates)}{_unattainable(decision)}."
     if decision["outcome"] == "waiting":
-        return f"{what} waits for room: {_readable(decision['reason'])}."
+        return f"{what} waits for room."
     retry_s = decision["retry_after_s"]
     comes_back = "it never could be served" if retry_s is None else f"it may come back in {_time(retry_s)}"
     return f"{what} was turned away: {_readable(decision['reason'])}; {comes_back}."

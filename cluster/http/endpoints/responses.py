@@ -296,7 +296,8 @@ class StoredAnswer(GenerationResponse):
             self._is_kept = True
             await _responses(self._api).kept.add(kept)
         except (sqlite3.Error, OSError, RuntimeError):  # RuntimeError: the database is closed
-            logger.exception("the response %s could not be stored", self._kept.id)
+            told = {"request": self._kept.id}
+            logger.exception("the response %s could not be stored", self._kept.id, extra=told)
             self._of_response.stored = False
             last = await super()._last(size, make)
         return last
@@ -308,7 +309,8 @@ class StoredAnswer(GenerationResponse):
                 async with asyncio.timeout(LAST_WORD_S):
                     await _responses(self._api).kept.add(failed)
             except (TimeoutError, sqlite3.Error, OSError, RuntimeError):
-                logger.exception("the response %s, which failed, could not be stored", self._kept.id)
+                told = {"request": self._kept.id}
+                logger.exception("the response %s, which failed, could not be stored", self._kept.id, extra=told)
                 self._of_response.stored = False
         await super()._fail(send, error)
 

@@ -65,6 +65,12 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("simulate --devices-per-worker 0", "write a whole number of 1 or more, not '0'"),
         ("plan --format synthetic --tensor-parallel 0", "write a whole number of 1 or more, not '0'"),
         ("whatif --log x --newest -1", "write a whole number of 1 or more, not '-1'"),
+        ("simulate --noise -1", "--noise: write a number of 0 or more, not '-1'"),
+        ("simulate --ttft-ms nan", "--ttft-ms: write a number above 0, not 'nan'"),
+        ("whatif --log x --decode -1", "--decode: write a whole number of 0 or more, not '-1'"),
+        ("run-batch -i nowhere.jsonl -o out.jsonl", "nowhere.jsonl is no file"),
+        ("train-heads smollm2-135m-instruct nowhere -o heads", "there is no file or folder nowhere"),
+        ("train-heads smollm2-135m-instruct nowhere -o heads --heads 99", "checks 15 drafts of a sequence at most"),
         ("doctor --port here", "a number from 1 to 65535, not 'here'"),
     ],
 )
@@ -91,6 +97,26 @@ def test_a_terminal_that_lacks_characters_gets_others(monkeypatch: pytest.Monkey
     monkeypatch.setitem(commands._COMMANDS, "check", lambda arguments: print("café … 東京", flush=True) or 0)
     assert typed(monkeypatch, "check", "x") == 0
     assert written.getvalue() == b"caf\xe9 ? ??\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("simulate --prefill 0 --decode 0", "decode"),
+        ("simulate --trace nowhere.jsonl", "nowhere.jsonl"),
+        ("simulate --acceptance nan", "acceptance is nan"),
+        ("simulate --worker decode-0", "write a worker and a device, as in decode-2=l40s"),
+        ("whatif --log nowhere.jsonl", "nowhere.jsonl"),
+        ("plan --format synthetic --model nowhere", "nowhere"),
+    ],
+)
+def test_a_sentence_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    """For what only whoever carries it out can know."""
+    assert typed(monkeypatch, *line.split()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and told in err and len(err.splitlines()) == 1
 
 
 def test_nobody_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

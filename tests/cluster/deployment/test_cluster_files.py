@@ -86,6 +86,7 @@ def test_serve_and_legato_take_what_the_service_serves() -> None:
     assert set(found) <= set(ServeDeploySchema.model_fields)
     assert schema.http_options.host == "0.0.0.0", "probes and the Kubernetes service come from outside of the pod"
     assert schema.applications[0].import_path == "cluster.app:build"
+    assert schema.logging_config is not None and schema.logging_config.encoding == "JSON"
     assert config.network.host == "node" and config.network.require_ray_token
     variables = found["controller_options"]["runtime_env"]["env_vars"]
     assert variables.keys() == SERVE_ENVIRONMENT.keys()

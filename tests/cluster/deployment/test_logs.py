@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import re
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 from ray._common.formatters import JSONFormatter
 
 from cluster.deployment.logs import log_with_serve
+from tests.cluster.config.test_config import ROOT
+
+PRODUCT = ("cluster", "engine", "kv_transfer", "prefill_workers", "decode_workers")
 
 
 @pytest.fixture
@@ -48,6 +53,14 @@ def test_lines_are_objects_that_name_the_request(replica_log: Path) -> None:
     told = {"levelname": "WARNING", "message": "request r-0 ended", "request": "r-0", "replica": "abc"}
     assert told.items() <= first.items()
     assert (second["levelname"], second["message"]) == ("INFO", "calibrated") and "request" not in second
+
+
+def test_whatever_is_said_of_one_request_names_it() -> None:
+    """In the record, by which the dashboard's log view finds it: the text alone is for people."""
+    texts = [path.read_text(encoding="utf-8") for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")]
+    calls = [ast.unparse(node) for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    said = [call for call in calls if re.match(r"logger\..*(request|response) %s", call)]
+    assert len(said) > 5 and [call for call in said if "extra=" not in call] == []
 
 
 def test_exceptions_are_in_their_line(replica_log: Path) -> None:

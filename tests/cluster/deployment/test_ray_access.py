@@ -28,6 +28,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_each_file_gives_serve_its_settings(path: Path) -> None:
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert document["controller_options"] == {"runtime_env": {"env_vars": SERVE_ENVIRONMENT}}
+    assert document["logging_config"]["encoding"] == "JSON", "as docs/guide/dashboard.md says"
 
 
 def test_a_ray_of_one_machine_asks_its_other_users_for_a_token(tmp_path: Path) -> None:

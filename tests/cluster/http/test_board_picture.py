@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from cluster.http.board.board import difference
 from cluster.http.board.picture import decision_sentence, short_request, short_worker
+from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler
+from kv_transfer.messages.scheduling import Queued
 from tests.cluster.scheduler.scheduler_world import TARGETS, measured, place, placed, refused
+from tests.support.worker_reports import CLOSE
 
 PICTURES = st.recursive(
     st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
@@ -78,10 +81,14 @@ def test_other_ends_of_a_decision() -> None:
         "turned away: no decode worker holds more than 10000 tokens; it never could be served."
     )
     nobody = measured()
-    assert nobody.place(place("r"), 0.0) is not None
-    assert _said(nobody).endswith("no decode worker is ready; it may come back in 500 ms.") or "come back in" in _said(
-        nobody
-    )
+    refused(nobody, "r")
+    assert _said(nobody).endswith("turned away: no decode worker is ready; it may come back in 1 s.")
+    crowded = measured("p-1", "d-1", admission=AdmissionPolicy(max_contenders=10))
+    for n in range(5):  # they just keep their pace
+        placed(crowded, f"close-{n}", **CLOSE)
+        crowded.first_token(f"close-{n}", 0.0)
+    assert isinstance(crowded.place(place("late", **CLOSE), 0.0), Queued)
+    assert _said(crowded).endswith("…late (100 tokens) waits for room.")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from cluster.metrics import ray_export
 from cluster.metrics.ray_export import RayExport, pause_s, ray_collects
 from tests.support.waiting import eventually
 
@@ -100,6 +101,32 @@ async def test_it_is_told_again_and_again() -> None:
     many.num = 2
     await eventually(lambda: len(ray.told) == 2, what="what is new is not told")
     telling.cancel()
+
+
+async def test_after_what_cannot_be_told_it_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gateway would say nothing for the rest of its life, and nobody why."""
+    monkeypatch.setattr(ray_export, "LONGEST_PERIOD_S", 0.01)
+    registry, ray = CollectorRegistry(), RaysGauges()
+
+    class Broken(Many):
+        num_failures = 0
+
+        def collect(self) -> Iterator[Metric]:
+            if self.num_failures:
+                self.num_failures -= 1
+                raise ValueError("a number that is none")
+            return super().collect()
+
+    broken = Broken(1)
+    registry.register(broken)
+    broken.num_failures = 2
+    telling = asyncio.create_task(RayExport(registry, ray).run())
+    await eventually(lambda: len(ray.told) == 1, what="it is told no more")
+    telling.cancel()
+    assert caplog.text.count("metrics could not be told to Ray, which is tried again") == 2
+    assert "a number that is none" in caplog.text
 
 
 @pytest.mark.parametrize(("spent_s", "pause"), [(0.0, 1.0), (0.002, 1.0), (0.02, 5.0), (1.0, 8.0)])

@@ -170,8 +170,9 @@ async def test_layers_are_reported_from_the_compute_thread_with_their_plan() -> 
         assert all(thread.startswith("compute") for _, _, thread in bench.layers)
 
 
-async def test_a_failed_step_is_reported_and_the_next_one_made() -> None:
-    bad, good = _plan(), _plan()
+async def test_a_failed_step_is_reported_and_the_next_one_made(caplog: pytest.LogCaptureFixture) -> None:
+    """And said in the log, with the requests that were in it."""
+    bad, good = _plan(num_seqs=2), _plan()
     bench = Bench()
     bench.failures = 1
     bench.plans += [bad, good]
@@ -180,6 +181,8 @@ async def test_a_failed_step_is_reported_and_the_next_one_made() -> None:
     assert bench.failed == [(bad, "hiccup")]
     assert bench.loop.is_healthy
     await bench.loop.stop()
+    (said,) = caplog.records
+    assert said.getMessage() == "a step of 2 sequences failed" and said.__dict__["requests"] == ["0", "1"]
 
 
 async def test_failures_in_a_row_are_ill_health_and_a_good_step_is_a_cure() -> None:

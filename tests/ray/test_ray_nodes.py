@@ -1,4 +1,4 @@
-"""`make cluster NODES=2`, with LayerKV: prefill on one Ray node, decode on another, KV crosses by TCP, much of it lands
+"""`make cluster NODES=3`, with LayerKV: prefill on one Ray node, decode on another, KV crosses by TCP, much of it lands
 in host memory, and the tokens are Hugging Face's all the same. Nothing of that memory, and no process, is left when the
 cluster has been stopped.
 """
@@ -6,6 +6,7 @@ cluster has been stopped.
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -47,10 +48,10 @@ def host_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
+def test_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
     prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
     references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
-    command = [sys.executable, "-m", "cluster.deployment.local_nodes", "--nodes", "2"]
+    command = [sys.executable, "-m", "cluster.deployment.local_nodes", "--nodes", "3"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     config = {**CONFIG, "tuning": {**CONFIG["tuning"], "TiersConfig": {"host_folder": str(host_folder)}}}
@@ -60,12 +61,14 @@ def test_two_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path
         cluster.wait_idle()
         told = cluster.log.read_text()
         assert "The capital of France is Paris." in told
-        assert "The prompt was computed on prefill-1, its KV went to head by TCP" in told
+        assert "The prompt was computed on prefill-1, its KV went to decode-1 by TCP" in told
         cluster.wait_until(lambda: cluster.metric(MISSED) > 0, "what that computed is told")
         before = cluster.metric(MISSED)
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         starts = [child for child in family if {"start", "--block"} <= set(child.cmdline())]
-        assert len(starts) == 2, "each node is a `ray start`"
+        assert len(starts) == 3, "each node is a `ray start`"
+        runs = ("head .* gateways, global scheduler$", "prefill-1 .* prefill worker", "decode-1 .* decode worker")
+        assert all(re.search(f"^  {line}", told, re.MULTILINE) for line in runs), told
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}
         assert nodes["prefill"] != nodes["decode"]
         bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
