@@ -28,7 +28,7 @@ def schemas_of_others(name: str) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def is_valid(line: dict[str, Any], instance: object) -> bool:
+def is_valid(line: dict[str, Any], instance: Any) -> bool:
     """Whether an instance follows the schema of such a line, by the draft that this names, or its folder does."""
     schema = line["schema"]
     default = _DRAFTS.get(line["path"].split("/")[1], jsonschema.Draft202012Validator)

@@ -72,8 +72,8 @@ def test_a_breaking_instance_in_the_prompt_changes_nothing(smollm2_folder: Path,
     for emission in engine.run(seqs):
         if emission.finish is None:
             continue
-        number, kind = emission.seq.request_id.split("-")
-        line, _, bait = baits[int(number)]
+        index, kind = emission.seq.request_id.split("-")
+        line, _, bait = baits[int(index)]
         text = tokenizer.decode(emission.seq.output_token_ids, skip_special_tokens=True)
         if kind == "free":
             num_lured += text.startswith(bait)
