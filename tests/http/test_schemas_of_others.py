@@ -31,7 +31,7 @@ from tests.support.schema_answers import (
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.thoroughness import THOROUGH, examples
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]  # of a machine that does other work, too
 
 MUST_BE_SERVED: Final = 0.9
 MAX_TOKENS: Final = 150
