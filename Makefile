@@ -44,11 +44,13 @@ test-fast: setup
 # All shapes in the interpreter, and properties with ROUNDS times other examples, as many as each says
 # (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
 ROUNDS ?= 5
+EXAMPLES := hypothesis|import .*(THOROUGH|examples)
 test-long: setup
 	$(PYTEST) --hypothesis-profile=random tests/interpreted tests/with_models/test_any_decoder.py
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray/test_ray_cluster.py -k batch
 	for round in $$(seq $(ROUNDS)); do \
-	  $(PYTEST) --hypothesis-profile=random $$(grep -rl --include='test_*.py' hypothesis tests) || exit 1; \
+	  $(PYTEST) --hypothesis-profile=random \
+	    $$(grep -rlE --include='test_*.py' --exclude-dir=ray '$(EXAMPLES)' tests) || exit 1; \
 	done
 
 # Clients that others wrote, unchanged, against a cluster. They have an environment of their own, which `make test` does

@@ -52,6 +52,28 @@ async def test_a_conversation_of_calls_and_results(way: str) -> None:
     assert isinstance(second.output, Weather) and second.usage.input_tokens > first.usage.input_tokens
 
 
+@pytest.mark.parametrize("way", WAYS)
+async def test_tools_run_and_their_results_are_heard(way: str) -> None:
+    """A tool must be called first, and then the output."""
+    asked: list[str] = []
+
+    def settings(context: Any) -> Any:
+        return {**SETTINGS, "tool_choice": "none" if asked else "required"}
+
+    agent = Agent(model(way), output_type=ToolOutput(Weather), model_settings=settings, retries=0)
+
+    @agent.tool_plain
+    def weather(place: str, unit: str) -> str:
+        """The weather of a place."""
+        asked.append(place)
+        return f"18 degrees {unit}"
+
+    result = await agent.run(QUESTION)
+    returned = [part for message in result.all_messages() for part in message.parts if isinstance(part, ToolReturnPart)]
+    assert isinstance(result.output, Weather) and asked
+    assert [part.tool_name for part in returned][: len(asked)] == ["weather"] * len(asked)
+
+
 @pytest.mark.parametrize("way", ["chat", "responses"])
 async def test_an_answer_that_thinks(way: str) -> None:
     thinking = {"openai_reasoning_effort": "low", "extra_body": {"thinking_token_budget": BUDGET}}

@@ -1,4 +1,4 @@
-"""Files and batches over the real HTTP application, by OpenAI's client."""
+"""Files and batches over the real HTTP application, by OpenAI's client, which validates strictly."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str,
 
 def upload(target: Target, *lines: object, client: openai.OpenAI | None = None) -> FileObject:
     text = "".join(f"{given if isinstance(given, str) else json.dumps(given)}\n" for given in lines)
-    return (client or target.client).files.create(file=("lines.jsonl", text.encode()), purpose="batch")
+    return (client or target.strict).files.create(file=("lines.jsonl", text.encode()), purpose="batch")
 
 
 def begin(target: Target, *lines: object, **fields: Any) -> Batch:
     file = upload(target, *lines)
     fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
-    return target.client.batches.create(input_file_id=file.id, **fields)
+    return target.strict.batches.create(input_file_id=file.id, **fields)
 
 
 def end(target: Target, batch: Batch) -> Batch:
-    wait_until(lambda: target.client.batches.retrieve(batch.id).status in ENDED, what="the batch does not end")
-    return target.client.batches.retrieve(batch.id)
+    wait_until(lambda: target.strict.batches.retrieve(batch.id).status in ENDED, what="the batch does not end")
+    return target.strict.batches.retrieve(batch.id)
 
 
 def answers(target: Target, file_id: str | None) -> dict[str, Any]:
     """By the lines' own names."""
     if file_id is None:
         return {}
-    rows = [json.loads(row) for row in target.client.files.content(file_id).text.splitlines()]
+    rows = [json.loads(row) for row in target.strict.files.content(file_id).text.splitlines()]
     assert len({row["custom_id"] for row in rows}) == len(rows)
     return {row["custom_id"]: row for row in rows}
 
@@ -95,7 +95,7 @@ def test_a_batch_is_answered(target: Target, generator: ScriptedGenerator) -> No
     assert list(found) == [given["custom_id"] for given in lines]  # in their order
     for given in lines:
         row = found[given["custom_id"]]
-        alone = target.client.chat.completions.create(**given["body"])
+        alone = target.strict.chat.completions.create(**given["body"])
         assert (row["error"], row["response"]["status_code"]) == (None, 200)
         assert row["response"]["body"]["choices"][0]["message"]["content"] == alone.choices[0].message.content
         assert row["response"]["request_id"]
@@ -139,7 +139,7 @@ def test_a_line_is_asked_again_until_it_is_answered(
     batch = begin(target, line("a", max_tokens=2))
     wait_until(lambda: len(generator.requests) > 1)
     generator.script = Script(fail_after=0, error=FailedError("It broke."))
-    wait_until(lambda: target.client.batches.retrieve(batch.id).status == "completed")
+    wait_until(lambda: target.strict.batches.retrieve(batch.id).status == "completed")
     failed = answers(target, end(target, batch).error_file_id)
     assert failed["a"]["response"]["status_code"] == 500
     asked = len(generator.requests)
@@ -171,14 +171,14 @@ def test_a_batch_is_cancelled(target: Target, generator: ScriptedGenerator) -> N
     generator.script = Script(reply="a b c d", hang_after=2)
     batch = begin(target, *(line(f"l{n}") for n in range(100)))
     wait_until(lambda: generator.num_open > 0)
-    assert target.client.batches.cancel(batch.id).status == "cancelling"
+    assert target.strict.batches.cancel(batch.id).status == "cancelling"
     ended = end(target, batch)
     assert ended.status == "cancelled" and ended.cancelled_at and ended.request_counts is not None
     assert ended.request_counts.failed == 100
     assert {row["error"]["code"] for row in answers(target, ended.error_file_id).values()} == {"batch_cancelled"}
     wait_until(lambda: generator.num_open == 0, what="what was under way goes on")
     with pytest.raises(openai.ConflictError, match="it is cancelled"):
-        target.client.batches.cancel(batch.id)
+        target.strict.batches.cancel(batch.id)
 
 
 def test_a_batch_whose_time_is_over(target: Target, generator: ScriptedGenerator) -> None:
@@ -219,7 +219,7 @@ def test_who_may_see_them(target: Target) -> None:
         with pytest.raises(openai.NotFoundError):
             ask()
     assert not list(other.files.list()) and not list(other.batches.list())
-    assert [found.id for found in target.client.batches.list()] == [batch.id]
+    assert [found.id for found in target.strict.batches.list()] == [batch.id]
 
 
 def test_what_is_refused(target: Target) -> None:
@@ -315,21 +315,21 @@ def test_lines_that_a_batch_keeps_count_although_their_file_is_deleted(
     generator.script = Script(hang_after=1)
     lines = [line("l0", user="x" * 60_000)]
     file = upload(target, *lines)
-    batch = target.client.batches.create(
+    batch = target.strict.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    target.client.files.delete(file.id)
+    target.strict.files.delete(file.id)
     with pytest.raises(openai.APIStatusError) as full:
         upload(target, *lines, client=target.client.with_options(max_retries=0))
     assert (full.value.status_code, full.value.code) == (503, "storage_full")
-    target.client.batches.cancel(batch.id)
+    target.strict.batches.cancel(batch.id)
     assert end(target, batch).status == "cancelled"
     wait_until(lambda: upload_fits(target, lines), what="the lines of a batch that has ended still count")
 
 
 def upload_fits(target: Target, lines: list[Any]) -> bool:
     try:
-        target.client.files.delete(upload(target, *lines, client=target.client.with_options(max_retries=0)).id)
+        target.strict.files.delete(upload(target, *lines, client=target.client.with_options(max_retries=0)).id)
     except openai.APIStatusError:
         return False
     return True

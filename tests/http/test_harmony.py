@@ -33,6 +33,7 @@ WEATHER: Final[dict[str, Any]] = {
 TOOLS: Final[list[Any]] = [WEATHER]
 THOUGHT: Final = "<|channel|>analysis<|message|>Is it rain? <b><|end|><|start|>assistant"
 CALL: Final = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Oslo"}'
+SAID: Final = "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant"
 FINAL: Final = "<|channel|>final<|message|>"
 
 
@@ -53,11 +54,11 @@ def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Targe
         yield target
 
 
-@pytest.mark.parametrize("said_before", ["", "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant"])
+@pytest.mark.parametrize("said_before", ["", SAID])
 def test_reasoning_and_a_call(target: Target, generator: ScriptedGenerator, said_before: str) -> None:
     generator.script = Script(reply=THOUGHT + said_before + CALL)
     (whole,) = target.chat(tools=TOOLS).choices
-    with target.client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+    with target.strict.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
         (streamed,) = stream.get_final_completion().choices
     for answer in (whole, streamed):
         assert answer.finish_reason == "tool_calls"
@@ -121,5 +122,10 @@ def test_what_must_be_said(target: Target, generator: ScriptedGenerator, tokeniz
     assert not takes('"Oslo"') and not takes(f'{FINAL}"Rome"') and not takes(CALL)
     target.chat(response_format=wish, tools=[WEATHER])
     assert takes(f'{FINAL}"Oslo"') and takes(THOUGHT + CALL)
+    strict: dict[str, Any] = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    target.chat(tools=[strict])
+    for text in (f"{FINAL}Hello.", THOUGHT + FINAL, CALL, THOUGHT + SAID + CALL, SAID + THOUGHT + f"{FINAL}Hi."):
+        assert takes(text), text
+    assert not takes(CALL.replace("Oslo", "Rome")) and not takes(THOUGHT + SAID + CALL.replace("place", "city"))
     generator.script = Script(reply=f'{THOUGHT}{FINAL}"Oslo"')
     assert target.chat(response_format=wish).choices[0].message.content == '"Oslo"'

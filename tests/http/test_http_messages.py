@@ -1,4 +1,7 @@
-"""Anthropic's Messages API as Anthropic's own client sees it, with scripted tokens."""
+"""Anthropic's Messages API as Anthropic's own client sees it, with scripted tokens.
+
+The client validates strictly: whatever does not fit the API's own types, whole or as an event, fails.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,11 @@ def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterato
 @pytest.fixture(scope="module")
 def client(target: Target) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
-        base_url=str(target.http.base_url), api_key="a key", max_retries=0, timeout=HANGS_S
+        base_url=str(target.http.base_url),
+        api_key="a key",
+        max_retries=0,
+        timeout=HANGS_S,
+        _strict_response_validation=True,
     ) as client:
         yield client
 

@@ -77,7 +77,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 def streamed(target: Target, **fields: Any) -> Any:
     """The choices that OpenAI's own accumulator makes of a stream, and all chunks."""
     chunks = []
-    with target.client.chat.completions.stream(model=MODEL, messages=MESSAGES, **fields) as stream:
+    with target.strict.chat.completions.stream(model=MODEL, messages=MESSAGES, **fields) as stream:
         chunks += [event.chunk for event in stream if isinstance(event, ChunkEvent)]
         return stream.get_final_completion().choices, chunks
 
@@ -209,8 +209,11 @@ def test_calls_that_must_be_made(target: Target, generator: ScriptedGenerator, c
 
 def matcher_of(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Callable[[str], bool]:
     """Whether the grammar of the last request takes a text, and may end there."""
+    return taken_by(generator.requests[-1].params.grammar, tokenizer)
+
+
+def taken_by(grammar: str | None, tokenizer: Tokenizer) -> Callable[[str], bool]:
     llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
-    grammar = generator.requests[-1].params.grammar
     assert grammar is not None
 
     def takes(text: str) -> bool:
@@ -228,8 +231,52 @@ def test_strict_functions(target: Target, generator: ScriptedGenerator, tokenize
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
     assert takes("Hello.") and takes("<tool") and takes("Well. " + call % ("weather", '{"place":"Oslo","days":3}'))
     assert takes(call % ("time", '{"x":1}') + "\nBye.")
-    for arguments in ('{"place":"Rome","days":3}', '{"place":"Oslo"}', '{"place":"Oslo","days":0}', "{}"):
+    for arguments in NO_WEATHER:
         assert not takes(call % ("weather", arguments)), arguments
+
+
+NO_WEATHER: Final = ('{"place":"Rome","days":3}', '{"place":"Oslo"}', '{"place":"Oslo","days":0}', "{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("mistral", '[TOOL_CALLS][{"name": "%s", "arguments": %s}]'),
+        ("llama", '{"name": "%s", "parameters": %s}'),
+        ("llama", 'Well. <|python_tag|>{"name": "%s", "parameters": %s}'),
+    ],
+)
+def test_strict_functions_in_other_formats(name: str, call: str, tokenizer: Tokenizer) -> None:
+    """Text is free, and what is read as a call follows its schema."""
+    functions = frozenset(("weather", "time"))
+    reading = Reading(tools=TOOL_FORMATS[name], functions=functions, single=False, reasoning=None, reasons=False)
+    body = ChatBody.model_validate({"model": MODEL, "messages": MESSAGES, "tools": [STRICT, TIME]})
+    wanted = constrained(body, reading, tokenizer)
+    assert wanted is not None
+    llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
+    takes = taken_by(compiled(wanted, llg), tokenizer)
+    for text in ("", "Hello.", "\n I say {}.", "[1]", 'f("a")', call % ("weather", '{"place":"Oslo","days":3}')):
+        assert takes(text), text
+    assert takes(call % ("time", '{"x":1}'))
+    for arguments in NO_WEATHER:
+        assert not takes(call % ("weather", arguments)), arguments
+
+
+async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:
+    """By the marks' own tokens, whoever opens the reasoning; what it thinks of calling is no call."""
+    tokenizer = Tokenizer(thinker_in(tmp_path / "thinker"))
+    api = scripted_api(ScriptedGenerator(tokenizer), tokenizer, reasoning_format="think")
+    call = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
+    good = call % '{"place":"Oslo","days":3}'
+    for effort, opening in (("low", ""), (None, "<think>\n")):
+        fields = {"model": MODEL, "messages": MESSAGES, "tools": [STRICT], "reasoning_effort": effort}
+        job = await prepare_chat(ChatBody.model_validate(fields), api, "auto", "")
+        takes = taken_by(job.choices[0].spec.params.grammar, tokenizer)
+        for text in ("hm</think>Hello.", f"hm\n</think>\n\n{good}", f"{call % '{}'}?</think>It rains. {good}"):
+            assert takes(opening + text), text
+        assert takes("Hello.") == takes(good) == (effort is None)
+        for arguments in NO_WEATHER:
+            assert not takes(f"{opening}hm</think>{call % arguments}"), arguments
 
 
 def test_an_answer_by_a_schema_or_a_call(
@@ -304,6 +351,22 @@ def test_reasoning_is_apart(thinker: Target, generator: ScriptedGenerator) -> No
     generator.script.reply = "Hello."
     (plain,) = thinker.chat().choices
     assert (plain.message.content, plain.message.reasoning) == ("Hello.", None)
+
+
+def test_reasoning_is_left_out_where_asked_for(thinker: Target, generator: ScriptedGenerator) -> None:
+    """It is generated and counted all the same."""
+    generator.script.reply = f"<think>\nIs it rain?\n</think>\n\n{CALLS}"
+    told = thinker.chat(tools=TOOLS).usage.completion_tokens_details.reasoning_tokens
+    extra = {"include_reasoning": False}
+    answer = thinker.chat(tools=TOOLS, extra_body=extra)
+    (choice,), chunks = streamed(thinker, tools=TOOLS, extra_body=extra)
+    for message in (answer.choices[0].message, choice.message):
+        assert message.content == "I will look." and len(calls_of(message)) == 2
+        assert not {"reasoning", "reasoning_content"} & message.to_dict().keys()
+    assert not any("reasoning" in chunk.choices[0].delta.to_dict() for chunk in chunks)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == told > 0
+    (same,) = thinker.chat(tools=TOOLS, extra_body={"include_reasoning": True}).choices
+    assert same.message.reasoning == "Is it rain?"
 
 
 def test_the_prompt_may_begin_the_reasoning(thinker: Target, generator: ScriptedGenerator) -> None:

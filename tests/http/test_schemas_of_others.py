@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLTokenizer
@@ -22,70 +20,65 @@ from cluster.http.openai.structured import Grammars, OutputConstraint, compiled,
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
-from tests.support.schema_answers import drawn_answer, takes
+from tests.support.schema_answers import (
+    JSON_SCHEMA_BENCH,
+    OFFICIAL,
+    drawn_answer,
+    is_valid,
+    schemas_of_others,
+    takes,
+)
 from tests.support.scripted_generator import ScriptedGenerator
-from tests.support.thoroughness import examples
+from tests.support.thoroughness import THOROUGH, examples
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]  # of a machine that does other work, too
 
-FOLDER: Final = Path(__file__).parent / "schemas"
 MUST_BE_SERVED: Final = 0.9
 MAX_TOKENS: Final = 150
+Served = list[tuple[dict[str, Any], str]]  # lines, each with its schema's grammar
 # Formats with a rule; others are annotations, as the standard has all of them.
 RULED: Final = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-
-
-def _lines(name: str) -> Iterator[dict[str, Any]]:
-    with gzip.open(FOLDER / name, "rt") as lines:
-        yield from map(json.loads, lines)
 
 
 def _response_format(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _is_valid(schema: dict[str, Any], text: str) -> bool:
-    judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    return bool(judge(schema).is_valid(json.loads(text)))
-
-
 @pytest.fixture(scope="module")
-def served(tokenizer: Tokenizer) -> dict[str, tuple[dict[str, Any], str]]:
-    """By path, the schemas of JSONSchemaBench that a gateway serves, each with its grammar."""
+def served(tokenizer: Tokenizer) -> Served:
+    """The schemas of JSONSchemaBench that a gateway serves, each with its grammar."""
     return asyncio.run(_served(tokenizer))
 
 
-async def _served(tokenizer: Tokenizer) -> dict[str, tuple[dict[str, Any], str]]:
+async def _served(tokenizer: Tokenizer) -> Served:
     grammars = Grammars(tokenizer)
-    found = {}
-    for line in _lines("jsonschemabench.jsonl.gz"):
+    found = []
+    for line in schemas_of_others(JSON_SCHEMA_BENCH):
         with contextlib.suppress(InvalidRequestError):
             wanted = parse_response_format(_response_format(line["schema"]))
             grammar = await grammars.grammar_for(wanted, None)
             assert grammar is not None
-            found[line["path"]] = line["schema"], grammar
+            found.append((line, grammar))
     return found
 
 
-def test_most_schemas_are_served(served: dict[str, tuple[dict[str, Any], str]]) -> None:
+def test_most_schemas_are_served(served: Served) -> None:
     assert len(served) >= MUST_BE_SERVED * 200
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "drawn"])
-def test_every_answer_that_ends_follows_its_schema(
-    served: dict[str, tuple[dict[str, Any], str]], llg: LLTokenizer, *, greedy: bool
-) -> None:
+def test_every_answer_that_ends_follows_its_schema(served: Served, llg: LLTokenizer, *, greedy: bool) -> None:
     """From random logits, of which marks that close something are the larger ones, so that answers end."""
     closing = np.array([llg.decode_str([token]).strip()[:1] in ('"', "}", "]") for token in range(llg.vocab_size)])
     num_ended = num_drawn = 0
-    for number, (schema, grammar) in enumerate(served.values()):
+    for number, (line, grammar) in enumerate(served):
         for seed in range(examples(4)):
             draw = random.Random(1000 * number + seed)
             answer = drawn_answer(grammar, llg, draw, MAX_TOKENS, favourites=closing, greedy=greedy)
             num_drawn += 1
             if answer is not None:
                 num_ended += 1
-                assert _is_valid(schema, answer), (schema, answer)
+                assert is_valid(line, json.loads(answer)), (line, answer)
     assert num_ended > 0.2 * num_drawn
 
 
@@ -95,13 +88,14 @@ def target(tokenizer: Tokenizer) -> Iterator[Target]:
         yield target
 
 
-def test_over_http(served: dict[str, tuple[dict[str, Any], str]], target: Target) -> None:
-    """Streamed and whole, greedy and drawn."""
+def test_over_http(served: Served, target: Target) -> None:
+    """Streamed and whole, greedy and drawn; all of them in `make test-long`, some small ones in `make test`."""
     num_ended = 0
-    small = [schema for schema, _ in served.values() if len(json.dumps(schema)) < 800][:8]
-    for number, schema in enumerate(small):
+    lines = [line for line, _ in served if THOROUGH or len(json.dumps(line)) < 800]
+    lines = lines if THOROUGH else lines[:8]
+    for number, line in enumerate(lines):
         for temperature in (0, 1):
-            wish: dict[str, Any] = {"response_format": _response_format(schema), "max_tokens": 300}
+            wish: dict[str, Any] = {"response_format": _response_format(line["schema"]), "max_tokens": 300}
             wish |= {"temperature": temperature, "seed": number}
             (whole,) = target.chat(**wish).choices
             chunks = [chunk.choices[0] for chunk in target.chat(**wish, stream=True) if chunk.choices]
@@ -109,14 +103,14 @@ def test_over_http(served: dict[str, tuple[dict[str, Any], str]], target: Target
             assert chunks[-1].finish_reason == whole.finish_reason
             if whole.finish_reason == "stop":
                 num_ended += 1
-                assert _is_valid(schema, whole.message.content or ""), schema
-    assert num_ended > 4
+                assert is_valid(line, json.loads(whole.message.content or "")), line
+    assert num_ended > len(lines) / 4
 
 
 def test_every_keyword_is_enforced_or_refused(llg: LLTokenizer) -> None:
     """Of the official suite: no instance that it calls invalid is an answer, and most schemas and instances are."""
     num_served = num_refused = num_taken = num_valid = 0
-    for line in _lines("official.jsonl.gz"):
+    for line in schemas_of_others(OFFICIAL):
         if "/format/" in line["path"] and Path(line["path"]).stem not in RULED:
             continue
         try:

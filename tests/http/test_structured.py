@@ -102,6 +102,18 @@ def test_a_keyword_is_enforced(llg: LLTokenizer, schema: dict[str, Any], good: o
         assert not validator.is_valid(bad)
 
 
+def test_json_is_compact(llg: LLTokenizer) -> None:
+    """With free white space a model that says little of use writes that until it is cut."""
+    schema = {"type": "object", "properties": {**AB, "c": {"type": "array", "items": {"type": "string"}}}}
+    grammar = compiled(of_schema(schema), llg)
+    for text, taken in (
+        ('{"a":1,"b":2,"c":["x y","z"]}', True), ('{ "a":1}', False), ('{"a": 1}', False), ('{"a":1, "b":2}', False),
+        ('{"c":["x", "y"]}', False), ('{"a":1}\n', False), (' {"a":1}', False),
+    ):  # fmt: skip
+        matcher, tokens = LLMatcher(llg, grammar), llg.tokenize_str(text)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) == taken, text
+
+
 REFUSED: list[tuple[Any, str]] = [
     (False, "must be an object"),
     ({"not": {"type": "string"}}, "'not'"),

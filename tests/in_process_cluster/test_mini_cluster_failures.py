@@ -14,6 +14,7 @@ from cluster.errors import DeadlineError, FailedError, PoisonRequestError
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.request_state import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
+from engine.sampling.params import SamplingParams
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import brake, cluster_of
 from tests.support.mini_requests import (
@@ -23,6 +24,7 @@ from tests.support.mini_requests import (
     fail_once,
     interrupted,
     prefills_braked,
+    sampled,
     sees_draining,
     tokens,
     tokens_of,
@@ -33,15 +35,16 @@ from tests.support.waiting import HANGS_S, eventually
 # --- deaths and failures ---
 
 
+@pytest.mark.parametrize("params", [greedy(), sampled(9)], ids=["greedy", "drawn by a grammar"])
 @pytest.mark.parametrize("num_prefill", [1, 2])
 async def test_a_prefill_s_death_in_the_middle_of_a_hand_off_is_not_noticed(
-    llama: SmallModel, num_prefill: int
+    llama: SmallModel, num_prefill: int, params: SamplingParams
 ) -> None:
     """Another one computes the prompt under the same reservation; or decode itself, if there is none."""
     async with cluster_of(llama, num_prefill=num_prefill, prefill=PrefillWorkerConfig(chunk_tokens=64)) as cluster:
         dying = cluster.prefills[0]
         with prefills_braked(cluster) as held:
-            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            request = asyncio.create_task(cluster.generate("r", PROMPT, params))
             await eventually(lambda: any(one.holding.is_set() for one in held))
             dying = next(w for w, one in zip(cluster.prefills, held, strict=True) if one.holding.is_set())
             death = asyncio.create_task(cluster.remove(dying))
@@ -49,7 +52,7 @@ async def test_a_prefill_s_death_in_the_middle_of_a_hand_off_is_not_noticed(
             for one in held:
                 one.release()
             await death
-            assert tokens_of(await request) == llama.local(PROMPT, greedy()).tokens
+            assert tokens_of(await request) == llama.local(PROMPT, params).tokens
 
 
 @pytest.mark.parametrize("after", [1, 2, 12])

@@ -90,10 +90,13 @@ async def test_roles_change_both_ways_under_load(llama: SmallModel, monkeypatch:
 
 
 async def test_streams_that_outlast_the_drain_go_on_elsewhere(llama: SmallModel) -> None:
+    """Also one that follows a grammar, of which nothing travels but the text."""
+    follows = greedy(100, grammar="start: /([a-z]{1,4}[0-9 ])+[A-Z]{200}/")
     async with replica_cluster(llama, num_prefill=1) as cluster, load(cluster, llama, 4):
-        expected = llama.local(PROMPT, greedy(100)).tokens
-        for n in range(2):
-            events = cluster.stream(f"long{n}", PROMPT, greedy(100))
+        for n, params in enumerate((greedy(100), follows)):
+            expected = llama.local(PROMPT, params).tokens
+            assert len(expected) == 100
+            events = cluster.stream(f"long{n}", PROMPT, params)
             found = [await anext(events) for _ in range(10)]
             holder = next(r for r in cluster.replicas if r.role == "decode" and holds(r, f"long{n}"))
             await cluster.change(holder, "prefill", drain_s=0.0)

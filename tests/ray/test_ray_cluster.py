@@ -390,8 +390,8 @@ def _wait_for_transfer(cluster: ServedCluster, answer: Answer) -> None:
     )
 
 
-def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> None:
-    """Each line is answered once, in order, with the tokens that it gets alone."""
+def test_a_batch_and_a_response_survive_workers_and_gateway(cluster: ServedCluster) -> None:
+    """Each line is answered once, in order, with the tokens that it gets alone; and what was stored is followed."""
     names = [f"line-{number}" for number in range(NUM_LINES)]
     bodies = {name: {"model": MODEL, "prompt": f"{name} says", "max_tokens": 8, "temperature": 0} for name in names}
     url = "/v1/completions"
@@ -403,6 +403,7 @@ def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> No
     file = ask("POST", "/v1/files", data={"purpose": "batch"}, files={"file": text.encode()}).json()
     fields = {"input_file_id": file["id"], "endpoint": url, "completion_window": "1h"}
     batch = ask("POST", "/v1/batches", json=fields).json()
+    stored = ask("POST", "/v1/responses", json={"model": MODEL, "input": "Hello.", "max_output_tokens": 4}).json()
 
     def found() -> dict[str, Any]:
         return dict(ask("GET", f"/v1/batches/{batch['id']}").json())
@@ -415,6 +416,8 @@ def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> No
 
     wait_for(10)
     cluster.kill("decode")
+    wait_for(NUM_LINES // 4)
+    cluster.kill("prefill")
     wait_for(NUM_LINES * 9 // 20)
     cluster.kill_gateway()
     cluster.wait_until(lambda: found()["status"] == "completed", "the batch is completed", timeout_s=900)
@@ -426,5 +429,9 @@ def test_a_batch_survives_a_worker_and_its_gateway(cluster: ServedCluster) -> No
     for row in rows[:: NUM_LINES // 10]:
         alone = ask("POST", url, json=bodies[row["custom_id"]]).json()
         assert row["response"]["body"]["choices"] == alone["choices"]
+    assert ask("GET", f"/v1/responses/{stored['id']}").json() == stored
+    follows = {"model": MODEL, "input": "Go on.", "previous_response_id": stored["id"], "max_output_tokens": 4}
+    answered = ask("POST", "/v1/responses", json=follows).json()
+    assert answered["usage"]["input_tokens"] > stored["usage"]["total_tokens"]
     cluster.wait_for_workers(prefill=1, decode=1)
     cluster.wait_idle()

@@ -31,8 +31,14 @@ class Target:
     http: httpx.Client  # at the server's root
     model: str
 
+    @property
+    def strict(self) -> openai.OpenAI:
+        """`client`, which raises for an answer or event that does not fit the API's own types. Those of text
+        completions have none for a chunk before the last, and those of embeddings none for base64."""
+        return self.client.with_options(_extra_kwargs={"_strict_response_validation": True})
+
     def chat(self, **fields: Any) -> Any:
-        return self.client.chat.completions.create(**{"model": self.model, "messages": MESSAGES, **fields})
+        return self.strict.chat.completions.create(**{"model": self.model, "messages": MESSAGES, **fields})
 
     def complete(self, **fields: Any) -> Any:
         return self.client.completions.create(**{"model": self.model, "prompt": PROMPT, **fields})
@@ -278,10 +284,10 @@ def echo_has_the_prompts_logprobs(target: Target) -> None:
 
 
 def models_are_listed(target: Target) -> None:
-    assert [model.id for model in target.client.models.list()] == [target.model]
-    assert target.client.models.retrieve(target.model).object == "model"
+    assert [model.id for model in target.strict.models.list()] == [target.model]
+    assert target.strict.models.retrieve(target.model).object == "model"
     try:
-        target.client.models.retrieve("no-such-model")
+        target.strict.models.retrieve("no-such-model")
     except openai.NotFoundError as error:
         assert error.code == "model_not_found"
     else:
@@ -363,11 +369,11 @@ def structured_answers_parse(target: Target) -> None:
         assert {choice.finish_reason for choice in answer.choices} == {"stop"}
         stream = target.chat(response_format=schema, max_tokens=100, stream=True, **(fields | {"n": 1}))
         assert _streamed_chat(stream) == (texts[0], "stop")
-    parsed = target.client.chat.completions.parse(
+    parsed = target.strict.chat.completions.parse(
         model=target.model, messages=MESSAGES, response_format=Weather, max_tokens=100
     )
     assert isinstance(parsed.choices[0].message.parsed, Weather)
-    with target.client.chat.completions.stream(
+    with target.strict.chat.completions.stream(
         model=target.model, messages=MESSAGES, response_format=Weather, max_tokens=100
     ) as events:
         assert isinstance(events.get_final_completion().choices[0].message.parsed, Weather)
@@ -400,7 +406,7 @@ def structured_outputs_of_every_kind(target: Target) -> None:
 def responses_answer(target: Target) -> None:
     """Whole, as the client's accumulator sees a stream, parsed, and followed where the server keeps them."""
     fields: dict[str, Any] = {"model": target.model, "input": MESSAGES, "temperature": 0}
-    whole = target.client.responses.create(**fields, max_output_tokens=12)
+    whole = target.strict.responses.create(**fields, max_output_tokens=12)
     assert whole.status in ("completed", "incomplete") and whole.output_text and whole.usage is not None
     chat = target.chat(temperature=0, max_tokens=12)
     assert whole.output_text == chat.choices[0].message.content
@@ -408,12 +414,12 @@ def responses_answer(target: Target) -> None:
         chat.usage.prompt_tokens,
         chat.usage.completion_tokens,
     )
-    with target.client.responses.stream(**fields, max_output_tokens=12) as stream:
+    with target.strict.responses.stream(**fields, max_output_tokens=12) as stream:
         assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == whole.output_text
-    parsed = target.client.responses.parse(**fields, text_format=Weather, max_output_tokens=100)
+    parsed = target.strict.responses.parse(**fields, text_format=Weather, max_output_tokens=100)
     assert isinstance(parsed.output_parsed, Weather)
     if whole.to_dict()["store"]:
-        followed = target.client.responses.create(
+        followed = target.strict.responses.create(
             **{**fields, "input": "Go on.", "previous_response_id": whole.id}, max_output_tokens=4
         )
         assert followed.usage is not None and followed.usage.input_tokens > whole.usage.total_tokens

@@ -1,18 +1,38 @@
-"""Answers that a grammar allows, drawn without a model, and whether it allows one."""
+"""Schemas of others, answers that a grammar allows, drawn without a model, and whether it allows one."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
-from typing import Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
+import jsonschema
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.sampling.grammar import LIMITS, allowed_by
 
+JSON_SCHEMA_BENCH, OFFICIAL = "jsonschemabench.jsonl.gz", "official.jsonl.gz"
+_FOLDER: Final = Path(__file__).parents[1] / "http/schemas"
+_DRAFTS: Final = {"draft4": jsonschema.Draft4Validator, "draft7": jsonschema.Draft7Validator}  # else the newest
 _PRIME: Final = 2_147_483_647
+
+
+def schemas_of_others(name: str) -> Iterator[dict[str, Any]]:
+    """The lines of a file that tests/http/schemas/README.md tells of."""
+    with gzip.open(_FOLDER / name, "rt") as lines:
+        yield from map(json.loads, lines)
+
+
+def is_valid(line: dict[str, Any], instance: Any) -> bool:
+    """Whether an instance follows the schema of such a line, by the draft that this names, or its folder does."""
+    schema = line["schema"]
+    default = _DRAFTS.get(line["path"].split("/")[1], jsonschema.Draft202012Validator)
+    return bool(jsonschema.validators.validator_for(schema, default=default)(schema).is_valid(instance))
 
 
 def drawn_answer(

@@ -97,7 +97,7 @@ class ReadChatShape(ChatShape):
 
     def __init__(self, job: Job, reading: Reading, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
-        self._reasons = reading.reasoning is not None
+        self._reasons = reading.reasoning is not None and reading.tells_reasoning
         self._choices = [ChoiceEvents(reading) for _ in job.choices]
 
     def chunk(self, index: int, delta: Delta) -> bytes:

@@ -21,13 +21,15 @@ from engine.text.output import OutputEvent
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How the choices of one request are read; `cluster.http.openai.tools` makes it. `functions`: names of functions
-    that may be called; `single`: at most one call is read. `reasons`: the prompt ends inside the reasoning."""
+    that may be called; `single`: at most one call is read. `reasons`: the prompt ends inside the reasoning;
+    `tells_reasoning`: it is a part of the answer."""
 
     tools: ToolFormat | None
     functions: frozenset[str]
     single: bool
     reasoning: ReasoningFormat | None
     reasons: bool
+    tells_reasoning: bool = True
 
     @property
     def marks(self) -> frozenset[str]:
@@ -51,6 +53,7 @@ class ChoiceEvents:
             reasoning=reading.reasoning,
             reasons=reading.reasons,
         )
+        self._tells_reasoning = reading.tells_reasoning
 
     @property
     def has_calls(self) -> bool:
@@ -58,7 +61,9 @@ class ChoiceEvents:
 
     def read(self, delta: Delta) -> list[OutputEvent]:
         events = self._parser.feed(delta.text)
-        return events if delta.finish_reason is None else events + self._parser.finish()
+        if delta.finish_reason is not None:
+            events += self._parser.finish()
+        return events if self._tells_reasoning else [event for event in events if event.kind != "reasoning"]
 
 
 def new_call_id() -> str:

@@ -213,6 +213,7 @@ class ChatBody(GenerationBody, TemplateBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: TextOnly = None
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # vLLM's; -1: none
+    include_reasoning: bool | None = None  # vLLM's
     parallel_tool_calls: bool | None = None
     tool_choice: ChosenTools = ToolChoice("auto")
     tools: Tools | None = None

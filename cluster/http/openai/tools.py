@@ -12,7 +12,7 @@ from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import ToolChoice
 from cluster.http.openai.schemas import ChatBody, ChatMessage, Tool, ToolCall
 from cluster.http.openai.structured import OutputConstraint
-from engine.text.formats import Message, OutputFormats, with_hermes_tools
+from engine.text.formats import REASONING_FORMATS, Message, OutputFormats, with_hermes_tools
 from engine.text.tokenizer import Tokenizer
 
 _MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
@@ -45,6 +45,7 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
         single=body.parallel_tool_calls is False or choice.once,
         reasoning=reasoning,
         reasons=reasoning is not None and prompt_end.rstrip().endswith(reasoning.opening),
+        tells_reasoning=body.include_reasoning is not False,
     )
 
 
@@ -106,7 +107,8 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
 
 
 # At most a few spaces or lines stand between reasoning and answer: a small model would go on with them without end.
-_SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/"
+# PLAIN is a text that is not read as a call where that needs no mark.
+_SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\nPLAIN: /[ \\n]*([^ \\n{](.|\\n)*)?/"
 
 
 class _CallGrammar:
@@ -145,18 +147,34 @@ class _CallGrammar:
         return "\n".join([f"start: {start}", *rules])
 
     def free(self, tools: Sequence[Tool]) -> str:
-        """The grammar of any text in which calls to strict functions follow their schemas. Raises
-        InvalidRequestError."""
-        known = self._reading.tools
+        """The grammar of any text, behind any reasoning, in which calls to strict functions follow their schemas.
+        Raises InvalidRequestError."""
+        known, reasoning = self._reading.tools, self._reading.reasoning
         assert known is not None
-        if known.bare or known.body != "json":
-            raise _refusal("strict functions need tool_choice 'required' for this model.", "unsupported_value")
-        rules = [_SPACES, *self._calls(tools, forced=False), self._up_to("before", known.opening)]
-        return "\n".join(["start: (before call)* TEXT", *rules])
+        rules = [_SPACES, *self._calls(tools, forced=False)]
+        if known.body == "harmony":
+            reasoning = REASONING_FORMATS["harmony"]
+            said = f"({self._mark(reasoning.opening)} | {self._mark('<|channel|>commentary<|message|>')})"
+            behind = self._mark(reasoning.behind)
+            start = f"({said} thought {behind})* (calls | {self._mark(reasoning.answer)} TEXT)"
+            start = f"thought {behind} {start}" if self._reading.reasons else start
+        else:
+            text = "PLAIN" if known.bare else "TEXT"
+            rules.append(self._up_to("before", known.opening, text))
+            start = "(object | before object | PLAIN)" if known.bare else "(before call)* TEXT"
+            # Marks that are text may stand in any text.
+            if reasoning is not None and self._token_of(reasoning.closing) is not None:
+                opening = self._mark(reasoning.opening)
+                start = f"thought {start}" if self._reading.reasons else f"({opening} thought)? {start}"
+            else:
+                reasoning = None
+        if reasoning is not None:
+            rules.append(self._up_to("thought", reasoning.closing))
+        return "\n".join([f"start: {start}", *rules])
 
     def _calls(self, tools: Sequence[Tool], *, forced: bool) -> list[str]:
-        """The rules for calls: `calls`, and `call`, which lacks the opening mark. If calls are `forced`, their
-        arguments have bounds, so that they end.
+        """The rules for calls: `calls`; `call`, which lacks the opening mark; `object`, one without any mark. If calls
+        are `forced`, their arguments have bounds, so that they end.
         Raises InvalidRequestError for a format in which they cannot be forced."""
         known = self._reading.tools
         assert known is not None
@@ -186,7 +204,7 @@ class _CallGrammar:
         opening, several = self._mark(known.opening), f"{{0,{self._max_calls - 1}}}"
         if known.body == "mistral":
             further = f'(", " object){several}' if self._max_calls > 1 else ""
-            return [*rules, f'calls: {opening} "[" object {further} "]"']
+            return [*rules, f'call: "[" object {further} "]"', f"calls: {opening} call"]
         further = rf'("\n" {opening} call){several}' if self._max_calls > 1 else ""
         return [*rules, r'call: "\n" object "\n" ' + self._mark(known.closing), f"calls: {opening} call {further}"]
 
@@ -209,10 +227,10 @@ class _CallGrammar:
         is_apart = re.fullmatch("<.*>", mark) is not None or bool(self._tokenizer.special_ids_of([mark]))
         return token_id if is_apart else None
 
-    def _up_to(self, rule: str, mark: str) -> str:
+    def _up_to(self, rule: str, mark: str, text: str = "TEXT") -> str:
         """A rule, of that name, for any text up to and with the first of these marks."""
         lazy = "[lazy]" if self._token_of(mark) is None else ""
-        return f"{rule}{lazy}: TEXT {self._mark(mark)}"
+        return f"{rule}{lazy}: {text} {self._mark(mark)}"
 
 
 def told_tools(body: ChatBody) -> list[dict[str, Any]]:
