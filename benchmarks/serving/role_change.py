@@ -25,8 +25,7 @@ from benchmarks.common.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages.fields import Role
@@ -79,7 +78,7 @@ async def _measure() -> Json:
 
 @contextlib.asynccontextmanager
 async def _cluster(folder: str) -> AsyncIterator[tuple[list[WorkerReplica], Orchestrator, list[float]]]:
-    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler"))
+    scheduler = SchedulerServer({MODEL: ModelRules()}, _identity("scheduler"))
     endpoint = await scheduler.start(HOST)
 
     async def locate() -> Endpoint:

@@ -40,11 +40,12 @@ class _Flip:
 
 
 class Autoscaler:
-    """Decides how many workers each pool should have, and who changes its role. Its `watch` must hear of every verdict
-    of the scheduler."""
+    """Decides how many workers each pool of one model should have, and who changes its role. Its `watch` must hear of
+    every verdict of that model's scheduler. `model`: whose promises of those that `tracker` knows count; "": all."""
 
-    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
+    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float, *, model: str = "") -> None:
         self._ledger = ledger
+        self._model = model
         self._tracker = tracker
         self._plan = plan
         self._flips: list[_Flip] = []
@@ -71,7 +72,8 @@ class Autoscaler:
 
     def _advise(self, now: float) -> None:
         """Make `advice` anew from the demand and from burning error budgets; the log tells when it changes."""
-        burning = BurnAlerts.of(self._tracker.totals(now))
+        kept = self._tracker.totals(now)
+        burning = BurnAlerts.of(series for series in kept if self._model in ("", series.key.model))
         prefill, decode = self.watch.views(now, burning)
         before, advice = self.advice, self._sizer.advise(now, prefill, decode)
         self.advice = advice

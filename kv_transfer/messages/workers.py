@@ -35,6 +35,10 @@ class WorkerInfo:
     max_num_seqs: Count = 0  # held at once; 0: not bounded by their number
     home: Role | None = None  # of the pool that it was started in; None: its role
 
+    def serves(self, model: str) -> bool:
+        """Whether requests for this model are its own; "": for whichever there is."""
+        return model in ("", self.model)
+
 
 @record
 class TierBlocks:

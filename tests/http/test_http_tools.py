@@ -419,7 +419,7 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         }
     )
-    params = (await prepare_chat(body, api, "auto", "")).choices[0].spec.params
+    params = (await prepare_chat(body, await api.find(body.model), "auto", "")).choices[0].spec.params
     masks = GrammarMasks(tmp_path / "thinker", tokenizer.vocab_size, tokenizer.eos_token_ids)
     closing = tokenizer.added_id_of("</think>")
     assert closing is not None

@@ -19,6 +19,7 @@ from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker
 from tests.processes.host_segments import SHARED_MEMORY
+from tests.support.http_server import MODEL
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
@@ -36,27 +37,27 @@ class ReplicaCluster(MiniCluster):
         }
         self.replicas: list[WorkerReplica] = []
 
-    async def add_prefill(self) -> PrefillWorker:
-        worker = (await self.add_replica("prefill", self.roles)).worker
+    async def add_prefill(self, **engine: str) -> PrefillWorker:
+        worker = (await self.add_replica("prefill", self.roles, **engine)).worker
         assert isinstance(worker, PrefillWorker)
         return worker
 
-    async def add_decode(self) -> DecodeWorker:
-        worker = (await self.add_replica("decode", self.roles)).worker
+    async def add_decode(self, **engine: str) -> DecodeWorker:
+        worker = (await self.add_replica("decode", self.roles, **engine)).worker
         assert isinstance(worker, DecodeWorker)
         return worker
 
-    async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole]) -> WorkerReplica:
+    async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole], **changes: str) -> WorkerReplica:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
-            model_name="model",
+            model_name=MODEL,
             dtype="float32",
             block_size=16,
             kv_blocks=512,
             num_threads=1,
         )
         options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
-        engine = replace(defaults, **options)  # type: ignore[arg-type]
+        engine = replace(defaults, **{**options, **changes})  # type: ignore[arg-type]
         tiers = WorkerTiers(self._tiers_config, engine, self.secret)
         site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self.secret)
         replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self.locate)

@@ -88,7 +88,7 @@ class ScriptedGenerator:
         self.num_cancelled = 0
         self.num_finished = 0
 
-    def limits(self) -> ServingLimits | None:
+    def limits(self, model: str = "") -> ServingLimits | None:
         return self.script.limits
 
     @property
@@ -119,8 +119,8 @@ class ScriptedGenerator:
         return {name: self.script.link_states.get(name, "up") for name in names}
 
     @property
-    def pools(self) -> dict[Role, int]:
-        return {"decode": 3}
+    def pools(self) -> dict[str, dict[Role, int]]:
+        return {"": {"decode": 3}}
 
     @property
     def loading(self) -> list[LoadingReport]:

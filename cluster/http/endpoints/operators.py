@@ -38,11 +38,13 @@ router = APIRouter(route_class=JsonRoute)
 @router.get("/cluster", response_model=None)
 async def cluster(api: ApiOf) -> dict[str, Any]:
     """The workers as this gateway knows them: role, pid, load, KV blocks. Also workers that are still loading their
-    model, how many workers each pool should have, and which layout would have served most, as it was found last."""
+    model, how many workers each pool should have (of several models, by model), and which layout would have served
+    most, as it was found last."""
+    wanted = api.cluster.pools
     return {
         "workers": api.cluster.describe_workers(),
         "loading": [asdict(report) for report in api.cluster.loading],
-        "wanted": api.cluster.pools,
+        "wanted": wanted if len(api.models) > 1 else next(iter(wanted.values()), {}),
         "layout": api.layouts.newest,
     }
 

@@ -267,11 +267,13 @@ class RoleBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """`POST /v1/load_lora_adapter`. `load_inplace`: in the place of another one that was loaded under the name."""
+    """`POST /v1/load_lora_adapter`. `load_inplace`: in the place of another one that was loaded under the name.
+    `base_model_name`: whose adapter it is, where several models have some."""
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
+    base_model_name: str | None = None
 
 
 class UnloadAdapterBody(Body):
