@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +93,10 @@ def build_application(config: LegatoConfig) -> Application:
     ).bind(config, drawn_secret, config.network.host)
     pools = []
     for served in config.served:
-        suffix = f"-{quote(served.model.name, safe='')}" if config.models else ""
+        others = [other for other in config.served if other.model.name != served.model.name]
         if not served.colocated:
-            pools.append(worker_pool("prefill", served, drawn_secret, scheduler, suffix))
-        pools.append(worker_pool("decode", served, drawn_secret, scheduler, suffix))
+            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler))
+        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -108,10 +108,15 @@ def build_application(config: LegatoConfig) -> Application:
 
 
 def worker_pool(
-    role: Role, config: LegatoConfig, drawn_secret: SecretBytes | None, scheduler: Application, suffix: str
+    role: Role,
+    config: LegatoConfig,
+    others: Sequence[LegatoConfig],
+    drawn_secret: SecretBytes | None,
+    scheduler: Application,
 ) -> Application:
     """Bind the pool of workers of one model that are started in this role: how many there are, and each one's share of
-    the machine. `suffix`: what its deployment's name ends with."""
+    the machine. `others`: a configuration for each other model."""
+    suffix = f"-{quote(config.model.name, safe='')}" if others else ""
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (
@@ -132,7 +137,7 @@ def worker_pool(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=30,
     )
-    pool: Application = deployment.bind(role, config, drawn_secret, scheduler)
+    pool: Application = deployment.bind(role, config, others, drawn_secret, scheduler)
     return pool
 
 

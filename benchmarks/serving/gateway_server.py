@@ -85,7 +85,7 @@ class _FullSpeed:
     def limits(self, model: str = "") -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
         raise NotFoundError("There are no workers here.")
 
     async def generate(

@@ -33,6 +33,7 @@ def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServe
         rules,
         identity,
         slo_classes=config.slo_classes,
+        model_flips=config.scheduler.model_flips,
         decision_log=None if decision_log is None else LineLog(Path(decision_log), config.max_log_bytes),
     )
 
@@ -54,7 +55,7 @@ def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
     """How the scheduler sizes the pools of one model. None: both stay as they are."""
     prefill, decode = _pool_rules("prefill", config), _pool_rules("decode", config)
     flips = config.scheduler.role_flips and not config.colocated
-    if not (flips or prefill.scales or decode.scales):
+    if not (flips or prefill.scales or decode.scales or config.scheduler.model_flips):
         return None
     return PoolsPlan(prefill=prefill, decode=decode, flips=flips)
 

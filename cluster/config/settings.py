@@ -418,6 +418,11 @@ class SchedulerSettings(Settings):
         False,
         description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
     )
+    model_flips: bool = Field(
+        False,
+        description="Of several models: let a worker change its model where its own can spare it and another one lacks"
+        " workers.",
+    )
 
 
 class SloClassSettings(Settings):
@@ -727,6 +732,21 @@ class LegatoConfig(ServedSettings):
                 f"scheduler.local_prefill_below_tokens is {below}, but of `workers` of one type each computes whatever"
                 " serves best, and there are no prefill workers to keep prompts from; leave one of the two out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_model_flips(self) -> Self:
+        if not self.scheduler.model_flips:
+            return self
+        if len(self.models) < 2:
+            raise ValueError("scheduler.model_flips is on, but there are no two models; list them in models")
+        for where, served in self._each_served():
+            for name, pool in served.pools.items():
+                if pool.autoscaling is not None:
+                    raise ValueError(
+                        f"scheduler.model_flips is on, but {where}{name}.autoscaling is given, by which Serve counts"
+                        " workers where they were started; leave out one of the two"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -109,9 +109,9 @@ class ClusterView(Protocol):
         """
         ...
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have a worker take on that role; returns once it was told. What still runs there after `drain_s` goes on
-        elsewhere.
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
+        """Have a worker take on that role, and that model ("": it keeps its own); returns once it was told. What still
+        runs there after `drain_s` goes on elsewhere.
 
         Raises NotFoundError without such a worker, ConflictError where it must not change, and UnavailableError while
         nobody can be asked.

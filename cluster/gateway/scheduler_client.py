@@ -156,10 +156,10 @@ class SchedulerClient:
         assert isinstance(told, Decisions)
         return told.decisions
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have the scheduler tell a worker to change its role. Raises NotFoundError or ConflictError if it refuses, and
-        UnavailableError while it cannot be asked."""
-        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
+        """Have the scheduler tell a worker to change its role, or its model. Raises NotFoundError or ConflictError if
+        it refuses, and UnavailableError while it cannot be asked."""
+        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s, model=model)
         answer = await self._ask(question)
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)

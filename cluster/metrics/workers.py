@@ -67,10 +67,12 @@ class WorkerMetrics(Collector):
     def _collect_pools(self, workers: list[KnownWorker]) -> Iterator[Metric]:
         present = GaugeMetricFamily(
             "legato_pool_workers",
-            "Workers that were started in the pool, whatever their present role, by whether they leave (draining)",
+            "Workers that were started in the pool, whatever they are now, by whether they leave (draining)",
             labels=("model", "pool", "state"),
         )
-        here = Counter((info.model, info.home or info.role, snapshot.draining) for info, snapshot in workers)
+        here = Counter(
+            (info.home_model or info.model, info.home or info.role, snapshot.draining) for info, snapshot in workers
+        )
         configured = {(model, pool) for model, pools in self._least.items() for pool in pools}
         for model, pool in sorted({*configured, *((model, pool) for model, pool, _ in here)}):
             present.add_metric([model, pool, "serving"], here[model, pool, False])

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from cluster.autoscaling.controller import Autoscaler
+from cluster.autoscaling.controller import Autoscaler, ModelExchange
 from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.decision_log import DecisionLog
@@ -73,7 +73,8 @@ class SchedulerServer:
     gateway.
 
     `models`: by name. Of a single one nobody looks at its name. `decision_log`: every decision is appended to it, as a
-    line of JSON.
+    line of JSON. `model_flips`: workers go from one model to another where that is better, of models whose pools are
+    sized.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class SchedulerServer:
         broadcast_period_s: float = 1.0,
         slo_classes: SloConfig = NO_TARGETS,
         decision_log: LineLog | None = None,
+        model_flips: bool = False,
     ) -> None:
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
         self._log = DecisionLog(max(rules.policy.log_size for rules in models.values()))
@@ -94,6 +96,7 @@ class SchedulerServer:
                 sized, now = self.schedulers[name], time.monotonic()
                 self._autoscalers[name] = Autoscaler(sized.ledger, rules.pools, self.slo, now, model=name)
                 sized.on_verdict = self._autoscalers[name].watch.asked
+        self._exchange = ModelExchange(self._autoscalers if model_flips else {})
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
@@ -299,7 +302,7 @@ class SchedulerServer:
         answer = self._role_changes.ask(request, workers, now)
         if answer.outcome == "ordered":
             assert connection is not None, "a worker that is known has a connection"
-            connection.post(ChangeRole(role=request.role, drain_s=request.drain_s))
+            connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model))
             (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
             leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
             scheduler.heartbeat(leaving, now)
@@ -359,13 +362,16 @@ class SchedulerServer:
             self._keep_pools()
 
     def _keep_pools(self) -> None:
-        for worker_id, order in chain.from_iterable(
-            each.orders(time.monotonic()) for each in self._autoscalers.values()
-        ):
+        now = time.monotonic()
+        orders = [order for each in self._autoscalers.values() for order in each.orders(now)]
+        workers = [info for each in self.schedulers.values() for info, _ in each.ledger.workers()]
+        for worker_id, order in (*orders, *self._exchange.orders(workers, now)):
             if isinstance(order, PoolTarget):
                 self._workers[worker_id][0].post(order)
                 continue
-            request = RoleRequest(ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s)
+            request = RoleRequest(
+                ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s, model=order.model
+            )
             answer = self._change_role(request)
             logger.info("%s is to become a %s worker: %s %s", worker_id, order.role, answer.outcome, answer.reason)
 

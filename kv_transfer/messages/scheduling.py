@@ -163,12 +163,14 @@ class Replicas(Message):
 
 @message
 class RoleRequest(Message):
-    """Gateway to scheduler: have this worker change its role. `ask_id` tells a gateway's questions apart."""
+    """Gateway to scheduler: have this worker change its role, or its model. `ask_id` tells a gateway's questions
+    apart."""
 
     ask_id: Count
     worker_id: Text
     role: Role
     drain_s: NonNegative
+    model: Text = ""  # "": the one that it has
 
 
 @message

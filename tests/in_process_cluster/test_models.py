@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,10 +20,13 @@ from cluster.http.served_model import ServedModel
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sequence import StepPlan
 from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.workers import WorkerInfo
+from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.http_server import MODEL, scripted_api
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, tokens_of
+from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.scripted_generator import EMBEDDING_SIZE
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
@@ -119,6 +124,71 @@ async def test_the_last_prefill_worker_of_a_model_keeps_its_role(models: Models)
         alone = next(worker for worker in cluster.prefills if worker.info.model == OTHER)
         with pytest.raises(ConflictError, match="is the only prefill worker"):
             await cluster.orchestrator.scheduler.change_role(alone.info.worker_id, "decode", 1.0)
+
+
+# --- workers that change their model ---
+
+
+@asynccontextmanager
+async def replicas_of(models: Models, **config: Any) -> AsyncIterator[ReplicaCluster]:
+    async with replica_cluster(models[MODEL], others={OTHER: str(models[OTHER].folder)}, **config) as cluster:
+        yield cluster
+
+
+def of_model(cluster: ReplicaCluster, model: str) -> list[WorkerReplica]:
+    return [replica for replica in cluster.replicas if replica.model_name == model]
+
+
+def info_of(replica: WorkerReplica) -> WorkerInfo:
+    assert replica.worker is not None
+    return replica.worker.info
+
+
+async def test_a_worker_goes_on_with_the_other_model_and_comes_back(models: Models) -> None:
+    """Among requests of both; none of them notices, and nothing of the model that it had is left."""
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        moving = of_model(cluster, MODEL)[0]
+        for n, (model, sizes) in enumerate([(OTHER, (1, 3)), (MODEL, (2, 2))]):
+            before = weakref.ref(moving.model.runner)
+            asked = [(name, prompt) for prompt in random_prompts([33, 70, 150]) for name in models]
+            asking = [asyncio.create_task(generated(cluster, f"r{n}-{m}", *one)) for m, one in enumerate(asked)]
+            await cluster.change(moving, "decode", model=model)
+            assert [await request for request in asking] == [expected(models, *one) for one in asked]
+            assert (len(of_model(cluster, MODEL)), len(of_model(cluster, OTHER))) == sizes
+            gc.collect()
+            assert before() is None, "the other model's memory is still there"
+            info = info_of(moving)
+            assert (info.model, info.home_model) == (model, MODEL)
+            assert info.models == [name for name in models if name != model]
+            found = await asyncio.gather(*(generated(cluster, f"s{n}-{m}", *one) for m, one in enumerate(asked)))
+            assert found == [expected(models, *one) for one in asked]
+
+
+async def test_streams_go_on_where_their_own_model_is(models: Models) -> None:
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        events = cluster.stream("r", PROMPT, greedy(60), model=MODEL)
+        found = [await anext(events) for _ in range(5)]
+        at = next(replica for replica in of_model(cluster, MODEL) if replica.worker and replica.worker.gateway_of)
+        await cluster.change(at, "decode", drain_s=0.0, model=OTHER)
+        found += [event async for event in events]
+        assert tokens_of(found) == models[MODEL].local(PROMPT, greedy(60)).tokens
+        assert found[-1].attempt == 1
+
+
+async def test_an_operator_may_order_another_model_but_not_the_last_worker_of_one(models: Models) -> None:
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        scheduler, moving = cluster.orchestrator.scheduler, of_model(cluster, MODEL)[0]
+        await scheduler.change_role(info_of(moving).worker_id, "decode", 5.0, OTHER)
+        await eventually(lambda: moving.model_name == OTHER)
+        await cluster.changed(moving)
+        (last,) = of_model(cluster, MODEL)
+        last_id = info_of(last).worker_id
+        with pytest.raises(ConflictError, match="is the only decode worker"):
+            await scheduler.change_role(last_id, "decode", 5.0, OTHER)
+        with pytest.raises(ConflictError, match="cannot become a worker of none"):
+            await scheduler.change_role(last_id, "decode", 5.0, "none")
+        with pytest.raises(ConflictError, match="is a decode worker already"):
+            await scheduler.change_role(last_id, "decode", 5.0, MODEL)
 
 
 # --- over HTTP ---

@@ -126,7 +126,7 @@ class ScriptedGenerator:
     def loading(self) -> list[LoadingReport]:
         return self.script.loading
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
         if self.script.role_error is not None:
             raise self.script.role_error
         self.role_changes.append((worker_id, role, drain_s))

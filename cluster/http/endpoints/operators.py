@@ -58,9 +58,10 @@ async def layout(api: ApiOf) -> dict[str, Any]:
 
 @router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
 async def change_role(worker_id: str, body: RoleBody, api: ApiOf) -> dict[str, Any]:
-    """Tells a worker to change its role. It comes back under another name: see `/cluster`."""
-    await api.cluster.change_role(worker_id, body.role, body.drain_s)
-    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
+    """Tells a worker to change its role, or its model. It comes back under another name: see `/cluster`."""
+    await api.cluster.change_role(worker_id, body.role, body.drain_s, body.model)
+    asked = {"role": body.role} | ({"model": body.model} if body.model else {})
+    return {"worker_id": worker_id, **asked, "status": "changing"}
 
 
 @router.get("/cluster/decisions", response_model=None)

@@ -260,10 +260,12 @@ class DetokenizeBody(Body):
 
 
 class RoleBody(Body):
-    """`POST /cluster/workers/{worker_id}/role`. What still runs on the worker after `drain_s` goes on elsewhere."""
+    """`POST /cluster/workers/{worker_id}/role`. What still runs on the worker after `drain_s` goes on elsewhere.
+    `model` "": it keeps the one that it has."""
 
     role: Role
     drain_s: float = Field(20.0, ge=0, le=600)
+    model: str = ""
 
 
 class LoadAdapterBody(Body):

@@ -206,6 +206,14 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"models": [{"model": "a", "prefill": {"replicas": 0}}], "scheduler": {"role_flips": True}},
             ("scheduler.role_flips",),
         ),
+        ({"model": "a", "scheduler": {"model_flips": True}}, ("scheduler.model_flips is on", "no two models")),
+        (
+            {
+                "models": [{"model": "a"}, {"model": "b", "decode": {"autoscaling": {"max_replicas": 2}}}],
+                "scheduler": {"model_flips": True},
+            },
+            ("scheduler.model_flips is on, but models.1.decode.autoscaling is given",),
+        ),
     ],
 )
 def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[str, ...]) -> None:
