@@ -10,7 +10,8 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -41,6 +42,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints.batches import running_batches
+from cluster.http.served_model import ServedModel
 from cluster.http.server.connection import prepare_server
 from cluster.metrics.ray_export import RayExport, ray_collects
 from cluster.metrics.requests import Metrics, RunMetrics
@@ -73,8 +75,9 @@ def build(args: dict[str, Any]) -> Application:
             require_room(config, live_nodes())
         require_token(config)
         describe_start(config)
-        if config.model.ref in BUILTIN_MODELS:
-            resolve_model(config.model.ref)  # here, so that the download is seen, and once for all that start then
+        for served in config.served:
+            if served.model.ref in BUILTIN_MODELS:
+                resolve_model(served.model.ref)  # here, so that the download is seen, and once for all that start then
         return build_application(config)
 
 
@@ -88,8 +91,12 @@ def build_application(config: LegatoConfig) -> Application:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=2,
     ).bind(config, drawn_secret, config.network.host)
-    pools = [] if config.is_colocated else [worker_pool("prefill", config, drawn_secret, scheduler)]
-    pools.append(worker_pool("decode", config, drawn_secret, scheduler))
+    pools = []
+    for served in config.served:
+        others = [other for other in config.served if other.model.name != served.model.name]
+        if not served.is_colocated:
+            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler))
+        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -101,10 +108,15 @@ def build_application(config: LegatoConfig) -> Application:
 
 
 def worker_pool(
-    role: Role, config: LegatoConfig, drawn_secret: SecretBytes | None, scheduler: Application
+    role: Role,
+    config: LegatoConfig,
+    others: Sequence[LegatoConfig],
+    drawn_secret: SecretBytes | None,
+    scheduler: Application,
 ) -> Application:
-    """Bind the pool of workers that are started in this role:
-    how many there are, and each one's share of the machine."""
+    """Bind the pool of workers of one model that are started in this role: how many there are, and each one's share of
+    the machine. `others`: a configuration for each other model."""
+    suffix = f"-{quote(config.model.name, safe='')}" if others else ""
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (
@@ -113,7 +125,7 @@ def worker_pool(
         else {"autoscaling_config": autoscaling_config(scaling, settings.replicas)}
     )
     deployment = serve.deployment(WorkerDeployment).options(
-        name="PrefillWorker" if role == "prefill" else "DecodeWorker",
+        name=("PrefillWorker" if role == "prefill" else "DecodeWorker") + suffix,
         **size,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={
@@ -125,7 +137,7 @@ def worker_pool(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=30,
     )
-    pool: Application = deployment.bind(role, config, drawn_secret, scheduler)
+    pool: Application = deployment.bind(role, config, others, drawn_secret, scheduler)
     return pool
 
 
@@ -176,7 +188,7 @@ class Gateway:
 
         self._config = config
         self._identity = control_identity("gateway", secret)
-        self._slo = SloAccount(config.slo_classes, model=config.model.name)
+        self._slo = SloAccount(config.slo_classes, models=[served.model.name for served in config.served])
         self._orchestrator = Orchestrator(
             self._identity,
             config.tuned(OrchestratorConfig(request_deadline_s=config.gateway.request_deadline_s)),
@@ -186,32 +198,35 @@ class Gateway:
         self._orchestrator.start()
         self._slo.start(self._orchestrator.scheduler.publish_slo)
         self._metrics = self._all_metrics(config)
-        self._traces = trace_exporter(config.model.name, self._metrics.registry, self._identity.worker_id)
+        self._traces = trace_exporter(self._metrics.registry, self._identity.worker_id)
         self._exporting: asyncio.Task[None] | None = None
         if config.gateway.metrics_to_ray and ray_collects():
             exporting = RayExport(self._metrics.registry, RayGauge).run()
             self._exporting = asyncio.create_task(exporting, name="metrics-to-ray")
         if is_first_replica():
-            self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.model.name))
+            self._announcing = asyncio.create_task(announce_when_ready(self._is_ready, config.names))
 
     def _is_ready(self) -> bool:
-        limits = self._orchestrator.limits()
-        return limits is not None and limits.ready
+        limits = [self._orchestrator.limits(served.model.name) for served in self._config.served]
+        return all(found is not None and found.ready for found in limits)
 
     def _on_ended(self, config: LegatoConfig) -> Callable[[RequestTimeline], None]:
         """The function that passes each request that has ended on to the request log and to the maker of spans, where
         there are any."""
         told = [] if self._traces is None else [self._traces.ended]
         if config.gateway.request_log is not None:
-            recorder = RequestRecorder(
-                Path(config.gateway.request_log),
-                config.slo_classes,
-                self._orchestrator.scheduler.reports,
-                secret=self._identity.secret,
-                one_pool=config.workers is not None,
-                max_bytes=config.max_log_bytes,
-            )
-            told.append(recorder.ended)
+            for served in config.served:
+                name = served.model.name
+                recorder = RequestRecorder(
+                    Path(config.gateway.request_log + (f".{quote(name, safe='')}" if config.models else "")),
+                    config.slo_classes,
+                    self._orchestrator.scheduler.reports,
+                    model=name,
+                    secret=self._identity.secret,
+                    one_pool=served.workers is not None,
+                    max_bytes=config.max_log_bytes,
+                )
+                told.append(recorder.ended)
 
         def on_ended(timeline: RequestTimeline) -> None:
             for tell in told:
@@ -227,29 +242,25 @@ class Gateway:
     def _all_metrics(self, config: LegatoConfig) -> Metrics:
         metrics, orchestrator, scheduler = Metrics(), self._orchestrator, self._orchestrator.scheduler
         metrics.registry.register(RunMetrics(orchestrator.runs.values))
-        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools, config.least_workers))
+        least = {served.model.name: served.least_workers for served in config.served}
+        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools, least))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
         return metrics
 
     def _app(self, config: LegatoConfig) -> FastAPI:
-        folder = resolve_model(config.model.ref)
+        log = None if config.gateway.request_log is None or config.models else Path(config.gateway.request_log)
         api = Api(
             generator=self._orchestrator,
             cluster=self._orchestrator.scheduler,
-            tokenizer=Tokenizer(folder),
-            pooling=CheckpointPooling.from_folder(folder),
-            model_name=config.model.name,
+            models=[_served_model(served, self._orchestrator) for served in config.served],
             settings=config.gateway,
             metrics=self._metrics,
             slo=self._slo,
             secret=self._identity.secret,
             limits=config.tuned(HttpLimits()),
-            tool_format=config.model.tool_format,
-            reasoning_format=config.model.reasoning_format,
             on_ended=self._on_ended(config),
-            layouts=LayoutStudy(None if config.gateway.request_log is None else Path(config.gateway.request_log)),
+            layouts=LayoutStudy(log),
             batches=_batch_service(config),
-            adapters=_adapter_folder(config, folder),
         )
         app = create_app(api)
         self._batching = asyncio.create_task(_run_batches(app), name="batches")
@@ -267,12 +278,27 @@ class Gateway:
         await self._orchestrator.stop()
 
 
+def _served_model(config: LegatoConfig, orchestrator: Orchestrator) -> ServedModel:
+    """The one model of a configuration, as a gateway serves it. Raises ValueError if it cannot."""
+    name, folder = config.model.name, resolve_model(config.model.ref)
+    return ServedModel(
+        name=name,
+        tokenizer=Tokenizer(folder),
+        pooling=CheckpointPooling.from_folder(folder),
+        limits=partial(orchestrator.limits, name),
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
+        adapters=_adapter_folder(config, folder),
+    )
+
+
 def _batch_service(config: LegatoConfig) -> BatchService | None:
-    """What keeps files, batches and responses, in a folder of this model's own. None: no storage is configured."""
+    """What keeps files, batches and responses, of all models in a folder of the first one's own: each line and each
+    response says whose it is. None: no storage is configured."""
     settings = config.gateway
     if settings.storage is None:
         return None
-    folder = Path(settings.storage).expanduser() / quote(config.model.name, safe="")
+    folder = Path(settings.storage).expanduser() / quote(config.served[0].model.name, safe="")
     return BatchService(Database(folder), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE)
 
 

@@ -36,8 +36,7 @@ from benchmarks.serving.timelines import measure_timelines
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.load.client import AnswerError
 from cluster.load.timing import MS, percentiles
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
 
@@ -100,7 +99,7 @@ async def _full_speed(server: _Server, streams: int) -> Json:
 async def _whole(cpu: int) -> Json:
     """The scheduler and the scripted worker run here, beside the client."""
     secret = secrets.token_bytes(32)
-    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler", secret), broadcast_period_s=0.2)
+    scheduler = SchedulerServer({MODEL: ModelRules()}, _identity("scheduler", secret), broadcast_period_s=0.2)
     endpoint = await scheduler.start("127.0.0.1")
 
     async def locate_scheduler() -> Endpoint:
@@ -126,7 +125,7 @@ async def _whole(cpu: int) -> Json:
 async def _timelines(cpu: int) -> Json:
     """Clients, scheduler and workers are here; the gateway knows no other workers."""
     secret = secrets.token_bytes(32)
-    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler", secret), broadcast_period_s=0.2)
+    scheduler = SchedulerServer({MODEL: ModelRules()}, _identity("scheduler", secret), broadcast_period_s=0.2)
     endpoint = await scheduler.start("127.0.0.1")
 
     async def locate_scheduler() -> Endpoint:

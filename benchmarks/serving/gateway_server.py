@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import uvicorn
@@ -29,6 +30,7 @@ from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.api import Api
 from cluster.http.app import create_app
+from cluster.http.served_model import ServedModel
 from cluster.http.server.connection import prepare_server
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
@@ -52,7 +54,7 @@ class ServerOrder:
 class _FullSpeed:
     """A `Generator` whose next token is there in the next turn of the event loop, and a `ClusterView` of nothing."""
 
-    pools: ClassVar[dict[Role, int]] = {}
+    pools: ClassVar[dict[str, dict[Role, int]]] = {}
 
     gateway: ClassVar[str] = "gateway"
 
@@ -80,10 +82,10 @@ class _FullSpeed:
     def loading(self) -> list[LoadingReport]:
         return []
 
-    def limits(self) -> ServingLimits:
+    def limits(self, model: str = "") -> ServingLimits:
         return ServingLimits(max_model_len=8_192, ready=True)
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
         raise NotFoundError("There are no workers here.")
 
     async def generate(
@@ -123,15 +125,19 @@ async def _serve(order: ServerOrder) -> None:
 
 async def _serve_http(generator: Generator, cluster: ClusterView) -> None:
     settings = GatewaySettings(max_concurrent=2_048)
-    api = Api(
+    model = ServedModel(
+        name=MODEL,
+        tokenizer=Tokenizer(resolve_model(MODEL)),
         pooling=CheckpointPooling(size=1),
+        limits=partial(generator.limits, MODEL),
+    )
+    api = Api(
         generator=generator,
         cluster=cluster,
-        tokenizer=Tokenizer(resolve_model(MODEL)),
-        model_name=MODEL,
+        models=[model],
         settings=settings,
         metrics=Metrics(),
-        slo=SloAccount(model=MODEL),
+        slo=SloAccount(models=[MODEL]),
         secret=b"",
     )
     gc.collect()

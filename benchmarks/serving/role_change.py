@@ -25,8 +25,7 @@ from benchmarks.common.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages.fields import Role
@@ -36,7 +35,7 @@ from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerRole
-from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.replica import ModelKit, ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 REPEATS: Final = 5
@@ -79,7 +78,7 @@ async def _measure() -> Json:
 
 @contextlib.asynccontextmanager
 async def _cluster(folder: str) -> AsyncIterator[tuple[list[WorkerReplica], Orchestrator, list[float]]]:
-    scheduler = SchedulerServer(SchedulerPolicy(), _identity("scheduler"))
+    scheduler = SchedulerServer({MODEL: ModelRules()}, _identity("scheduler"))
     endpoint = await scheduler.start(HOST)
 
     async def locate() -> Endpoint:
@@ -91,10 +90,9 @@ async def _cluster(folder: str) -> AsyncIterator[tuple[list[WorkerReplica], Orch
     gateway = Orchestrator(_identity("gateway"), OrchestratorConfig(), locate)
     gateway.start()
     for number, role in enumerate(first):
-        engine = EngineConfig(model_ref=MODEL, model_name=MODEL, dtype="float32", kv_bytes=2**27, num_threads=1)
-        tiers = WorkerTiers(TiersConfig(host=Budget(num_bytes=2**24), host_folder=folder), engine, _SECRET)
         site = ReplicaSite(name=str(number), node_id="node", host=HOST, secret=_SECRET)
-        replica = WorkerReplica(role, _ROLES, tiers, TransferConfig(), site, locate)
+        kit = ModelKit(roles=_ROLES, tiers=partial(_tiers, folder), transfer=TransferConfig())
+        replica = WorkerReplica(role, MODEL, {MODEL: kit}, site, locate)
         began = time.perf_counter()
         await replica.start()
         load_s.append(time.perf_counter() - began)
@@ -107,6 +105,11 @@ async def _cluster(folder: str) -> AsyncIterator[tuple[list[WorkerReplica], Orch
         for replica in replicas:
             await replica.stop(0.0)
         await scheduler.stop()
+
+
+def _tiers(folder: str, role: Role) -> WorkerTiers:
+    engine = EngineConfig(model_ref=MODEL, model_name=MODEL, dtype="float32", kv_bytes=2**27, num_threads=1)
+    return WorkerTiers(TiersConfig(host=Budget(num_bytes=2**24), host_folder=folder), engine, _SECRET)
 
 
 async def _change(replica: WorkerReplica, drain_s: float) -> float:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+from benchmarks.common.workload import MODEL
 from kv_transfer.connections.connection import Connection, Server
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.requests import Cancel, Endpoint, Preempted, RequestSpec, Start, StepFrame, TokenEvent
@@ -49,7 +50,7 @@ class ScriptedWorker:
             role="decode",
             endpoint=self.endpoint,
             pid=os.getpid(),
-            model="scripted",
+            model=MODEL,
             compatibility="scripted",
             max_model_len=MAX_MODEL_LEN,
             num_blocks=1_000_000,

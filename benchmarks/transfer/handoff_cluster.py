@@ -20,8 +20,7 @@ from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE, SLAB_BY
 from cluster.errors import UnavailableError
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.steps.loading import DtypeName
 from kv_transfer.handoff.sender import HandoffTimeline
 from kv_transfer.messages.requests import Endpoint, RequestSpec
@@ -91,7 +90,7 @@ async def running_handoffs(
 ) -> AsyncIterator[HandoffCluster]:
     """The scheduler and a gateway's orchestrator here, the workers elsewhere: each on one core where that computes."""
     secret = secrets.token_bytes(32)
-    scheduler = SchedulerServer(SchedulerPolicy(), _control("scheduler", secret), broadcast_period_s=0.2)
+    scheduler = SchedulerServer({MODEL: ModelRules()}, _control("scheduler", secret), broadcast_period_s=0.2)
     endpoint = await scheduler.start("127.0.0.1")
     cpus, computes_here = sorted(os.sched_getaffinity(0)), device == "cpu"
     order = WorkerOrder(

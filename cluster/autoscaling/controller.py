@@ -1,4 +1,4 @@
-"""Pool sizing as orders to workers: how many there should be in their pools, and who is to change its role.
+"""Pool sizing as orders to workers: how many there should be in their pools, and who is to change its role or model.
 
 A worker whose role is not that of the pool it was started in counts where it works, and is kept where it was started:
 Serve knows only the latter. The `SchedulerServer` asks for orders every second; the clock is passed in.
@@ -7,7 +7,7 @@ Serve knows only the latter. The `SchedulerServer` asks for orders every second;
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,11 +40,12 @@ class _Flip:
 
 
 class Autoscaler:
-    """Decides how many workers each pool should have, and who changes its role. Its `watch` must hear of every verdict
-    of the scheduler."""
+    """Decides how many workers each pool of one model should have, and who changes its role. Its `watch` must hear of
+    every verdict of that model's scheduler. `model`: whose promises of those that `tracker` knows count; "": all."""
 
-    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float) -> None:
+    def __init__(self, ledger: Ledger, plan: PoolsPlan, tracker: SloTracker, now: float, *, model: str = "") -> None:
         self._ledger = ledger
+        self._model = model
         self._tracker = tracker
         self._plan = plan
         self._flips: list[_Flip] = []
@@ -69,9 +70,22 @@ class Autoscaler:
             if scales[home]:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
+    def lacking(self) -> Role | None:
+        """The role of a pool that needs more workers than this model has for it; None: neither does."""
+        return None if self.advice is None else self._sizer.lacking()
+
+    def spared(self, now: float, model: str) -> WorkerInfo | None:
+        """The worker with least to lose of a pool that could do without one, to become one of that other model; None:
+        there is none."""
+        role = None if self.advice is None else self._sizer.sparing(now)
+        able = [(i, s) for i, s in self._ledger.workers() if i.role == role and model in i.models and not s.draining]
+        chosen = min(able, key=_to_lose, default=None)
+        return None if chosen is None else chosen[0]
+
     def _advise(self, now: float) -> None:
         """Make `advice` anew from the demand and from burning error budgets; the log tells when it changes."""
-        burning = BurnAlerts.of(self._tracker.totals(now))
+        kept = self._tracker.totals(now)
+        burning = BurnAlerts.of(series for series in kept if self._model in ("", series.key.model))
         prefill, decode = self.watch.views(now, burning)
         before, advice = self.advice, self._sizer.advise(now, prefill, decode)
         self.advice = advice
@@ -108,6 +122,32 @@ class Autoscaler:
             targets[home] += role != home
             targets[role] -= role != home
         return {role: max(0, target) for role, target in targets.items()}
+
+
+class ModelExchange:
+    """Decides who goes from a model that can do without it to one that lacks workers: one at a time, which has to have
+    come back before the next one goes. `autoscalers`: by model; each must have been asked for its own orders."""
+
+    def __init__(self, autoscalers: Mapping[str, Autoscaler]) -> None:
+        self._autoscalers = autoscalers
+        self._gone: tuple[WorkerInfo, str, float] | None = None  # as it was, its new model, until when it is awaited
+
+    def orders(self, workers: Iterable[WorkerInfo], now: float) -> Iterator[Order]:
+        """Yields the order to send now, if there is one. `workers`: of all models."""
+        if self._gone is not None:
+            left, model, until = self._gone
+            if now <= until and not any(_process(w) == _process(left) and w.model == model for w in workers):
+                return
+            self._gone = None
+        for model, gains in self._autoscalers.items():
+            role = gains.lacking()
+            for gives in self._autoscalers.values() if role is not None else ():
+                worker = None if gives is gains else gives.spared(now, model)
+                if role is not None and worker is not None:
+                    self._gone = worker, model, now + _FLIP_S
+                    logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
+                    yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)
+                    return
 
 
 def _process(info: WorkerInfo) -> tuple[str, int]:

@@ -179,6 +179,17 @@ class PoolSizer:
         self._decode.scale(now)
         return PoolAdvice(num_prefill=self._prefill.size, num_decode=self._decode.size, flip=flip)
 
+    def lacking(self) -> Role | None:
+        """The role of a pool that needs more workers than it has; None: neither does."""
+        pools: tuple[tuple[Role, PoolSize], ...] = (("decode", self._decode), ("prefill", self._prefill))
+        return next((role for role, pool in pools if pool.needed > pool.size < pool.rules.max_workers), None)
+
+    def sparing(self, now: float) -> Role | None:
+        """The role of a pool that could do without one of its workers; None: neither could."""
+        pools: tuple[tuple[Role, PoolSize], ...] = (("prefill", self._prefill), ("decode", self._decode))
+        hold_s = self._plan.flip_hold_s
+        return next((role for role, pool in pools if pool.size > 1 and pool.could_spare(now, hold_s)), None)
+
     def _flip(self, now: float) -> Role | None:
         """The role that a worker should change to now, with both sizes changed for it; None: none should."""
         if not self._plan.flips or now - self._flipped_at < self._plan.flip_cooldown_s:

@@ -45,21 +45,34 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return _tell(str(error).splitlines())
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in needs(config))
-    print(f"The configuration is valid: {config.model.name} on {parts}.", flush=True)
-    try:
-        folder = find_model(config.model.ref)
-    except ValueError as error:
-        return _tell([str(error)])
+    print(f"The configuration is valid: {config.names} on {parts}.", flush=True)
+    problems: list[str] = []
+    bytes_on_cpu: list[int] = []  # of each model that is here
+    for served in config.served:
+        if config.models:
+            print(f"{served.model.name}:")
+        try:
+            workers = _check_model(served, problems)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            bytes_on_cpu += [_bytes_on_cpu(served, workers)] if workers else []
+    for note in _notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ():
+        print(f"Note: {note}")
+    return _tell(list(dict.fromkeys(problems)))
+
+
+def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, WorkerBytes]:
+    """Print whose code computes the one model of a configuration, and what each of its workers takes. Returns the
+    latter, by role; adds to `problems` what is wrong with a worker. Raises ValueError for a model that cannot be
+    served."""
+    folder = find_model(config.model.ref)
     if folder is None:
         print(
             f"{config.model.ref} is not on this machine: `legato serve` fetches it, and its memory is not known here."
         )
-        return 0
-    try:
-        print(_computed_by(config, folder), flush=True)
-    except ValueError as error:
-        return _tell([str(error)])
-    problems: list[str] = []
+        return {}
+    print(_computed_by(config, folder), flush=True)
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
         try:
@@ -68,9 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(f"a {role} worker: {error}")
         else:
             print("\n".join(_table(role, config, workers[role])), flush=True)
-    for note in _notes(config, workers):
-        print(f"Note: {note}")
-    return _tell(list(dict.fromkeys(problems)))
+    return workers
 
 
 def _computed_by(config: LegatoConfig, folder: Path) -> str:
@@ -334,12 +345,17 @@ def _row(name: str, num_bytes: int | None, told: str) -> str:
     return f"  {name:<8} {amount:>12}  {told}".rstrip()
 
 
-def _notes(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> Iterator[str]:
-    """Yields what does not fit on this machine, which may not be the one that serves."""
+def _bytes_on_cpu(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> int:
+    """The memory that all workers of the one model of a configuration take together, as far as they are on CPUs."""
+    on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}
+    return sum(config.pools[role].replicas * found.total_bytes for role, found in on_cpu.items())
+
+
+def _notes(config: LegatoConfig, together: int) -> Iterator[str]:
+    """Yields what does not fit on this machine, which may not be the one that serves. `together`: bytes that all
+    workers on CPUs take."""
     from engine.memory.host import memory_bytes
 
-    on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}
-    together = sum(config.pools[role].replicas * found.total_bytes for role, found in on_cpu.items())
     if together > memory_bytes():
         yield (
             f"together the workers on CPUs take {together / 1e9:.1f} GB, and this machine has"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -19,7 +19,7 @@ from kv_transfer.tiers.config import DiskConfig, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerRole
-from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.replica import ModelKit, ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 
 CALIBRATION_S: Final = 2.0
@@ -36,16 +36,38 @@ MAX_IN_FLIGHT: Final = 256
 
 
 def worker_replica(
-    role: Role, config: LegatoConfig, site: ReplicaSite, locate_scheduler: Callable[[], Awaitable[Endpoint]]
+    role: Role,
+    config: LegatoConfig,
+    others: Sequence[LegatoConfig],
+    site: ReplicaSite,
+    locate_scheduler: Callable[[], Awaitable[Endpoint]],
 ) -> WorkerReplica:
-    """Make, in a worker's process, a replica of the pool of this role. It is not started."""
-    tiers = WorkerTiers(tiers_config(role, config), engine_config(role, config), site.secret)
+    """Make, in a worker's process, a replica of the pool of this role. It is not started. `others`: a configuration for
+    each other model, of which those are left out that its process cannot take on."""
+    able = [other for other in others if _can_change(role, config, other)]
+    kits = {each.model.name: _model_kit(each, site) for each in (config, *able)}
+    return WorkerReplica(role, config.model.name, kits, site, locate_scheduler)
+
+
+def _model_kit(config: LegatoConfig, site: ReplicaSite) -> ModelKit:
     # A worker can take on any of these roles, whichever pool it was started in.
     roles: dict[Role, WorkerRole] = {
         "prefill": partial(PrefillWorker, config=prefill_worker(config)),
         "decode": partial(DecodeWorker, config=decode_worker(config)),
     }
-    return WorkerReplica(role, roles, tiers, transfer_config(config), site, locate_scheduler)
+
+    def tiers(role: Role) -> WorkerTiers:
+        return WorkerTiers(tiers_config(role, config), engine_config(role, config), site.secret)
+
+    return ModelKit(roles=roles, tiers=tiers, transfer=transfer_config(config))
+
+
+def _can_change(role: Role, config: LegatoConfig, other: LegatoConfig) -> bool:
+    """Whether a process that is started in a pool of one model may become a worker of another: Ray has given it as many
+    GPUs as such a worker has, and nobody counts the pools' workers by where they were started."""
+    own, pools = config.pools[role], [*config.pools.values(), *other.pools.values()]
+    alike = all(pool.num_gpus == own.num_gpus for pool in other.pools.values() if pool.replicas)
+    return alike and all(pool.autoscaling is None for pool in pools)
 
 
 def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:

@@ -13,7 +13,7 @@ from cluster.gateway.line_log import LineLog
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from kv_transfer.messages.fields import Role
 from kv_transfer.transports.base import Identity
 
@@ -25,16 +25,21 @@ _MANY: Final = 1_000_000  # no bound: a pool of fixed size may have as many work
 
 def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServer:
     decision_log = config.scheduler.decision_log
+    rules = {
+        served.model.name: ModelRules(policy=scheduler_policy(served), pools=pools_plan(served))
+        for served in config.served
+    }
     return SchedulerServer(
-        scheduler_policy(config),
+        rules,
         identity,
         slo_classes=config.slo_classes,
-        pools=pools_plan(config),
+        model_flips=config.scheduler.model_flips,
         decision_log=None if decision_log is None else LineLog(Path(decision_log), config.max_log_bytes),
     )
 
 
 def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
+    """The policy for the workers of one model (see `LegatoConfig.served`)."""
     settings = config.scheduler
     return config.tuned(
         SchedulerPolicy(
@@ -47,11 +52,12 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
 
 
 def pools_plan(config: LegatoConfig) -> PoolsPlan | None:
-    """How the scheduler sizes the pools. None: both stay as they are."""
+    """How the scheduler sizes the pools of one model. None: both stay as they are."""
     prefill, decode = _pool_rules("prefill", config), _pool_rules("decode", config)
-    if not (config.scheduler.role_flips or prefill.scales or decode.scales):
+    flips = config.scheduler.role_flips and not config.is_colocated
+    if not (flips or prefill.scales or decode.scales or config.scheduler.model_flips):
         return None
-    return PoolsPlan(prefill=prefill, decode=decode, flips=config.scheduler.role_flips)
+    return PoolsPlan(prefill=prefill, decode=decode, flips=flips)
 
 
 def _pool_rules(role: Role, config: LegatoConfig) -> PoolRules:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -210,8 +211,9 @@ def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) 
 def _sentence(detail: ErrorDetails) -> str:
     """What one of pydantic's errors means, with the setting's path and what to do."""
     path = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden" and path in CONSTANTS:
-        constant = CONSTANTS[path]
+    of_one = re.sub(r"^models\.\d+\.", "", path)
+    if detail["type"] == "extra_forbidden" and of_one in CONSTANTS:
+        constant = CONSTANTS[of_one]
         return f"{path} is no setting any more but a constant, {constant}; leave it out, or see `tuning` for a test"
     if detail["type"] == "extra_forbidden":
         return f"{path} is no setting; {_advice(detail['loc'])}"
@@ -237,8 +239,8 @@ def _fields_at(path: tuple[int | str, ...]) -> Iterator[str]:
     for part in parts:
         annotation = node.model_fields[str(part)].annotation
         node = next(iter(submodels(annotation)))
-        if is_named(annotation):
-            next(parts, None)  # the name is anybody's choice
+        if is_named(annotation) or is_listed(annotation):
+            next(parts, None)  # the name, or the place, is anybody's choice
     yield from node.model_fields
 
 
@@ -247,8 +249,13 @@ def is_named(annotation: Any) -> bool:
     return get_origin(annotation) is dict and any(submodels(annotation))
 
 
+def is_listed(annotation: Any) -> bool:
+    """Whether a field holds several branches of one kind in a list."""
+    return get_origin(annotation) is tuple and any(submodels(annotation))
+
+
 def submodels(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The settings classes in a field's type: itself, the members of `X | None`, or the values of a mapping."""
+    """The settings classes in a field's type: itself, the members of `X | None`, or of a mapping or a list."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             yield candidate

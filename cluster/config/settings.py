@@ -1,9 +1,10 @@
 """Legato's configuration: one frozen tree, checked once when it is loaded and never written back.
 
 The tree is what `args` of the application in a Serve config file holds (see `ray_configs/`); `cluster.config.load`
-loads it. Knows what is plausible in itself; what depends on the model or the machine (does the context fit the KV
-memory?) is checked when a worker starts. `docs/guide/configuration.md` has a table of every setting, which a test
-compares with this file.
+loads it. An application of several models has a branch for each, and `LegatoConfig.served` a tree for each, which reads
+as that of one model alone. Knows what is plausible in itself; what depends on the model or the machine (does the
+context fit the KV memory?) is checked when a worker starts. `docs/guide/configuration.md` has a table of every setting,
+which a test compares with this file.
 
 What no operator has a reason to turn is a constant: a default of the component configs, or a named value in
 `cluster.config.build`. `tuning` changes these for a test of a whole cluster, or for an experiment.
@@ -18,7 +19,7 @@ refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
@@ -418,6 +419,11 @@ class SchedulerSettings(Settings):
         False,
         description="Let a worker change its role where its pool can spare it and the other one lacks workers.",
     )
+    model_flips: bool = Field(
+        False,
+        description="Of several models: let a worker change its model where its own can spare it and another one lacks"
+        " workers.",
+    )
 
 
 class SloClassSettings(Settings):
@@ -486,8 +492,8 @@ class SloSettings(Settings):
         return self
 
 
-class LegatoConfig(Settings):
-    """The whole configuration."""
+class ServedSettings(Settings):
+    """What a model has of its own: the settings of the model, and of the workers that serve it."""
 
     model: ModelSettings = Field(ModelSettings(), description="What is served; a text is its `ref`.")
     adapters: AdapterSettings = Field(AdapterSettings(), description="LoRA adapters beside the model.")
@@ -501,45 +507,6 @@ class LegatoConfig(Settings):
     )
     prefill: PrefillSettings = Field(PrefillSettings(), description="The pool that computes prompts.")
     decode: DecodeSettings = Field(DecodeSettings(), description="The pool that generates tokens.")
-    transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
-    gateway: GatewaySettings = Field(GatewaySettings(), description="HTTP.")
-    scheduler: SchedulerSettings = Field(SchedulerSettings(), description="Placement of requests.")
-    slo: SloSettings | None = Field(
-        None, description="Classes of service and their targets; empty: one class, `default`, without targets."
-    )
-    network: NetworkSettings = Field(NetworkSettings(), description="Between Legato's own processes.")
-    wait_for_nodes: bool = Field(
-        False,
-        description="Ray adds nodes by itself (an autoscaler): start although the nodes that are there now do not hold"
-        " everything.",
-    )
-    max_log_bytes: SizeBytes = Field(
-        256 * 2**20,
-        description="Size from which the file of `gateway.request_log` or `scheduler.decision_log` is renamed to"
-        " NAME.1, in place of the one before, and another one begun.",
-    )
-    log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
-
-    tuning: dict[str, dict[str, Any]] = Field(
-        {},
-        description="Other values for constants, in tests and experiments: fields of component configs by class, such"
-        " as `DecodeWorkerConfig: {reserve_wait_s: 240}`. No promise: each may go with any version.",
-    )
-
-    def tuned(self, component: T) -> T:
-        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks."""
-        name = type(component).__name__
-        changes = self.tuning.get(name, {})
-        known = {field.name for field in fields(component)}
-        if unknown := changes.keys() - known:
-            raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
-        return replace(component, **changes)
-
-    @model_validator(mode="after")
-    def _check_tuning(self) -> Self:
-        if unknown := self.tuning.keys() - TUNABLE:
-            raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
-        return self
 
     @property
     def pools(self) -> dict[Role, PrefillSettings | DecodeSettings]:
@@ -555,23 +522,9 @@ class LegatoConfig(Settings):
         return {role: number for role, number in least.items() if number}
 
     @property
-    def slo_classes(self) -> SloConfig:
-        return NO_TARGETS if self.slo is None else self.slo.config()
-
-    @property
     def is_colocated(self) -> bool:
         """Whether there is no prefill pool, so that decode workers do both."""
         return self.prefill.replicas == 0 and self.prefill.autoscaling is None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_secret(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping) and "secret" in tree:
-            raise ValueError(
-                "secret is no setting: Ray's dashboard shows a file's settings to whoever may look at it. Draw another"
-                " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
-            )
-        return tree
 
     @field_validator("model", mode="before")
     @classmethod
@@ -629,36 +582,6 @@ class LegatoConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_transport(self) -> Self:
-        transport = self.transfer.transport
-        for name, pool in self.pools.items():
-            if pool.replicas and not pool.num_gpus and transport in ("cuda_ipc", "nccl"):
-                raise ValueError(
-                    f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
-                    f" {name}.num_gpus: {pool.num_gpus:g}; leave it at 'auto'"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_flips(self) -> Self:
-        if self.scheduler.role_flips and self.is_colocated:
-            raise ValueError(
-                "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
-                " or leave it off"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_local_prefill(self) -> Self:
-        below = self.scheduler.local_prefill_below_tokens
-        if below and self.workers is not None:
-            raise ValueError(
-                f"scheduler.local_prefill_below_tokens is {below}, but of `workers` of one type each computes whatever"
-                " serves best, and there are no prefill workers to keep prompts from; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_groups(self) -> Self:
         for name, pool in self.pools.items():
             if pool.tensor_parallel > 1 and pool.num_gpus:
@@ -675,23 +598,176 @@ class LegatoConfig(Settings):
                 )
         return self
 
+
+class LegatoConfig(ServedSettings):
+    """The whole configuration."""
+
+    models: tuple[ServedSettings, ...] = Field(
+        (),
+        strict=False,
+        description="Several models in place of one: each with `model`, and what it has of its own of `adapters`, `kv`,"
+        " `workers`, `prefill` and `decode`, which are not given beside it.",
+    )
+    transfer: TransferSettings = Field(TransferSettings(), description="Moving KV from prefill to decode.")
+    gateway: GatewaySettings = Field(GatewaySettings(), description="HTTP.")
+    scheduler: SchedulerSettings = Field(SchedulerSettings(), description="Placement of requests.")
+    slo: SloSettings | None = Field(
+        None, description="Classes of service and their targets; empty: one class, `default`, without targets."
+    )
+    network: NetworkSettings = Field(NetworkSettings(), description="Between Legato's own processes.")
+    wait_for_nodes: bool = Field(
+        False,
+        description="Ray adds nodes by itself (an autoscaler): start although the nodes that are there now do not hold"
+        " everything.",
+    )
+    max_log_bytes: SizeBytes = Field(
+        256 * 2**20,
+        description="Size from which the file of `gateway.request_log` or `scheduler.decision_log` is renamed to"
+        " NAME.1, in place of the one before, and another one begun.",
+    )
+    log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+
+    tuning: dict[str, dict[str, Any]] = Field(
+        {},
+        description="Other values for constants, in tests and experiments: fields of component configs by class, such"
+        " as `DecodeWorkerConfig: {reserve_wait_s: 240}`. No promise: each may go with any version.",
+    )
+
+    def tuned(self, component: T) -> T:
+        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks."""
+        name = type(component).__name__
+        changes = self.tuning.get(name, {})
+        known = {field.name for field in fields(component)}
+        if unknown := changes.keys() - known:
+            raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
+        return replace(component, **changes)
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> Self:
+        if unknown := self.tuning.keys() - TUNABLE:
+            raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
+        return self
+
+    @property
+    def slo_classes(self) -> SloConfig:
+        return NO_TARGETS if self.slo is None else self.slo.config()
+
+    @property
+    def served(self) -> tuple[Self, ...]:
+        """A configuration for each model, which reads as if that were the only one."""
+        if not self.models:
+            return (self,)
+        own = ServedSettings.model_fields
+        each_own = [{name: getattr(each, name) for name in own} for each in self.models]
+        return tuple(self.model_copy(update={"models": (), **settings}) for settings in each_own)
+
+    @property
+    def names(self) -> str:
+        """The names of all models, for people."""
+        return ", ".join(served.model.name for served in self.served)
+
+    def _each_served(self) -> Iterator[tuple[str, Self]]:
+        """Yields each model's configuration, behind what the names of its settings begin with in errors."""
+        for index, served in enumerate(self.served):
+            yield (f"models.{index}." if self.models else ""), served
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        if self.models and (given := self.model_fields_set & ServedSettings.model_fields.keys()):
+            raise ValueError(
+                f"models is given, and so {'are' if len(given) > 1 else 'is'} {_listed(given)}; give each model its"
+                " own, in models"
+            )
+        names: dict[str, str] = {}
+        folders: dict[str, str] = {}
+        for where, served in self._each_served():
+            if (other := names.setdefault(served.model.name, where)) != where:
+                raise ValueError(
+                    f"{where}model is named {served.model.name}, and so is {other}model; give one of them another name"
+                    " in served_name"
+                )
+            folder = served.adapters.folder
+            if folder is not None and (other := folders.setdefault(folder, where)) != where:
+                raise ValueError(
+                    f"{where}adapters.folder is that of {other.rstrip('.')}, too; an adapter is of one model, so give"
+                    " each a folder of its own"
+                )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_secret(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and "secret" in tree:
+            raise ValueError(
+                "secret is no setting: Ray's dashboard shows a file's settings to whoever may look at it. Draw another"
+                " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
+            )
+        return tree
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        transport = self.transfer.transport
+        for where, served in self._each_served():
+            for name, pool in served.pools.items():
+                if pool.replicas and not pool.num_gpus and transport in ("cuda_ipc", "nccl"):
+                    raise ValueError(
+                        f"transfer.transport is {transport!r}, which does not move KV of {name} workers with"
+                        f" {where}{name}.num_gpus: {pool.num_gpus:g}; leave it at 'auto'"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_flips(self) -> Self:
+        if self.scheduler.role_flips and all(served.is_colocated for served in self.served):
+            raise ValueError(
+                "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
+                " or leave it off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_local_prefill(self) -> Self:
+        below = self.scheduler.local_prefill_below_tokens
+        if below and any(served.workers is not None for served in self.served):
+            raise ValueError(
+                f"scheduler.local_prefill_below_tokens is {below}, but of `workers` of one type each computes whatever"
+                " serves best, and there are no prefill workers to keep prompts from; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_model_flips(self) -> Self:
+        if not self.scheduler.model_flips:
+            return self
+        if len(self.models) < 2:
+            raise ValueError("scheduler.model_flips is on, but there are no two models; list them in models")
+        for where, served in self._each_served():
+            for name, pool in served.pools.items():
+                if pool.autoscaling is not None:
+                    raise ValueError(
+                        f"scheduler.model_flips is on, but {where}{name}.autoscaling is given, by which Serve counts"
+                        " workers where they were started; leave out one of the two"
+                    )
+        return self
+
     @model_validator(mode="after")
     def _check_context(self) -> Self:
-        context = self.model.max_model_len
-        if context is None:
-            return self
-        for name, pool in self.kv.pools.items():
-            if pool.block_size > context:
+        for where, served in self._each_served():
+            context = served.model.max_model_len
+            if context is None:
+                continue
+            for name, pool in served.kv.pools.items():
+                if pool.block_size > context:
+                    raise ValueError(
+                        f"{where}kv.{name}.block_size is {pool.block_size}, more than {where}model.max_model_len"
+                        f" ({context}), so that no block could ever be full; use a smaller one, 16 for example"
+                    )
+            if not served.is_colocated and self.scheduler.local_prefill_below_tokens > context:
                 raise ValueError(
-                    f"kv.{name}.block_size is {pool.block_size}, more than model.max_model_len ({context}), so that "
-                    "no block could ever be full; use a smaller one, 16 for example"
+                    f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
+                    f"{where}model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say"
+                    f" so with {where}prefill.replicas: 0"
                 )
-        if not self.is_colocated and self.scheduler.local_prefill_below_tokens > context:
-            raise ValueError(
-                f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
-                f"model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say so with "
-                "prefill.replicas: 0"
-            )
         return self
 
 

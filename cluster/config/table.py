@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cluster.config.fields import KvMemory, format_budget, format_size, parse_size
-from cluster.config.load import is_named, submodels
+from cluster.config.load import is_listed, is_named, submodels
 from cluster.config.settings import LegatoConfig
 from kv_transfer.tiers.config import Budget
 
@@ -29,10 +29,11 @@ _NAMES = {
 
 def setting_rows(node: type[BaseModel] = LegatoConfig, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yields every leaf of the tree, in its order, as path, type, default and description. A branch that is optional,
-    or that may be there several times under names of the user's choice, has a row itself, and its fields follow it."""
+    or that may be there several times under names of the user's choice, has a row itself, and its fields follow it. A
+    list of branches has a row alone: they are made of what is elsewhere in the tree."""
     for name, info in node.model_fields.items():
         path = f"{prefix}{name}"
-        children = list(submodels(info.annotation))
+        children = [] if is_listed(info.annotation) else list(submodels(info.annotation))
         named = is_named(info.annotation)
         if not children or info.default is None or named:
             yield path, _kind(info), _default(info), info.description or ""

@@ -49,21 +49,22 @@ def describe_start(config: LegatoConfig) -> None:
     Call it on the cluster, where the application is built."""
     wanted = needs(config)
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in wanted)
-    say(f"starts {config.model.name}: {parts}.")
+    say(f"starts {config.names}: {parts}.")
     for sentence in [*unset(), *open_doors()]:
         say(sentence)
-    if config.kv.disk is not None and not config.gateway.share_prefixes and draw_secret() is not None:
+    has_disk = any(served.kv.disk is not None for served in config.served)
+    if has_disk and not config.gateway.share_prefixes and draw_secret() is not None:
         say(
             "LEGATO_SECRET is not set: after a restart, what is on disk is found again only by clients without a key."
             " Set it before Ray starts."
         )
 
 
-async def announce_when_ready(is_ready: Callable[[], bool], model: str) -> None:
-    """Say where `model` is served, once it is. Only one of several gateways should call this."""
+async def announce_when_ready(is_ready: Callable[[], bool], models: str) -> None:
+    """Say where `models` are served, once they are. Only one of several gateways should call this."""
     while not is_ready():  # noqa: ASYNC110 - heartbeats make it so, and nobody else waits for that
         await asyncio.sleep(_LOOK_S)
-    say(f"serves {model} on {await _url()}/v1")
+    say(f"serves {models} on {await _url()}/v1")
 
 
 async def _url() -> str:

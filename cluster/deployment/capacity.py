@@ -33,10 +33,12 @@ class ProcessNeed:
 def needs(config: LegatoConfig) -> list[ProcessNeed]:
     """The processes that are started with the application. Pools that grow later get what is there then."""
     found = []
-    for name, pool in config.pools.items():
-        if pool.replicas and not (name == "prefill" and config.is_colocated):
-            each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
-            found.append(ProcessNeed(f"{name} worker", name, pool.replicas, each))
+    for index, served in enumerate(config.served):
+        where, whose = (f"models.{index}.", f"{served.model.name} ") if config.models else ("", "")
+        for name, pool in served.pools.items():
+            if pool.replicas and not (name == "prefill" and served.is_colocated):
+                each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
+                found.append(ProcessNeed(f"{whose}{name} worker", f"{where}{name}", pool.replicas, each))
     found.append(ProcessNeed("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
     found.append(ProcessNeed("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
     return found

@@ -101,7 +101,7 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
     give_secret()
     interrupted = interrupted_by_signals()
     import_module("ray")  # completely, before two threads import from it
-    fetch_model(config)
+    fetch_models(config)
     print("Starting Ray ...", flush=True)
     # Ray's processes take seconds to come up, in which this process would only wait: it imports meanwhile.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()
@@ -118,7 +118,7 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         if dashboard:
             print(_where_the_dashboard_is(), flush=True)
         if not interrupted.is_set():
-            show_first_answer(url, config.model.name)
+            show_first_answer(url, config.served[0].model.name)
         if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
@@ -241,7 +241,7 @@ class StartStates:
         self.url = url
         self.changed_s = self._began_s = time.monotonic()
         self._application = application
-        self._num_workers = sum(config.least_workers.values())
+        self._num_workers = sum(sum(served.least_workers.values()) for served in config.served)
         self._num_ready = 0
         self._stream = stream or sys.stdout
         self._told: dict[str, str] = {}
@@ -389,17 +389,18 @@ def require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def fetch_model(config: LegatoConfig) -> None:
-    """Fetch the model if it is not on this machine. Call it before anything is started, so that the download's progress
-    is seen. Raises StartError."""
+def fetch_models(config: LegatoConfig) -> None:
+    """Fetch the models that are not on this machine. Call it before anything is started, so that the download's
+    progress is seen. Raises StartError."""
     from engine.checkpoint.builtin_models import ModelUnavailableError
     from engine.checkpoint.store import resolve_model
 
-    print(f"Model {config.model.ref} ...", flush=True)
-    try:
-        print(f"  in {resolve_model(config.model.ref)}", flush=True)
-    except (ValueError, ModelUnavailableError) as error:
-        raise StartError(str(error)) from error
+    for served in config.served:
+        print(f"Model {served.model.ref} ...", flush=True)
+        try:
+            print(f"  in {resolve_model(served.model.ref)}", flush=True)
+        except (ValueError, ModelUnavailableError) as error:
+            raise StartError(str(error)) from error
 
 
 def show_first_answer(url: str, model: str) -> None:

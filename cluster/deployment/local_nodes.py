@@ -33,7 +33,7 @@ from cluster.deployment.local_cluster import (
     START_TIMEOUT_S,
     StartError,
     StartStates,
-    fetch_model,
+    fetch_models,
     heed_signals,
     http_options,
     interrupted_by_signals,
@@ -208,6 +208,8 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     document = read_document(path)
     application = document["applications"][0]
     given = load_config(application.get("args") or {})
+    if given.models:
+        raise StartError("On nodes of this machine one model is served; give a configuration without `models`.")
     plans = plan_nodes(number, given)
     config = config_on_nodes(given, plans)
     http = http_options(document, port)
@@ -219,7 +221,7 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     tune_environment()
     give_secret()
     interrupted = interrupted_by_signals()
-    fetch_model(config)
+    fetch_models(config)
     with _folder() as folder:
         nodes = LocalNodes(plans, folder)
         with contextlib.ExitStack() as ends:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import ray
 from pydantic import SecretBytes
@@ -22,13 +22,14 @@ DRAIN_S = 20.0  # shorter than Serve's graceful_shutdown_timeout_s, which `clust
 
 
 class WorkerDeployment:
-    """A replica, which is one worker: at first in its pool's role.
-    Requests reach it over its own port, without Serve."""
+    """A replica, which is one worker: at first of its pool's role and model. Requests reach it over its own port,
+    without Serve. `others`: a configuration for each other model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         role: Role,
         config: LegatoConfig,
+        others: Sequence[LegatoConfig],
         drawn_secret: SecretBytes | None,
         scheduler: DeploymentHandle,
     ) -> None:
@@ -50,7 +51,7 @@ class WorkerDeployment:
                 host=resolve_host(config.network.host),
                 secret=cluster_secret(drawn_secret),
             )
-            self._replica = worker_replica(role, config, site, locator(scheduler))
+            self._replica = worker_replica(role, config, others, site, locator(scheduler))
             await self._replica.start()
 
     async def check_health(self) -> None:

@@ -48,8 +48,8 @@ class Generator(Protocol):
         """
         ...
 
-    def limits(self) -> ServingLimits | None:
-        """What the live workers can do together. None: no worker has registered yet."""
+    def limits(self, model: str = "") -> ServingLimits | None:
+        """What the live workers of a model can do together; "": there is one. None: no worker has registered yet."""
         ...
 
 
@@ -92,8 +92,8 @@ class ClusterView(Protocol):
         ...
 
     @property
-    def pools(self) -> dict[Role, int]:
-        """How many workers each pool should have by the scheduler's advice. Empty: it gives none."""
+    def pools(self) -> dict[str, dict[Role, int]]:
+        """How many workers each pool should have by the scheduler's advice, by model. Empty: it gives none."""
         ...
 
     @property
@@ -109,9 +109,9 @@ class ClusterView(Protocol):
         """
         ...
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have a worker take on that role; returns once it was told. What still runs there after `drain_s` goes on
-        elsewhere.
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
+        """Have a worker take on that role, and that model ("": it keeps its own); returns once it was told. What still
+        runs there after `drain_s` goes on elsewhere.
 
         Raises NotFoundError without such a worker, ConflictError where it must not change, and UnavailableError while
         nobody can be asked.

@@ -42,7 +42,8 @@ class LayoutStudy:
         UnavailableError where they cannot be simulated now."""
         if self._log is None:
             raise ConflictError(
-                "This gateway notes no requests, so nobody knows what to simulate. Set gateway.request_log.",
+                "This gateway notes no requests, so nobody knows what to simulate. Set gateway.request_log; of several"
+                " models each has a log of its own, for `legato whatif --layouts`.",
                 code="no_request_log",
             )
         if self.newest is not None and time.monotonic() < self._fresh_until:

@@ -112,10 +112,11 @@ class Orchestrator:
         await self.scheduler.stop()
         await self.connections.stop()
 
-    def limits(self) -> ServingLimits | None:
-        """What the connected decode workers can serve; None while no decode worker is known. One that takes requests is
+    def limits(self, model: str = "") -> ServingLimits | None:
+        """What the connected decode workers of a model can serve; None while none is known. One that takes requests is
         enough to be ready: it computes prompts, too, where there is no prefill worker."""
-        decodes = [known for known in self.scheduler.workers.values() if known[0].role == "decode"]
+        workers = self.scheduler.workers.values()
+        decodes = [known for known in workers if known[0].role == "decode" and known[0].serves(model)]
         if not decodes:
             return None
         reached = [snapshot for info, snapshot in decodes if self.connections.is_up(info.worker_id)]
@@ -401,6 +402,7 @@ class Orchestrator:
         length = len(run.request.prompt_token_ids) + (0 if run.is_pooled else run.request.params.max_tokens)
         return any(
             (info.role == "decode" or run.is_pooled)
+            and info.serves(run.request.model)
             and info.worker_id not in unresponsive
             and self.connections.is_up(info.worker_id)
             and not snapshot.draining

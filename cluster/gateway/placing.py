@@ -52,7 +52,7 @@ class Placer:
         Raises AttemptFailedError if a worker cannot be reached."""
         run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
-            infos = (info for info, _ in self._scheduler.workers.values())
+            infos = (info for info, _ in self._scheduler.workers.values() if info.serves(run.request.model))
             # A mean is taken over the whole prompt, so no cached prefix helps it.
             block_size = None if run.request.pooling == "mean" else naming_block_size(infos)
             run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)

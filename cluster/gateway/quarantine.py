@@ -239,7 +239,7 @@ class Quarantine:
         """A keyed hash that all copies of a request share. Nobody without this gateway's key can compute it."""
         if run.fingerprint is None:
             request = run.request
-            wishes = repr((request.prefix_salt, replace(request.params, seed=0))).encode()
+            wishes = repr((request.model, request.prefix_salt, replace(request.params, seed=0))).encode()
             tokens = array("q", request.prompt_token_ids).tobytes()
             run.fingerprint = blake2b(wishes + b"\n" + tokens, key=self._key, digest_size=16).digest()
         return run.fingerprint

@@ -93,6 +93,7 @@ class RecentRequests:
         drafts = Drafts.total(timeline.sequences)
         return {
             "id": timeline.request_id,
+            "model": timeline.model,
             "endpoint": timeline.endpoint,
             "slo_class": timeline.terms.slo.name,
             "started_at": timeline.arrived_at + timeline.since_1970_s,

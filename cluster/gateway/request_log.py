@@ -133,8 +133,8 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """Writes a gateway's request log. `workers()` gives the live workers. Gateways of one machine and one `secret` may
-    share a file."""
+    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models. Gateways
+    of one machine and one `secret` may share a file."""
 
     def __init__(
         self,
@@ -142,6 +142,7 @@ class RequestRecorder:
         slo: SloConfig,
         workers: Callable[[], Iterable[KnownWorker]],
         *,
+        model: str,
         secret: bytes,
         one_pool: bool = False,
         max_bytes: int = MAX_BYTES,
@@ -149,17 +150,21 @@ class RequestRecorder:
         self._file = LineLog(path, max_bytes, self._head)
         self._slo = slo
         self._workers = workers
+        self._model = model
         self._one_pool = one_pool
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Write a line for each choice of a request that has been answered."""
+        """Write a line for each choice of a request that has been answered, if it was for this model."""
+        if timeline.model != self._model:
+            return
         offset_s = time.time() - time.monotonic()
         logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
         self._file.append([request_line(line) for line in logged if line is not None])
 
     def _head(self) -> str | None:
-        cluster = logged_cluster(self._workers(), self._slo, one_pool=self._one_pool)
+        workers = [(info, snapshot) for info, snapshot in self._workers() if info.serves(self._model)]
+        cluster = logged_cluster(workers, self._slo, one_pool=self._one_pool)
         return None if cluster is None else cluster_line(cluster)
 
 

@@ -173,6 +173,7 @@ class RequestRun:
             waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
             prefix_hashes=self.timeline.prefix_hashes,
             adapter="" if self.request.adapter is None else self.request.adapter.digest,
+            model=self.request.model,
         )
 
     def standing(self) -> StandingRequest | None:

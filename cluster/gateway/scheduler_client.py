@@ -113,7 +113,7 @@ class SchedulerClient:
         self._task: asyncio.Task[None] | None = None
         self.workers: dict[str, KnownWorker] = {}
         self.indexes: dict[str, IndexReport] = {}  # what the scheduler knows of a worker's blocks
-        self.pools: dict[Role, int] = {}  # workers that each pool should have, where the scheduler sizes them
+        self.pools: dict[str, dict[Role, int]] = {}  # by model: workers that each pool should have, where it is sized
         self.loading: list[LoadingReport] = []  # the progress of workers that are starting
         self._settles_at = 0.0
 
@@ -136,7 +136,7 @@ class SchedulerClient:
             raise RequestTooLargeError(
                 f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
             )
-        if not self._live("decode"):
+        if not self._live("decode", request.model):
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
@@ -156,10 +156,10 @@ class SchedulerClient:
         assert isinstance(told, Decisions)
         return told.decisions
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
-        """Have the scheduler tell a worker to change its role. Raises NotFoundError or ConflictError if it refuses, and
-        UnavailableError while it cannot be asked."""
-        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s)
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
+        """Have the scheduler tell a worker to change its role, or its model. Raises NotFoundError or ConflictError if
+        it refuses, and UnavailableError while it cannot be asked."""
+        question = RoleRequest(ask_id=next(self._ask_ids), worker_id=worker_id, role=role, drain_s=drain_s, model=model)
         answer = await self._ask(question)
         assert isinstance(answer, RoleAnswer)
         require_ordered(answer)
@@ -288,7 +288,8 @@ class SchedulerClient:
         rather a prefill worker. Of several, and of several prefill workers, takes the better of two random ones.
         Without a prefill worker the decode worker computes the prompt."""
         length = request.num_tokens + request.max_new_tokens
-        live = [*self._live("decode"), *(self._live("prefill") if request.is_pooled else ())]
+        model = request.model
+        live = [*self._live("decode", model), *(self._live("prefill", model) if request.is_pooled else ())]
         able = [(info, snapshot) for info, snapshot in live if info.max_model_len >= length]
         holding = [(info, snapshot) for info, snapshot in able if info.worker_id == request.prefer_decode]
         others = [(info, snapshot) for info, snapshot in able if info.worker_id not in request.exclude]
@@ -304,7 +305,7 @@ class SchedulerClient:
         prefill = _better_of_two(
             [
                 (info, snapshot)
-                for info, snapshot in self._live("prefill")
+                for info, snapshot in self._live("prefill", request.model)
                 if not request.is_pooled
                 and info.compatibility == decode.compatibility
                 and info.max_model_len >= request.num_tokens
@@ -325,8 +326,10 @@ class SchedulerClient:
         that this gateway knows count: they will soon have found the new scheduler, too."""
         return time.monotonic() < self._settles_at
 
-    def _live(self, role: Role) -> list[KnownWorker]:
-        return [(info, snap) for info, snap in self.workers.values() if info.role == role and not snap.draining]
+    def _live(self, role: Role, model: str) -> list[KnownWorker]:
+        """The workers of that role and model that take requests."""
+        known = [(info, snapshot) for info, snapshot in self.workers.values() if not snapshot.draining]
+        return [(info, snapshot) for info, snapshot in known if info.role == role and info.serves(model)]
 
     async def _run(self) -> None:
         while True:

@@ -325,6 +325,11 @@ class RequestTimeline:
     # --- read ---
 
     @property
+    def model(self) -> str:
+        """The name of the model whose workers serve it."""
+        return self.terms.model
+
+    @property
     def arrived_at(self) -> float:
         return self.terms.arrived_at
 

@@ -1,41 +1,34 @@
-"""What every endpoint of one gateway may use: the generator, the view of the cluster, the tokenizer, the settings, the
-metrics. Routes ask for it as an `ApiOf` parameter.
+"""What every endpoint of one gateway may use: the generator, the view of the cluster, the models, the settings, the
+metrics. Routes ask for it as an `ApiOf` parameter, and it for the model that a request names.
 
 Owns the counts of sequences in flight and of output that waits to be read.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request
 
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
-from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
-from cluster.gateway.generator import ClusterView, Generator, ServingLimits
+from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError
+from cluster.gateway.generator import ClusterView, Generator
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.recent_requests import RecentRequests
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.background import StoredResponses
-from cluster.http.openai.structured import Grammars
+from cluster.http.served_model import ServedModel
 from cluster.http.server.turns import Turns
 from cluster.http.server.unread import Unread
 from cluster.http.terms import Tenants
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
-from engine.checkpoint.pooling import CheckpointPooling
-from engine.text.formats import OutputFormats, ReasoningFormatName, ToolFormatName, output_formats
-from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import AdapterRef
-
-if TYPE_CHECKING:
-    from cluster.gateway.adapter_folder import AdapterFolder  # brings torch, which only who has adapters needs
 
 RESPONSES_SHARE: Final = 10  # files may take so many times what stored responses may
 
@@ -108,48 +101,37 @@ class HttpLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Api:
-    """What every endpoint of a gateway may use; routes get it as an `ApiOf` parameter. `on_ended` is called with each
-    request that was generated, for the request log; `layouts` replays that log. `recent` has the requests that run and
-    those that ended last. `secret` is the cluster's. `batches` (files and batches) and `responses` are None if the
-    gateway has no folder for them, `adapters` if it has none for those."""
+    """What every endpoint of a gateway may use; routes get it as an `ApiOf` parameter. `models`: at least one, each
+    under a name of its own. `on_ended` is called with each request that was generated, for the request log; `layouts`
+    replays that log. `recent` has the requests that run and those that ended last. `secret` is the cluster's. `batches`
+    (files and batches) and `responses` are None if the gateway has no folder for them."""
 
     generator: Generator
     cluster: ClusterView
-    tokenizer: Tokenizer
-    model_name: str
+    models: Sequence[ServedModel]
     settings: GatewaySettings
     metrics: Metrics
     slo: SloAccount
     secret: InitVar[bytes]
-    pooling: CheckpointPooling
     limits: HttpLimits = HttpLimits()
-    tool_format: InitVar[ToolFormatName] = "auto"
-    reasoning_format: InitVar[ReasoningFormatName] = "auto"
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None
     layouts: LayoutStudy = field(default_factory=LayoutStudy)
     batches: BatchService | None = None
-    adapters: AdapterFolder | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     created: int = field(default_factory=lambda: int(time.time()))
-    formats: OutputFormats = field(init=False)
     tenants: Tenants = field(init=False)
     in_flight: InFlight = field(init=False)
     unread: Unread = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
-    grammars: Grammars = field(init=False)
     responses: StoredResponses | None = field(init=False)
 
-    def __post_init__(self, secret: bytes, tool_format: ToolFormatName, reasoning_format: ReasoningFormatName) -> None:
-        settings, tokenizer = self.settings, self.tokenizer
-        self.formats = output_formats(
-            tool_format, reasoning_format, tokenizer.chat_template, tokenizer.response_template
-        )
+    def __post_init__(self, secret: bytes) -> None:
+        settings = self.settings
         self.tenants = Tenants(
             secret, trust_header=settings.trust_tenant_header, share_prefixes=settings.share_prefixes
         )
         self.in_flight = InFlight(settings.max_concurrent)
         self.unread = Unread(self.limits.max_unread_bytes)
-        self.grammars = Grammars(self.tokenizer)
         self.responses = None
         if self.batches is not None:
             self.responses = StoredResponses(self.batches.database, settings.storage_budget // RESPONSES_SHARE)
@@ -172,40 +154,48 @@ class Api:
 
     def details(self, timeline: RequestTimeline, choice: int | None = None) -> dict[str, Any]:
         """What operators are told of a request of this gateway, with where the time of one choice went."""
-        return {"gateway": self.cluster.gateway, "model": self.model_name, **self.recent.details(timeline, choice)}
+        return {"gateway": self.cluster.gateway, **self.recent.details(timeline, choice)}
 
     async def rows(self, timelines: Iterable[RequestTimeline]) -> list[dict[str, Any]]:
         """What operators are told at a glance of each of these requests of this gateway."""
-        of_all = {"gateway": self.cluster.gateway, "model": self.model_name}
-        return [{**of_all, **await self.turns.on_loop(self.recent.facts, timeline)} for timeline in timelines]
+        here = {"gateway": self.cluster.gateway}
+        return [{**here, **await self.turns.on_loop(self.recent.facts, timeline)} for timeline in timelines]
 
-    async def adapter_of(self, name: str) -> AdapterRef | None:
-        """What `name` asks for beside the model served here; None: that one alone. Raises NotFoundError where there is
-        no such model, InvalidRequestError where there is one that cannot be computed."""
-        if name == self.model_name:
-            return None
-        found = None
-        if self.adapters is not None:
-            try:
-                found = await asyncio.to_thread(self.adapters.find, name)
-            except (ValueError, OSError) as error:
-                raise InvalidRequestError(f"The model {name!r} cannot be used: {error}.", param="model") from error
-        if found is None:
-            raise NotFoundError(
-                f"The model {name[:200]!r} does not exist here. Use {self.model_name!r} (see /v1/models).",
-                param="model",
-                code="model_not_found",
-            )
-        return found
+    def served(self, name: str) -> ServedModel | None:
+        """The model of that name, which is no adapter's; None: there is none."""
+        return next((model for model in self.models if model.name == name), None)
 
-    def require_limits(self) -> ServingLimits:
-        """What the live workers can do together. Raises UnavailableError while no worker is known."""
-        limits = self.generator.limits()
-        if limits is None:
-            raise UnavailableError(
-                "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
-            )
-        return limits
+    async def find(self, name: str | None) -> Asked:
+        """What a request for that model, or adapter of one, asks for. None: the model that there is. Raises
+        NotFoundError where there is no such model, InvalidRequestError where there is one that cannot be computed, or
+        where it takes a name to know which is meant."""
+        if name is None and len(self.models) > 1:
+            raise InvalidRequestError(f"Several models are served here. Say which: {self._names}.", param="model")
+        if name is None:
+            return Asked(self, self.models[0], None)
+        if (found := self.served(name)) is not None:
+            return Asked(self, found, None)
+        for model in self.models:
+            if (adapter := await model.adapter(name)) is not None:
+                return Asked(self, model, adapter)
+        raise NotFoundError(
+            f"The model {name[:200]!r} does not exist here. Use {self._names} (see /v1/models).",
+            param="model",
+            code="model_not_found",
+        )
+
+    @property
+    def _names(self) -> str:
+        return " or ".join(repr(model.name) for model in self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request asks for: a model of this gateway, with one of its adapters or alone (None)."""
+
+    api: Api
+    model: ServedModel
+    adapter: AdapterRef | None
 
 
 async def _api(request: Request) -> Api:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.errors import InvalidRequestError
-from cluster.http.api import Api
+from cluster.http.api import Asked
 from cluster.http.openai.choice import Choice, Delta
 from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import Prompt
@@ -28,7 +28,7 @@ from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, G
 from cluster.http.openai.tools import constrained, reading_of, thinking_of, told_calls, told_tools, with_tools
 from engine.sampling.params import SamplingParams
 from engine.text.formats import Message
-from kv_transfer.messages.requests import AdapterRef, RequestSpec
+from kv_transfer.messages.requests import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
 # A request's bounds, whatever the model. They keep stretches of work that nothing can interrupt well below 100 ms, and
@@ -121,98 +121,96 @@ class Job:
 
 
 async def prepare_chat(
-    body: ChatBody, api: Api, service_tier: str, prefix_salt: str, *, job_id: str | None = None
+    body: ChatBody, asked: Asked, service_tier: str, prefix_salt: str, *, job_id: str | None = None
 ) -> Job:
     """Make the job of a chat. `job_id` None: a new one. Raises ApiError."""
-    adapter = await _check_common(body, 1, api)
+    _check_common(body, 1, asked)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
-    token_ids = await chat_token_ids(body.messages, body, api, told_tools(body))
-    token_ids = _truncated(token_ids, body, max_tokens, api)
+    token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body))
+    token_ids = _truncated(token_ids, body, max_tokens, asked)
     prompt_end = ""
-    if api.formats.reasoning is not None:
-        prompt_end = api.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-    reading = reading_of(body, api.formats, prompt_end)
-    prediction = await _prediction_token_ids(body, api)
-    beside = constrained(body, reading, api.tokenizer)
-    asked = (body.response_format, body.structured_outputs)
-    grammar = await api.grammars.grammar_for(*(asked if beside is None or all(asked) else (beside, None)))
+    if asked.model.formats.reasoning is not None:
+        prompt_end = asked.model.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+    reading = reading_of(body, asked.model.formats, prompt_end)
+    prediction = await _prediction_token_ids(body, asked)
+    beside = constrained(body, reading, asked.model.tokenizer)
+    wanted = (body.response_format, body.structured_outputs)
+    grammar = await asked.model.grammars.grammar_for(*(wanted if beside is None or all(wanted) else (beside, None)))
     return _job(
         job_id or new_job_id("chatcmpl"),
         body,
-        api,
+        asked,
         [(token_ids, "")],
         prediction,
         service_tier,
         prefix_salt,
-        adapter,
         param="messages",
         max_tokens=max_tokens,
         grammar=grammar,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         reading=reading,
-        thinking=thinking_of(body, reading, api.tokenizer),
+        thinking=thinking_of(body, reading, asked.model.tokenizer),
     )
 
 
-async def prepare_completion(body: CompletionBody, api: Api, service_tier: str, prefix_salt: str) -> Job:
+async def prepare_completion(body: CompletionBody, asked: Asked, service_tier: str, prefix_salt: str) -> Job:
     """Make the job of a text completion. Raises ApiError."""
-    adapter = await _check_common(body, len(body.prompt), api)
+    _check_common(body, len(body.prompt), asked)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
         )
     for prompt in body.prompt:
         if isinstance(prompt, str) or body.truncate_prompt_tokens is None:
-            _require_fits(prompt, api, "prompt")
+            _require_fits(prompt, asked, "prompt")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0, which needs echo. Ask for at least 1 token.", param="max_tokens")
     size = sum(len(prompt) for prompt in body.prompt)
-    grammar = await api.grammars.grammar_for(body.response_format, body.structured_outputs)
-    prompts = await _off_loop_if_long(size, api, _completion_prompts, body, max_tokens, api)
-    prediction = await _prediction_token_ids(body, api)
+    grammar = await asked.model.grammars.grammar_for(body.response_format, body.structured_outputs)
+    prompts = await _off_loop_if_long(size, asked, _completion_prompts, body, max_tokens, asked)
+    prediction = await _prediction_token_ids(body, asked)
     return _job(
         new_job_id("cmpl"),
         body,
-        api,
+        asked,
         prompts,
         prediction,
         service_tier,
         prefix_salt,
-        adapter,
         param="prompt",
         max_tokens=max_tokens,
         grammar=grammar,
         logprobs=body.logprobs,
-        prompt_logprobs=max(asked) if (asked := _prompt_logprobs(body)) else None,
+        prompt_logprobs=max(wanted) if (wanted := _prompt_logprobs(body)) else None,
     )
 
 
 def _prompt_logprobs(body: CompletionBody) -> list[int]:
     """How many log probabilities of each prompt token are asked for: the values under either name that are given."""
-    return [asked for asked in (body.prompt_logprobs, body.logprobs if body.echo else None) if asked is not None]
+    return [wanted for wanted in (body.prompt_logprobs, body.logprobs if body.echo else None) if wanted is not None]
 
 
 async def chat_token_ids(
-    messages: list[ChatMessage], template: TemplateBody, api: Api, tools: Sequence[Mapping[str, Any]] = ()
+    messages: list[ChatMessage], template: TemplateBody, asked: Asked, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
     """The token ids of messages in the form that the model was trained on, ending where its answer begins. Raises
     InvalidRequestError."""
-    if len(messages) > _context(api):
-        raise _too_long(f"{len(messages)} messages", api, "messages")
+    if len(messages) > _context(asked):
+        raise _too_long(f"{len(messages)} messages", asked, "messages")
     plain = [_plain_message(message, index) for index, message in enumerate(messages)]
-    variables = _template_variables(template, api)
+    variables = _template_variables(template, asked)
     num_chars = sum(len(text) for message in plain for text in message.values() if text is not None)
     rendering: Callable[..., list[int]] = _chat_token_ids
     if tools or any(message.tool_calls or message.tool_call_id for message in messages):
         num_chars += len(json.dumps(tools)) + sum(map(_call_chars, messages))
         rendering = partial(_with_calls, messages, tools)
     num_chars += sum(len(text) for document in template.documents for text in document.values())
-    _require_chars_fit(num_chars, api, "messages")
+    _require_chars_fit(num_chars, asked, "messages")
     size = num_chars + _MESSAGE_CHARS * (len(messages) + len(template.documents))
     try:
-        return await _off_loop_if_long(size, api, rendering, plain, variables, template, api)
+        return await _off_loop_if_long(size, asked, rendering, plain, variables, template, asked)
     except (ValueError, RecursionError) as error:  # such as arguments of a call in a thousand lists
         raise InvalidRequestError(f"These messages make no prompt: {error}.", param="messages") from error
 
@@ -227,13 +225,13 @@ def _with_calls(
     plain: list[Message],
     variables: dict[str, Any],
     template: TemplateBody,
-    api: Api,
+    asked: Asked,
 ) -> list[int]:
     """The token ids of messages with tools, or with calls in them; `plain` are these messages without either."""
     for told, message in zip(plain, messages, strict=True):
-        told.update(told_calls(message, api.formats))
-    plain, of_tools = with_tools(plain, tools, api.formats)
-    return _chat_token_ids(plain, {**variables, **of_tools}, template, api)
+        told.update(told_calls(message, asked.model.formats))
+    plain, of_tools = with_tools(plain, tools, asked.model.formats)
+    return _chat_token_ids(plain, {**variables, **of_tools}, template, asked)
 
 
 def _plain_message(message: ChatMessage, index: int) -> Message:
@@ -255,7 +253,7 @@ def _plain_message(message: ChatMessage, index: int) -> Message:
     }
 
 
-def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
+def _template_variables(template: TemplateBody, asked: Asked) -> dict[str, Any]:
     """What the chat template is told besides the messages. Raises InvalidRequestError for what the model's template
     does not read: it would change nothing."""
     if template.continue_final_message and template.add_generation_prompt:
@@ -268,7 +266,7 @@ def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
     if template.documents:
         names["documents"] = "documents"
     for name, param in names.items():
-        if api.tokenizer.has_chat_template and not api.tokenizer.template_reads(name):
+        if asked.model.tokenizer.has_chat_template and not asked.model.tokenizer.template_reads(name):
             raise InvalidRequestError(
                 f"This model's chat template does not read {name}, so it would change nothing. Leave it out.",
                 param=param,
@@ -285,34 +283,34 @@ def _template_variables(template: TemplateBody, api: Api) -> dict[str, Any]:
     return variables
 
 
-def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, api: Api) -> list[int]:
+def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, asked: Asked) -> list[int]:
     continues, opens = bool(template.continue_final_message), template.add_generation_prompt
-    return api.tokenizer.apply_chat_template(
+    return asked.model.tokenizer.apply_chat_template(
         plain,
         variables,
         add_generation_prompt=not continues if opens is None else opens,
         continue_final_message=continues,
-        max_chars=_context(api) * api.tokenizer.longest_token_chars,
+        max_chars=_context(asked) * asked.model.tokenizer.longest_token_chars,
     )
 
 
-async def _prediction_token_ids(body: GenerationBody, api: Api) -> list[int]:
+async def _prediction_token_ids(body: GenerationBody, asked: Asked) -> list[int]:
     """The token ids of the client's prediction, as the model would generate them; [] without one. It is only a guess,
     so ids outside of the vocabulary are left out. Raises InvalidRequestError if it is too long."""
     if body.prediction is None:
         return []
     text = body.prediction.content
-    _require_chars_fit(len(text), api, "prediction")
-    token_ids = await _off_loop_if_long(len(text), api, api.tokenizer.encode, text, False)
-    if len(token_ids) > _context(api):
-        raise _too_long(f"{len(token_ids)} tokens", api, "prediction")
-    return [token_id for token_id in token_ids if token_id < api.tokenizer.vocab_size]
+    _require_chars_fit(len(text), asked, "prediction")
+    token_ids = await _off_loop_if_long(len(text), asked, asked.model.tokenizer.encode, text, False)
+    if len(token_ids) > _context(asked):
+        raise _too_long(f"{len(token_ids)} tokens", asked, "prediction")
+    return [token_id for token_id in token_ids if token_id < asked.model.tokenizer.vocab_size]
 
 
-async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True) -> list[int]:
+async def text_token_ids(text: str, asked: Asked, *, add_special_tokens: bool = True) -> list[int]:
     """The token ids of any text, whether or not it fits the context.
     Raises InvalidRequestError for more than `MAX_TOKENIZED`."""
-    token_ids = await _off_loop_if_long(len(text), api, api.tokenizer.encode, text, add_special_tokens)
+    token_ids = await _off_loop_if_long(len(text), asked, asked.model.tokenizer.encode, text, add_special_tokens)
     if len(token_ids) > MAX_TOKENIZED:
         raise InvalidRequestError(
             f"The text has {len(token_ids)} tokens; one answer holds at most {MAX_TOKENIZED}. Send it in parts.",
@@ -321,17 +319,17 @@ async def text_token_ids(text: str, api: Api, *, add_special_tokens: bool = True
     return token_ids
 
 
-async def prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[list[int]]:
+async def prompts_token_ids(prompts: Sequence[Prompt], asked: Asked, param: str) -> list[list[int]]:
     """The token ids of prompts: texts as the model reads them, ids as they are. Raises InvalidRequestError if one is
     empty or too long, or if there are too many together."""
     for prompt in prompts:
-        _require_fits(prompt, api, param)
-    found = await _off_loop_if_long(sum(map(len, prompts)), api, _prompts_token_ids, prompts, api, param)
+        _require_fits(prompt, asked, param)
+    found = await _off_loop_if_long(sum(map(len, prompts)), asked, _prompts_token_ids, prompts, asked, param)
     for token_ids in found:
         if not token_ids:
             raise InvalidRequestError(f"{param} has an empty text. Send at least one token each.", param=param)
-        if len(token_ids) > _context(api):
-            raise _too_long(f"{len(token_ids)} tokens", api, param)
+        if len(token_ids) > _context(asked):
+            raise _too_long(f"{len(token_ids)} tokens", asked, param)
     if (num_tokens := sum(map(len, found))) > MAX_PROMPT_TOKENS:
         raise InvalidRequestError(
             f"This request comes to {num_tokens} tokens and {MAX_PROMPT_TOKENS} are possible. Send it in parts.",
@@ -341,90 +339,90 @@ async def prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> 
     return found
 
 
-def _prompts_token_ids(prompts: Sequence[Prompt], api: Api, param: str) -> list[list[int]]:
+def _prompts_token_ids(prompts: Sequence[Prompt], asked: Asked, param: str) -> list[list[int]]:
     found = []
     for prompt in prompts:
         if not isinstance(prompt, str):
-            check_token_ids(prompt, api, param)
-        found.append(api.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt)
+            check_token_ids(prompt, asked, param)
+        found.append(asked.model.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt)
     return found
 
 
-async def token_text(token_ids: list[int], api: Api) -> str:
+async def token_text(token_ids: list[int], asked: Asked) -> str:
     """The text of token ids, special tokens included. Raises InvalidRequestError for ids outside of the vocabulary."""
     size = LONG_TEXT_CHARS * len(token_ids) // MANY_TOKENS
-    return await _off_loop_if_long(size, api, _text_of, token_ids, api)
+    return await _off_loop_if_long(size, asked, _text_of, token_ids, asked)
 
 
-def _text_of(token_ids: list[int], api: Api) -> str:
-    check_token_ids(token_ids, api, "tokens")
-    return api.tokenizer.decode(token_ids, skip_special_tokens=False)
+def _text_of(token_ids: list[int], asked: Asked) -> str:
+    check_token_ids(token_ids, asked, "tokens")
+    return asked.model.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-async def _off_loop_if_long(num_chars: int, api: Api, function: Callable[..., T], *args: Any) -> T:
+async def _off_loop_if_long(num_chars: int, asked: Asked, function: Callable[..., T], *args: Any) -> T:
     """Call `function` on the event loop, or in a thread if it works on more than `LONG_TEXT_CHARS` characters."""
     if num_chars <= LONG_TEXT_CHARS:
-        return await api.turns.on_loop(function, *args)
-    return await api.turns.reading(num_chars, function, *args)
+        return await asked.api.turns.on_loop(function, *args)
+    return await asked.api.turns.reading(num_chars, function, *args)
 
 
-def _context(api: Api) -> int:
+def _context(asked: Asked) -> int:
     """How many tokens a prompt may have at most; `MAX_TOKENIZED` while no worker is known."""
-    limits = api.generator.limits()
+    limits = asked.model.limits()
     return MAX_TOKENIZED if limits is None else limits.max_model_len
 
 
-def _require_fits(prompt: Prompt, api: Api, param: str) -> None:
+def _require_fits(prompt: Prompt, asked: Asked, param: str) -> None:
     """Refuse a prompt that is too long whatever it says, before anything is made of it. Raises InvalidRequestError."""
     if isinstance(prompt, str):
-        _require_chars_fit(len(prompt), api, param)
-    elif len(prompt) > _context(api):
-        raise _too_long(f"{len(prompt)} tokens", api, param)
+        _require_chars_fit(len(prompt), asked, param)
+    elif len(prompt) > _context(asked):
+        raise _too_long(f"{len(prompt)} tokens", asked, param)
 
 
-def _require_chars_fit(num_chars: int, api: Api, param: str) -> None:
-    if num_chars > _context(api) * api.tokenizer.longest_token_chars:
-        raise _too_long(f"{num_chars} characters, more than {_context(api)} tokens can stand for,", api, param)
+def _require_chars_fit(num_chars: int, asked: Asked, param: str) -> None:
+    if num_chars > _context(asked) * asked.model.tokenizer.longest_token_chars:
+        raise _too_long(f"{num_chars} characters, more than {_context(asked)} tokens can stand for,", asked, param)
 
 
-def _too_long(what: str, api: Api, param: str) -> InvalidRequestError:
+def _too_long(what: str, asked: Asked, param: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"The model's context is {_context(api)} tokens, but {what} were sent. Shorten the {param}.",
+        f"The model's context is {_context(asked)} tokens, but {what} were sent. Shorten the {param}.",
         param=param,
         code="context_length_exceeded",
     )
 
 
-def check_token_ids(token_ids: list[int], api: Api, param: str) -> None:
+def check_token_ids(token_ids: list[int], asked: Asked, param: str) -> None:
     """Check that all ids are in the vocabulary. Raises InvalidRequestError."""
     largest = max(token_ids, default=0)
-    if largest >= api.tokenizer.vocab_size or min(token_ids, default=0) < 0:
+    if largest >= asked.model.tokenizer.vocab_size or min(token_ids, default=0) < 0:
         raise InvalidRequestError(
-            f"{param} has a token id outside the vocabulary. Ids must lie in [0, {api.tokenizer.vocab_size}).",
+            f"{param} has a token id outside the vocabulary. Ids must lie in [0, {asked.model.tokenizer.vocab_size}).",
             param=param,
         )
 
 
-def _completion_prompts(body: CompletionBody, max_tokens: int, api: Api) -> list[TokenPrompt]:
-    return [_completion_prompt(prompt, body, max_tokens, api) for prompt in body.prompt]
+def _completion_prompts(body: CompletionBody, max_tokens: int, asked: Asked) -> list[TokenPrompt]:
+    return [_completion_prompt(prompt, body, max_tokens, asked) for prompt in body.prompt]
 
 
-def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, api: Api) -> TokenPrompt:
+def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, asked: Asked) -> TokenPrompt:
     """The token ids of a completion's prompt, and its echo ("" if none is wanted). Raises InvalidRequestError."""
     if isinstance(prompt, str):
-        whole = api.tokenizer.encode(prompt, True)
+        whole = asked.model.tokenizer.encode(prompt, True)
     else:
-        check_token_ids(prompt, api, "prompt")
+        check_token_ids(prompt, asked, "prompt")
         whole = prompt
-    token_ids = _truncated(whole, body, max_tokens, api)
+    token_ids = _truncated(whole, body, max_tokens, asked)
     if not body.echo:
         return token_ids, ""
     if isinstance(prompt, str) and token_ids is whole:
         return token_ids, prompt
-    return token_ids, api.tokenizer.decode(token_ids, body.skip_special_tokens is not False)
+    return token_ids, asked.model.tokenizer.decode(token_ids, body.skip_special_tokens is not False)
 
 
-def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | None, api: Api) -> list[int]:
+def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | None, asked: Asked) -> list[int]:
     """The prompt's last tokens, as many as `truncate_prompt_tokens` allows; the same list if that is all of them.
     Raises InvalidRequestError if it is 0."""
     limit = body.truncate_prompt_tokens
@@ -436,15 +434,13 @@ def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | Non
             param="truncate_prompt_tokens",
         )
     if limit == -1:
-        limit = max(1, _context(api) - max(1, max_tokens or 1))
+        limit = max(1, _context(asked) - max(1, max_tokens or 1))
     return token_ids if len(token_ids) <= limit else token_ids[-limit:]
 
 
-async def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> AdapterRef | None:
-    """Check what chats and text completions have in common, before anything is tokenised, and find the adapter that is
-    asked for. Raises ApiError."""
-    adapter = await api.adapter_of(body.model)
-    api.in_flight.require_room(num_prompts * (body.n or 1))
+def _check_common(body: GenerationBody, num_prompts: int, asked: Asked) -> None:
+    """Check what chats and text completions have in common, before anything is tokenised. Raises ApiError."""
+    asked.api.in_flight.require_room(num_prompts * (body.n or 1))
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError(
             "prompt_logprobs come with an answer that is not streamed. Leave out stream, or use echo with logprobs.",
@@ -455,7 +451,6 @@ async def _check_common(body: GenerationBody, num_prompts: int, api: Api) -> Ada
         raise InvalidRequestError(
             "stream_options is only possible with stream: true. Leave it out, or stream.", param="stream_options"
         )
-    return adapter
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
@@ -485,12 +480,11 @@ def new_job_id(kind: str) -> str:
 def _job(
     job_id: str,
     body: GenerationBody,
-    api: Api,
+    asked: Asked,
     prompts: Sequence[TokenPrompt],
     prediction: list[int],
     service_tier: str,
     prefix_salt: str,
-    adapter: AdapterRef | None,
     *,
     param: str,
     max_tokens: int | None,
@@ -506,15 +500,15 @@ def _job(
     `max_tokens` None: as many as fit."""
     num_choices = body.n or 1
     _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
-    api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
-    max_model_len = api.require_limits().max_model_len
-    sampling = {**_sampling(body, api), **thinking, "grammar": grammar}
+    asked.api.in_flight.require_room(len(prompts) * num_choices)  # others may have begun since the request came
+    max_model_len = asked.model.require_limits().max_model_len
+    sampling = {**_sampling(body, asked), **thinking, "grammar": grammar}
     sampling |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     choices: list[Choice] = []
-    shown = api.tokenizer.special_ids_of(reading.marks) if reading is not None else frozenset()
+    shown = asked.model.tokenizer.special_ids_of(reading.marks) if reading is not None else frozenset()
     for token_ids, echo in prompts:
         params = _params(sampling, _max_tokens(len(token_ids), max_tokens, max_model_len, param))
-        text_end = api.tokenizer.text_end(token_ids)  # once for all choices
+        text_end = asked.model.tokenizer.text_end(token_ids)  # once for all choices
         for seed in _seeds(body.seed, num_choices):
             spec = RequestSpec(
                 request_id=f"{job_id}-{len(choices)}",
@@ -523,11 +517,12 @@ def _job(
                 params=params.with_seed(seed),
                 cache_salt=prefix_salt,
                 prediction_token_ids=prediction,
-                adapter=adapter,
+                adapter=asked.adapter,
+                model=asked.model.name,
             )
             choices.append(
                 Choice(
-                    api.tokenizer,
+                    asked.model.tokenizer,
                     spec,
                     text_end,
                     echo=echo,
@@ -604,12 +599,12 @@ def _max_tokens(num_prompt_tokens: int, wanted: int | None, max_model_len: int, 
     return num_tokens
 
 
-def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
+def _sampling(body: GenerationBody, asked: Asked) -> Mapping[str, Any]:
     """The fields of SamplingParams that all choices share; those not given are left to its defaults. Raises
     InvalidRequestError for token ids outside of the vocabulary."""
-    check_token_ids(list(body.logit_bias), api, "logit_bias")
-    check_token_ids(body.stop_token_ids or [], api, "stop_token_ids")
-    check_token_ids(body.allowed_token_ids or [], api, "allowed_token_ids")
+    check_token_ids(list(body.logit_bias), asked, "logit_bias")
+    check_token_ids(body.stop_token_ids or [], asked, "stop_token_ids")
+    check_token_ids(body.allowed_token_ids or [], asked, "allowed_token_ids")
     fields = {
         "temperature": body.temperature,
         "top_k": None if body.top_k is None else max(0, body.top_k),
@@ -623,18 +618,18 @@ def _sampling(body: GenerationBody, api: Api) -> Mapping[str, Any]:
         "ignore_eos": body.ignore_eos,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "allowed_token_ids": tuple(body.allowed_token_ids or ()),
-        "bad_words": _bad_words(body.bad_words, api),
+        "bad_words": _bad_words(body.bad_words, asked),
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _bad_words(words: list[str], api: Api) -> tuple[tuple[int, ...], ...]:
+def _bad_words(words: list[str], asked: Asked) -> tuple[tuple[int, ...], ...]:
     """The tokens of each word, as it begins a text and as it follows a space,
     which often is a part of the first token."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        plain = api.tokenizer.encode(word.lstrip(), False)
-        spaced = api.tokenizer.encode(" " + word.lstrip(), False)
+        plain = asked.model.tokenizer.encode(word.lstrip(), False)
+        spaced = asked.model.tokenizer.encode(" " + word.lstrip(), False)
         found[tuple(plain)] = None
         if spaced[0] != plain[0] and len(spaced) == len(plain):
             found[tuple(spaced)] = None

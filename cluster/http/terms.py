@@ -108,13 +108,13 @@ def _tenant_header(headers: Mapping[str, str]) -> str:
     return name
 
 
-def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Tenants) -> RequestTerms:
-    """The terms of a request: its class, its targets and whose it is. Raises InvalidRequestError for a class, tier,
-    target or tenant that there cannot be."""
+def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Tenants, model: str) -> RequestTerms:
+    """The terms of a request: its class, its targets, whose it is, and whose workers serve it (`model`). Raises
+    InvalidRequestError for a class, tier, target or tenant that there cannot be."""
     slo = classes.choose(body.service_tier, request.headers)
     whose = on_behalf(request.scope)
     tenant = tenants.name(request.headers, body.safety_identifier, body.user) if whose is None else whose.tenant
-    return RequestTerms(slo=slo, tenant=tenant, arrived_at=arrival(request))
+    return RequestTerms(slo=slo, tenant=tenant, model=model, arrived_at=arrival(request))
 
 
 def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:

@@ -41,7 +41,7 @@ _STOP_S: Final = 2.0
 _OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
-def trace_exporter(model: str, registry: CollectorRegistry, gateway: str = "") -> TraceExporter | None:
+def trace_exporter(registry: CollectorRegistry, gateway: str = "") -> TraceExporter | None:
     """Make the exporter that the environment asks for, for the gateway of that name. None: no spans are wanted, or they
     cannot be sent; the log says that."""
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
@@ -60,14 +60,14 @@ def trace_exporter(model: str, registry: CollectorRegistry, gateway: str = "") -
             " and ".join(name for name in ENDPOINTS if os.environ.get(name)),
         )
         return None
-    return TraceExporter(OTLPSpanExporter(), model, registry, gateway)
+    return TraceExporter(OTLPSpanExporter(), registry, gateway)
 
 
 class TraceExporter:
     """Makes spans of requests that have ended and sends them, in a thread of its own.
     `stop` it when the gateway ends."""
 
-    def __init__(self, exporter: SpanExporter, model: str, registry: CollectorRegistry, gateway: str) -> None:
+    def __init__(self, exporter: SpanExporter, registry: CollectorRegistry, gateway: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
@@ -85,7 +85,6 @@ class TraceExporter:
         provider.add_span_processor(Collecting())
         self._tracer = provider.get_tracer("legato")
         self._exporter = exporter
-        self._model = model
         self._requests = Counter(
             "legato_traced_requests",
             "Requests whose spans were exported; failed: the receiver did not take them; dropped: too many waited",
@@ -149,7 +148,7 @@ class TraceExporter:
         start_ns = round((timeline.arrived_at + timeline.since_1970_s) * 1e9)
         end_ns = start_ns + round(timeline.total_s * 1e9)
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {timeline.model}",
             context=TraceContextTextMapPropagator().extract(timeline.trace_headers),
             kind=SpanKind.SERVER,
             attributes=self._attributes(timeline, operation),
@@ -194,8 +193,8 @@ class TraceExporter:
         found: dict[str, AttributeValue] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "legato",
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
+            "gen_ai.request.model": timeline.model,
+            "gen_ai.response.model": timeline.model,
             "gen_ai.response.id": timeline.request_id,
             "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
             "gen_ai.usage.output_tokens": timeline.num_generated_tokens,

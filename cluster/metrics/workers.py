@@ -47,13 +47,13 @@ class _Family:
 
 class WorkerMetrics(Collector):
     """The metrics of all workers and pools. `workers()` gives the live workers with their newest snapshots, `pools()`
-    how many workers each pool should have; `least`: how many the configuration asks of each pool at least."""
+    how many workers each pool should have, by model; `least`: how many the configuration asks of each pool at least."""
 
     def __init__(
         self,
         workers: Callable[[], Iterable[KnownWorker]],
-        pools: Callable[[], Mapping[Role, int]] = dict,
-        least: Mapping[Role, int] | None = None,
+        pools: Callable[[], Mapping[str, Mapping[Role, int]]] = dict,
+        least: Mapping[str, Mapping[Role, int]] | None = None,
     ) -> None:
         self._workers = workers
         self._pools = pools
@@ -67,26 +67,32 @@ class WorkerMetrics(Collector):
     def _collect_pools(self, workers: list[KnownWorker]) -> Iterator[Metric]:
         present = GaugeMetricFamily(
             "legato_pool_workers",
-            "Workers that were started in the pool, whatever their present role, by whether they leave (draining)",
-            labels=("pool", "state"),
+            "Workers that were started in the pool, whatever they are now, by whether they leave (draining)",
+            labels=("model", "pool", "state"),
         )
-        here = Counter((info.home or info.role, snapshot.draining) for info, snapshot in workers)
-        for pool in sorted({*self._least, *(pool for pool, _ in here)}):
-            present.add_metric([pool, "serving"], here[pool, False])
-            present.add_metric([pool, "draining"], here[pool, True])
+        here = Counter(
+            (info.home_model or info.model, info.home or info.role, snapshot.draining) for info, snapshot in workers
+        )
+        configured = {(model, pool) for model, pools in self._least.items() for pool in pools}
+        for model, pool in sorted({*configured, *((model, pool) for model, pool, _ in here)}):
+            present.add_metric([model, pool, "serving"], here[model, pool, False])
+            present.add_metric([model, pool, "draining"], here[model, pool, True])
         yield present
-        least = GaugeMetricFamily(
-            "legato_pool_least_workers", "Workers that the configuration asks of the pool at least", labels=("pool",)
+        yield _of_pools(
+            "legato_pool_least_workers", "Workers that the configuration asks of the pool at least", self._least
         )
-        for pool, number in self._least.items():
-            least.add_metric([pool], number)
-        yield least
-        wanted = GaugeMetricFamily(
-            "legato_pool_wanted_workers", "Workers that the pool should have, by the predicted demand", labels=("pool",)
+        yield _of_pools(
+            "legato_pool_wanted_workers", "Workers that the pool should have, by the predicted demand", self._pools()
         )
-        for pool, number in self._pools().items():
-            wanted.add_metric([pool], number)
-        yield wanted
+
+
+def _of_pools(name: str, told: str, numbers: Mapping[str, Mapping[Role, int]]) -> Metric:
+    """A gauge with a number for each pool of each model."""
+    metric = GaugeMetricFamily(name, told, labels=("model", "pool"))
+    for model, pools in numbers.items():
+        for pool, number in pools.items():
+            metric.add_metric([model, pool], number)
+    return metric
 
 
 def _one(number: Callable[[WorkerSnapshot], float]) -> Callable[[WorkerSnapshot], _Samples]:

@@ -37,6 +37,7 @@ class LoggedDecision:
             "time": round(now + clock_offset_s, 6),
             "request_id": request.request_id,
             "attempt": request.attempt,
+            "model": request.model,
             "tenant": request.tenant,
             "slo_class": request.slo_class,
             "num_tokens": request.num_tokens,

@@ -1,4 +1,4 @@
-"""Which workers are changing their role, and whether one more may.
+"""Which workers are changing their role, or their model, and whether one more may.
 
 Pure: is told what workers there are and what the time is. Knows neither why a role should change nor how it does.
 """
@@ -45,9 +45,12 @@ class RoleChanges:
 
     def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:
         worker_id = request.worker_id
-        role = known[worker_id][0].role
-        if role == request.role:
+        info, role = known[worker_id][0], known[worker_id][0].role
+        model = request.model or info.model
+        if (role, info.model) == (request.role, model):
             return f"{worker_id} is a {role} worker already"
+        if model not in (info.model, *info.models):
+            return f"{worker_id} cannot become a worker of {model[:100]}"
         if self._is_changing(worker_id, now):
             return f"{worker_id} is changing its role already"
         if known[worker_id][1].draining:

@@ -45,10 +45,10 @@ class SchedulerPolicy:
 
 
 class GlobalScheduler:
-    """`now` never goes back. `log`: the newest decisions. `on_verdict` hears each as it is made, `ledger` is to read:
-    for those who size the pools."""
+    """Of one model's workers. `now` never goes back. `log`: the newest decisions, which several may share. `on_verdict`
+    hears each as it is made, `ledger` is to read: for those who size the pools."""
 
-    def __init__(self, policy: SchedulerPolicy) -> None:
+    def __init__(self, policy: SchedulerPolicy, log: DecisionLog | None = None) -> None:
         self._policy = policy
         self.ledger = Ledger()
         self.block_index = BlockIndex()
@@ -57,7 +57,7 @@ class GlobalScheduler:
         self._waiting: dict[str, Place] = {}
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
-        self.log = DecisionLog(policy.log_size)
+        self.log = DecisionLog(policy.log_size) if log is None else log
         self.on_verdict: Callable[[Place, Verdict, float], None] = lambda query, verdict, now: None
 
     # --- what workers report ---

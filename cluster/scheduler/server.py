@@ -1,4 +1,8 @@
-"""The global scheduler at work: workers report to it, gateways ask it, over authenticated connections."""
+"""The global scheduler at work: workers report to it, gateways ask it, over authenticated connections.
+
+Each model has a `GlobalScheduler` of its own, which knows its workers and no others: so nothing that is decided of one
+model's requests, caches or pools can depend on another's.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from cluster.autoscaling.controller import Autoscaler
+from cluster.autoscaling.controller import Autoscaler, ModelExchange
 from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.line_log import LineLog
+from cluster.scheduler.decision_log import DecisionLog
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.role_changes import RoleChanges
-from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
+from cluster.scheduler.scheduler import GlobalScheduler, PlacementAnswer, SchedulerPolicy
 from cluster.slo.classes import NO_TARGETS, SloConfig
 from cluster.slo.tracker import SloTracker
 from kv_transfer.connections.connection import Connection, Server
@@ -29,49 +37,73 @@ from kv_transfer.messages.scheduling import (
     GatewaysAsked,
     PartComputed,
     Place,
+    Queued,
     Replicas,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
     Standing,
+    Unplaceable,
 )
-from kv_transfer.messages.workers import ChangeRole, Heartbeat, Loading, LoadingReport, PoolTarget, Register
+from kv_transfer.messages.workers import (
+    ChangeRole,
+    Heartbeat,
+    Loading,
+    LoadingReport,
+    PoolTarget,
+    Register,
+    WorkerInfo,
+    WorkerSnapshot,
+)
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
 
 
-class SchedulerServer:
-    """Drives one `GlobalScheduler` (`scheduler`, to read); a connection's purpose tells a worker from a gateway.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRules:
+    """How the workers of one model are used. `pools`: what they may become; None: workers come and go as they will."""
 
-    `decision_log`: every decision is appended to it, as a line of JSON. `pools`: what they may become; None:
-    workers come and go as they will.
+    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    pools: PoolsPlan | None = None
+
+
+class SchedulerServer:
+    """Drives a `GlobalScheduler` for each model (`schedulers`, to read); a connection's purpose tells a worker from a
+    gateway.
+
+    `models`: by name. Of a single one nobody looks at its name. `decision_log`: every decision is appended to it, as a
+    line of JSON. `model_flips`: workers go from one model to another where that is better, of models whose pools are
+    sized.
     """
 
     def __init__(
         self,
-        policy: SchedulerPolicy,
+        models: Mapping[str, ModelRules],
         identity: Identity,
         *,
         broadcast_period_s: float = 1.0,
         slo_classes: SloConfig = NO_TARGETS,
         decision_log: LineLog | None = None,
-        pools: PoolsPlan | None = None,
+        model_flips: bool = False,
     ) -> None:
-        self.scheduler = GlobalScheduler(policy)
-        self.block_index = self.scheduler.block_index
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
-        self._pools: Autoscaler | None = None
-        if pools is not None:
-            self._pools = Autoscaler(self.scheduler.ledger, pools, self.slo, time.monotonic())
-            self.scheduler.on_verdict = self._pools.watch.asked
+        self._log = DecisionLog(max(rules.policy.log_size for rules in models.values()))
+        self.schedulers = {name: GlobalScheduler(rules.policy, self._log) for name, rules in models.items()}
+        self._autoscalers: dict[str, Autoscaler] = {}
+        for name, rules in models.items():
+            if rules.pools is not None:
+                sized, now = self.schedulers[name], time.monotonic()
+                self._autoscalers[name] = Autoscaler(sized.ledger, rules.pools, self.slo, now, model=name)
+                sized.on_verdict = self._autoscalers[name].watch.asked
+        self._exchange = ModelExchange(self._autoscalers if model_flips else {})
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
         self._role_changes = RoleChanges()
         self._gateways: set[Connection] = set()
-        self._asked_by: dict[str, Connection] = {}  # of every request that has not ended
-        self._workers: dict[str, Connection] = {}  # each worker's newest connection
+        self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
+        self._workers: dict[str, tuple[Connection, GlobalScheduler]] = {}  # each one's newest connection, and its model
         self._loading: dict[Connection, LoadingReport] = {}  # workers that are yet to register
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,11 +125,20 @@ class SchedulerServer:
     @property
     def num_asked(self) -> int:
         """Requests that gateways have asked for and that have not ended."""
-        return len(self._asked_by)
+        return len(self._asked)
 
     def connection_of(self, worker_id: str) -> Connection:
         """The worker's newest connection."""
-        return self._workers[worker_id]
+        return self._workers[worker_id][0]
+
+    def of_model(self, name: str) -> GlobalScheduler | None:
+        """The scheduler of the workers of that model; None: there is no such model."""
+        return self.scheduler if len(self.schedulers) == 1 else self.schedulers.get(name)
+
+    @property
+    def scheduler(self) -> GlobalScheduler:
+        """The first model's."""
+        return next(iter(self.schedulers.values()))
 
     @property
     def is_healthy(self) -> bool:
@@ -130,12 +171,10 @@ class SchedulerServer:
                     case Loading(report=report) if report.worker_id == worker_id:
                         self._loading[connection] = report
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
-                        self._workers[worker_id] = connection
-                        self.scheduler.register(info, snapshot, time.monotonic())
-                        logger.info("%s worker %s registered (pid %d)", info.role, worker_id, info.pid)
-                        self._broadcast()
+                        self._register(connection, info, snapshot)
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
-                        if not self.scheduler.heartbeat(snapshot, time.monotonic()):
+                        known = self._workers.get(worker_id)
+                        if known is None or not known[1].heartbeat(snapshot, time.monotonic()):
                             connection.close(f"{worker_id} counts as gone: it has to register again")
                     case BlockEvents() | BlockIndexSnapshot() if message.worker_id == worker_id:
                         self._on_blocks(connection, message)
@@ -146,19 +185,31 @@ class SchedulerServer:
             self._loading.pop(connection, None)
             self._on_worker_disconnected(worker_id, connection)
 
+    def _register(self, connection: Connection, info: WorkerInfo, snapshot: WorkerSnapshot) -> None:
+        scheduler = self.of_model(info.model)
+        if scheduler is None:
+            connection.close(f"{info.worker_id} has the model {info.model}; there are {', '.join(self.schedulers)}")
+            return
+        self._workers[info.worker_id] = connection, scheduler
+        scheduler.register(info, snapshot, time.monotonic())
+        logger.info("%s worker %s registered (pid %d)", info.role, info.worker_id, info.pid)
+        self._broadcast()
+
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
-        if self._workers.get(message.worker_id) is not connection:
+        newest, scheduler = self._workers.get(message.worker_id, (None, self.scheduler))
+        if newest is not connection:
             return  # the last words of a connection that the worker has replaced
-        request = self.scheduler.update_blocks(message, time.monotonic())
+        request = scheduler.update_blocks(message, time.monotonic())
         if request is not None:
             connection.post(request)
 
     def _on_worker_disconnected(self, worker_id: str, connection: Connection) -> None:
-        if self._workers.get(worker_id) is not connection:
+        newest, scheduler = self._workers.get(worker_id, (None, self.scheduler))
+        if newest is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
         self._role_changes.gone(worker_id)
-        if self.scheduler.unregister(worker_id, time.monotonic()):
+        if scheduler.unregister(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
 
@@ -169,20 +220,21 @@ class SchedulerServer:
             while True:
                 message = await connection.receive()
                 match message:
-                    case Place(request_id=request_id):
-                        self._asked_by[request_id] = connection
-                        connection.post(self.scheduler.place(message, time.monotonic()))
+                    case Place():
+                        connection.post(self._place(connection, message))
                     case Standing(requests=requests):
                         for request in requests:
-                            self._asked_by[request.place.request_id] = connection
-                            self.scheduler.recovered(request, time.monotonic())
-                    case FirstToken(request_id=request_id):
-                        self.scheduler.first_token(request_id, time.monotonic())
-                    case PartComputed(request_id=request_id):
-                        self.scheduler.part_computed(request_id, time.monotonic())
-                    case Ended(request_id=request_id, num_output_tokens=num_output_tokens):
-                        self._asked_by.pop(request_id, None)
-                        self.scheduler.ended(request_id, time.monotonic(), num_output_tokens)
+                            if (scheduler := self._noted(connection, request.place)) is not None:
+                                scheduler.recovered(request, time.monotonic())
+                    case FirstToken(request_id=request_id) if request_id in self._asked:
+                        self._asked[request_id][1].first_token(request_id, time.monotonic())
+                    case PartComputed(request_id=request_id) if request_id in self._asked:
+                        self._asked[request_id][1].part_computed(request_id, time.monotonic())
+                    case Ended(request_id=request_id, num_output_tokens=num_output_tokens) if request_id in self._asked:
+                        _, scheduler = self._asked.pop(request_id)
+                        scheduler.ended(request_id, time.monotonic(), num_output_tokens)
+                    case FirstToken() | PartComputed() | Ended():
+                        pass  # of a request that this scheduler was not told of
                     case RoleRequest():
                         connection.post(self._change_role(message))
                     case SloUpdate():
@@ -202,37 +254,58 @@ class SchedulerServer:
 
     def _on_gateway_disconnected(self, connection: Connection) -> None:
         """Forget the requests of a gateway that is gone: nobody is left to hear of their ends."""
-        for request_id in [request_id for request_id, asker in self._asked_by.items() if asker is connection]:
-            del self._asked_by[request_id]
-            self.scheduler.ended(request_id, time.monotonic())
+        for request_id in [request_id for request_id, (asker, _) in self._asked.items() if asker is connection]:
+            _, scheduler = self._asked.pop(request_id)
+            scheduler.ended(request_id, time.monotonic())
         self._look_for_answers()
 
+    def _place(self, gateway: Connection, request: Place) -> PlacementAnswer | Queued:
+        scheduler = self._noted(gateway, request)
+        if scheduler is not None:
+            return scheduler.place(request, time.monotonic())
+        return Unplaceable(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=f"the scheduler has no model {request.model}",
+            retry_after_s=MIN_RETRY_AFTER_S,
+        )
+
+    def _noted(self, gateway: Connection, request: Place) -> GlobalScheduler | None:
+        """Note who asks for the request. Returns its model's scheduler; None: there is no such model, as while settings
+        roll out."""
+        scheduler = self.of_model(request.model)
+        if scheduler is not None:
+            self._asked[request.request_id] = gateway, scheduler
+        return scheduler
+
     def _look_for_answers(self) -> None:
-        if self.scheduler.num_waiting:
+        if any(scheduler.num_waiting for scheduler in self.schedulers.values()):
             self._told.set()
 
     async def _answer_waiting(self) -> None:
-        """Answer the requests that had no answer when they were asked for."""
+        """PlacementAnswer the requests that had no answer when they were asked for."""
         while True:
-            next_at = self.scheduler.next_at()
-            patience_s = None if next_at is None else max(0.0, next_at - time.monotonic())
+            moments = [at for scheduler in self.schedulers.values() if (at := scheduler.next_at()) is not None]
+            patience_s = max(0.0, min(moments) - time.monotonic()) if moments else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await self._told.wait()
             self._told.clear()
-            for answer in self.scheduler.answers(time.monotonic()):
-                self._asked_by[answer.request_id].post(answer)
+            for answer in chain.from_iterable(each.answers(time.monotonic()) for each in self.schedulers.values()):
+                self._asked[answer.request_id][0].post(answer)
 
     def _change_role(self, request: RoleRequest) -> RoleAnswer:
         """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
-        workers, now = self.scheduler.replicas().workers, time.monotonic()
+        worker_id, now = request.worker_id, time.monotonic()
+        connection, scheduler = self._workers.get(worker_id, (None, self.scheduler))
+        workers = scheduler.replicas().workers  # those of its model: others could not stand in for it
         answer = self._role_changes.ask(request, workers, now)
         if answer.outcome == "ordered":
-            worker_id = request.worker_id
-            self._workers[worker_id].post(ChangeRole(role=request.role, drain_s=request.drain_s))
+            assert connection is not None, "a worker that is known has a connection"
+            connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model))
             (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
             leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
-            self.scheduler.heartbeat(leaving, now)
+            scheduler.heartbeat(leaving, now)
             self._broadcast()
         return answer
 
@@ -254,21 +327,25 @@ class SchedulerServer:
                 gateway.post(answer)
 
     def _decisions(self, question: AskDecisions) -> Decisions:
-        newest = self.scheduler.log.newest(min(question.limit, MAX_DECISIONS))
+        newest = self._log.newest(min(question.limit, MAX_DECISIONS))
         offset_s = _clock_offset_s()
         told = [str(one) if question.as_text else one.as_json(offset_s) for one in newest]
         return Decisions(ask_id=question.ask_id, decisions=told)
 
     def _write_decisions(self) -> None:
-        new = self.scheduler.log.take_new()
+        new = self._log.take_new()
         if self._decision_log is not None:
             offset_s = _clock_offset_s()
             self._decision_log.append(one.as_json(offset_s) for one in new)
 
     def _replicas(self) -> Replicas:
-        pools = {} if self._pools is None else self._pools.targets
-        loading = [report for report in self._loading.values() if report.worker_id not in self._workers]
-        return replace(self.scheduler.replicas(), pools=pools, loading=loading)
+        known = [scheduler.replicas() for scheduler in self.schedulers.values()]
+        return Replicas(
+            workers=[worker for replicas in known for worker in replicas.workers],
+            indexes=[report for replicas in known for report in replicas.indexes],
+            pools={name: pools.targets for name, pools in self._autoscalers.items() if pools.targets},
+            loading=[report for report in self._loading.values() if report.worker_id not in self._workers],
+        )
 
     def _broadcast(self) -> None:
         replicas = self._replicas()
@@ -278,18 +355,23 @@ class SchedulerServer:
     async def _expire_and_broadcast(self) -> None:
         while True:
             await asyncio.sleep(self._broadcast_period_s)
-            for worker_id in self.scheduler.expire(time.monotonic()):
+            for worker_id in chain.from_iterable(each.expire(time.monotonic()) for each in self.schedulers.values()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
             self._write_decisions()
             self._broadcast()
             self._order_pool_changes()
 
     def _order_pool_changes(self) -> None:
-        for worker_id, order in () if self._pools is None else self._pools.orders(time.monotonic()):
+        now = time.monotonic()
+        orders = [order for each in self._autoscalers.values() for order in each.orders(now)]
+        workers = [info for each in self.schedulers.values() for info, _ in each.ledger.workers()]
+        for worker_id, order in (*orders, *self._exchange.orders(workers, now)):
             if isinstance(order, PoolTarget):
-                self._workers[worker_id].post(order)
+                self._workers[worker_id][0].post(order)
                 continue
-            request = RoleRequest(ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s)
+            request = RoleRequest(
+                ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s, model=order.model
+            )
             answer = self._change_role(request)
             logger.info("%s is to become a %s worker: %s %s", worker_id, order.role, answer.outcome, answer.reason)
 

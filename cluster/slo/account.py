@@ -37,17 +37,19 @@ class SloAccount:
     """One gateway's account of how promises are kept, at this gateway and in the whole cluster. Times are of this
     process's monotonic clock."""
 
-    def __init__(self, classes: SloConfig = NO_TARGETS, *, model: str) -> None:
+    def __init__(self, classes: SloConfig = NO_TARGETS, *, models: Iterable[str]) -> None:
+        """`models`: the names of those that are served. Each class is counted by model (`RequestTerms.model`)."""
         now = time.monotonic()
         self.classes = classes
-        self._model = model
         self._news = SloReport()
         self._readers: dict[int, _Reader] = {}  # of the requests that are being answered
         self._trackers: dict[Scope, SloTracker] = {
             "gateway": SloTracker(classes, now_s=now),
             "cluster": SloTracker(classes, now_s=now),
         }
-        self._counts = {SeriesKey(slo_class.name, model, ""): Counts() for slo_class in classes.classes}
+        self._counts = {
+            SeriesKey(slo_class.name, model, ""): Counts() for model in models for slo_class in classes.classes
+        }
         self._publish: Callable[[SloReport], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -111,13 +113,13 @@ class SloAccount:
             self._publish(report)
 
     def counts(self) -> Mapping[SeriesKey, Counts]:
-        """The counts of this gateway's requests since the start, by class."""
+        """The counts of this gateway's requests since the start, by class and model."""
         self.publish_news()
         return self._counts
 
     def totals(self, scope: Scope) -> Iterator[SeriesSnapshot]:
-        """Yields how each class stands now, over all workers. Classes without news are included. Each takes some tenths
-        of a millisecond to reckon, between which other tasks may have their turn."""
+        """Yields how each class of each model stands now, over all workers. Those without news are included. Each takes
+        some tenths of a millisecond to reckon, between which other tasks may have their turn."""
         self.publish_news()
         for key in list(self._counts):
             yield self._trackers[scope].snapshot(time.monotonic(), key)
@@ -130,7 +132,7 @@ class SloAccount:
     def _count_news(self, readers: Iterable[_Reader]) -> None:
         """Add what came since the last call to the next report.
         All gaps of one worker are added at once, which is quickest."""
-        gaps: dict[tuple[SloClass, str | None], list[float]] = {}
+        gaps: dict[tuple[SloClass, str, str | None], list[float]] = {}
         for reader in readers:
             timeline = reader.timeline
             if not reader.has_first and (first := timeline.first) is not None and first.ttft_s is not None:
@@ -142,14 +144,14 @@ class SloAccount:
                 if len(sequence.token_times) > start:
                     reader.num_tokens[index] = len(sequence.token_times)
                     for decode, some in sequence.gaps(start):
-                        gaps.setdefault((timeline.terms.slo, decode), []).extend(some)
-        for (slo, decode), all_gaps in gaps.items():
-            self._news.gaps(Served(slo=slo, model=self._model, decode=decode), all_gaps)
+                        gaps.setdefault((timeline.terms.slo, timeline.terms.model, decode), []).extend(some)
+        for (slo, model, decode), all_gaps in gaps.items():
+            self._news.gaps(Served(slo=slo, model=model, decode=decode), all_gaps)
 
     def _served(self, terms: RequestTerms, attempt: Attempt | None) -> Served:
         if attempt is None:
-            return Served(slo=terms.slo, model=self._model)
-        return Served(slo=terms.slo, model=self._model, prefill=attempt.prefill, decode=attempt.decode)
+            return Served(slo=terms.slo, model=terms.model)
+        return Served(slo=terms.slo, model=terms.model, prefill=attempt.prefill, decode=attempt.decode)
 
     async def _run(self) -> None:
         while True:

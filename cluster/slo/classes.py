@@ -163,11 +163,13 @@ class RequestTerms:
     """The terms on which a request is served. They go from the HTTP side to the orchestrator, in the request's
     timeline.
 
-    `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `arrived_at`: when
-    the request reached its gateway, in seconds of that process's `time.monotonic()`."""
+    `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `model`: whose
+    workers serve it, by the name that promises are counted under. `arrived_at`: when the request reached its gateway,
+    in seconds of that process's `time.monotonic()`."""
 
     slo: SloClass = NO_TARGETS.classes[0]
     tenant: str = ""
+    model: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
 
 

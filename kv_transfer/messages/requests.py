@@ -46,6 +46,7 @@ class RequestSpec:
     prediction_token_ids: Items[TokenId] = field(default_factory=list)
     split_at: Count = 0  # who decodes computes the tokens from here on itself, and has the others from another worker
     adapter: AdapterRef | None = None  # None: the model alone
+    model: Text = ""  # whose workers compute it; "": there is one
 
     @property
     def prefix_salt(self) -> str:

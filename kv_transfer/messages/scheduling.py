@@ -37,6 +37,7 @@ class Place(Message):
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
     adapter: Text = ""  # its digest; "": the model alone
+    model: Text = ""  # whose workers may take it; "": there is one
 
     @property
     def is_pooled(self) -> bool:
@@ -156,18 +157,20 @@ class Replicas(Message):
 
     workers: Items[KnownWorker]
     indexes: Items[IndexReport] = field(default_factory=list)
-    pools: dict[Role, Count] = field(default_factory=dict)  # workers that each should have; empty: nobody sizes them
+    pools: dict[Text, dict[Role, Count]] = field(default_factory=dict)  # by model, the workers that each should have
     loading: Items[LoadingReport] = field(default_factory=list)  # workers that are yet to come
 
 
 @message
 class RoleRequest(Message):
-    """Gateway to scheduler: have this worker change its role. `ask_id` tells a gateway's questions apart."""
+    """Gateway to scheduler: have this worker change its role, or its model. `ask_id` tells a gateway's questions
+    apart."""
 
     ask_id: Count
     worker_id: Text
     role: Role
     drain_s: NonNegative
+    model: Text = ""  # "": the one that it has
 
 
 @message

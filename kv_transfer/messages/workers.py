@@ -34,6 +34,12 @@ class WorkerInfo:
     chunk_tokens: Count = 0  # the budget of one step; 0: unknown
     max_num_seqs: Count = 0  # held at once; 0: not bounded by their number
     home: Role | None = None  # of the pool that it was started in; None: its role
+    home_model: Text | None = None  # of that pool; None: its model
+    models: Items[Text] = field(default_factory=list)  # others that it may become a worker of
+
+    def serves(self, model: str) -> bool:
+        """Whether requests for this model are its own; "": for whichever there is."""
+        return model in ("", self.model)
 
 
 @record
@@ -220,7 +226,9 @@ class PoolTarget(Message):
 
 @message
 class ChangeRole(Message):
-    """Scheduler to worker: go on in this role, with the same weights. What runs after `drain_s` goes elsewhere."""
+    """Scheduler to worker: go on in this role, with the same weights, or those of `model`. What runs after `drain_s`
+    goes elsewhere."""
 
     role: Role
     drain_s: NonNegative
+    model: Text = ""  # "": the one that it has

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -47,8 +47,9 @@ from kv_transfer.worker.sequences import sequence_of
 class WorkerParts:
     """What a worker gets from its maker. The transport is its own, all else outlives it.
 
-    `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home`: the role
-    of the pool that it belongs to, whatever its own; None: its own. `digest_kind`: what it would have for itself.
+    `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home` and
+    `home_model`: the role and model of the pool that it belongs to, whatever its own; None: its own. `models`: others
+    that it may become a worker of. `digest_kind`: what it would have for itself.
     """
 
     model: LoadedModel
@@ -60,6 +61,8 @@ class WorkerParts:
     events: BlockEventLog | None = None
     on_order: Callable[[Message], None] = warn_of_order
     home: Role | None = None
+    home_model: str | None = None
+    models: Collection[str] = ()
     digest_kind: DigestKind = "xxh3_64"
 
 
@@ -346,6 +349,8 @@ class Worker(ABC):
             chunk_tokens=self._step_tokens,
             max_num_seqs=self._max_num_seqs,
             home=self.parts.home,
+            home_model=self.parts.home_model,
+            models=list(self.parts.models),
         )
 
     def _tiers_report(self) -> TiersReport:

@@ -1,12 +1,14 @@
 """One process's place in the cluster: a loaded model with its memory tiers, and the worker that uses them.
 
 The worker may be replaced by one of another role at any time: it drains, stops, and the new one is made over the same
-weights, the same KV memory and what is cached in it. A Serve deployment holds one, without which it works as well.
+weights, the same KV memory and what is cached in it. Or by one of another model, whose weights and memory take the
+place of those that were here. A Serve deployment holds one, without which it works as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -46,25 +48,38 @@ class ReplicaSite:
     secret: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKit:
+    """What workers of one model are made of. `roles`: those that they can have. `tiers(role)` makes the memory of one
+    that begins in this role, with nothing loaded."""
+
+    roles: Mapping[Role, WorkerRole]
+    tiers: Callable[[Role], WorkerTiers]
+    transfer: TransferConfig
+
+
 class WorkerReplica:
-    """Owns the model, the tiers and the worker. `roles`: those it can have, of which `role` is the first one."""
+    """Owns the model, the tiers and the worker. `kits`: the models that it can have, by name, of which `model` is the
+    first one, as `role` is of its roles."""
 
     def __init__(
         self,
         role: Role,
-        roles: Mapping[Role, WorkerRole],
-        tiers: WorkerTiers,
-        transfer: TransferConfig,
+        model: str,
+        kits: Mapping[str, ModelKit],
         site: ReplicaSite,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
     ) -> None:
         self.role = role
+        self.model_name = model
         self._home = role
-        self._roles = roles
-        self._tiers = tiers
-        self._transfer = transfer
+        self._home_model = model
+        self._kits = kits
+        self._tiers: WorkerTiers | None = None
+        self._model: LoadedModel | None = None
         self._site = site
         self._locate_scheduler = locate_scheduler
+        self._events: BlockEventLog | None = None
         self._lower: PrefixTiers | None = None
         self._worker: Worker | None = None
         self._change: asyncio.Task[None] | None = None
@@ -76,19 +91,38 @@ class WorkerReplica:
 
     async def start(self) -> None:
         """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
+        await self._load()
+
+    async def _load(self) -> None:
+        """Load the model that is wanted, and make its worker."""
         progress, site = LoadProgress(), self._site
+        self._tiers = self._kits[self.model_name].tiers(self.role)
         identity = Identity(worker_id=self._worker_id, node_id=site.node_id, secret=site.secret, compatibility={})
 
         def report() -> LoadingReport:
             return LoadingReport(worker_id=self._worker_id, role=self.role, pid=os.getpid(), **asdict(progress))
 
         async with telling_of_loading(identity, report, self._locate_scheduler):
-            self.model: LoadedModel = await asyncio.to_thread(self._tiers.load, progress)
+            self._model = await asyncio.to_thread(self._tiers.load, progress)
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
             self._lower = self._tiers.open(self.model, self._events)
             self._worker = await self._begin()
         if (masks := self.model.runner.sampler.masks) is not None:
             self._reading_ahead = asyncio.get_running_loop().call_later(READ_AHEAD_S, masks.read_ahead)
+
+    async def _unload(self) -> None:
+        """End what a model and its memory have at work, as far as they are there. Nothing may use them after."""
+        if self._reading_ahead is not None:
+            self._reading_ahead.cancel()
+        if self._model is not None:
+            await asyncio.to_thread(self._model.runner.close)
+        if self._tiers is not None:
+            await self._tiers.close()
+
+    @property
+    def model(self) -> LoadedModel:
+        assert self._model is not None, "the replica is between two models, or has not been started"
+        return self._model
 
     @property
     def worker(self) -> Worker | None:
@@ -110,15 +144,18 @@ class WorkerReplica:
             return None
         return self._pool_target[0]
 
-    def change_role(self, role: Role, drain_s: float) -> bool:
-        """Begin to become a worker of that role; requests that run on after `drain_s` go elsewhere.
+    def change_role(self, role: Role, drain_s: float, model: str = "") -> bool:
+        """Begin to become a worker of that role and model ("": the one that it has); requests that run on after
+        `drain_s` go elsewhere.
 
         False, and nothing happens, if it is one, is becoming another one, is about to end, or cannot be one.
         """
-        is_able = not (self.is_changing or self._is_ending or self._failure) and role in self._roles
-        if not is_able or role == self.role:
+        model = model or self.model_name
+        kit = self._kits.get(model)
+        is_able = not (self.is_changing or self._is_ending or self._failure) and kit is not None and role in kit.roles
+        if not is_able or (role, model) == (self.role, self.model_name):
             return False
-        self._change = asyncio.create_task(self._change_to(role, drain_s), name="role-change")
+        self._change = asyncio.create_task(self._change_to(role, model, drain_s), name="role-change")
         self._change.add_done_callback(self._on_changed)
         return True
 
@@ -130,8 +167,6 @@ class WorkerReplica:
     async def stop(self, drain_s: float) -> None:
         """Finish what is here as far as the time allows, then end everything."""
         self._is_ending = True
-        if self._reading_ahead is not None:
-            self._reading_ahead.cancel()
         if self._change is not None:
             if self._worker is not None:  # else it is between two workers: what it does there has deadlines
                 self._change.cancel()
@@ -139,8 +174,7 @@ class WorkerReplica:
         if self._worker is not None:
             await self._worker.drain(drain_s)
             await self._worker.stop()
-        await asyncio.to_thread(self.model.runner.close)
-        await self._tiers.close()
+        await self._unload()
 
     @property
     def _worker_id(self) -> str:
@@ -149,21 +183,23 @@ class WorkerReplica:
         return f"{self.role}-{self._site.name}{suffix}"
 
     async def _begin(self) -> Worker:
-        site = self._site
+        site, kit = self._site, self._kits[self.model_name]
         identity = worker_identity(self.model, worker_id=self._worker_id, node_id=site.node_id, secret=site.secret)
         parts = WorkerParts(
             model=self.model,
             identity=identity,
-            transport=self._transfer.open(identity, site.host, self.model.kv_cache.tensor.device),
+            transport=kit.transfer.open(identity, site.host, self.model.kv_cache.tensor.device),
             locate_scheduler=self._locate_scheduler,
             host=site.host,
             lower_tiers=self._lower,
             events=self._events,
             on_order=self._on_order,
             home=self._home,
-            digest_kind=self._transfer.digest_kind(self.model.kv_cache.tensor.device),
+            home_model=self._home_model,
+            digest_kind=kit.transfer.digest_kind(self.model.kv_cache.tensor.device),
+            models=[name for name in self._kits if name != self.model_name],
         )
-        worker = self._roles[self.role](parts)
+        worker = kit.roles[self.role](parts)
         await worker.start()
         return worker
 
@@ -172,14 +208,15 @@ class WorkerReplica:
             self._pool_target = (message.num_workers, time.monotonic())
         elif not isinstance(message, ChangeRole):
             warn_of_order(message)
-        elif not self.change_role(message.role, message.drain_s):
-            logger.warning("a %s worker was told to become a %s worker, and cannot now", self.role, message.role)
+        elif not self.change_role(message.role, message.drain_s, message.model):
+            told = (self.role, message.role, message.model or self.model_name)
+            logger.warning("a %s worker was told to become a %s worker of %s, and cannot now", *told)
 
-    async def _change_to(self, role: Role, drain_s: float) -> None:
-        """Drain and stop the worker, then start one of the other role over the same model and tiers. Raises
-        RuntimeError or TimeoutError if the old worker does not give its blocks back, and whatever starting the new one
-        raises."""
-        began, old, old_role = time.monotonic(), self._worker, self.role
+    async def _change_to(self, role: Role, model: str, drain_s: float) -> None:
+        """Drain and stop the worker, then start one of the other role over the same model and tiers, or over those of
+        another model. Raises RuntimeError or TimeoutError if the old worker does not give its blocks back, and whatever
+        starting the new one raises."""
+        began, old, old_id = time.monotonic(), self._worker, self._worker_id
         assert old is not None
         if not await old.drain(drain_s):
             old.migrate_all("the worker changes its role")
@@ -189,15 +226,25 @@ class WorkerReplica:
         self._worker = None
         async with asyncio.timeout(STOP_S):
             await old.stop()
+        del old
         self.role = role
         self._num_changes += 1
-        self._events.rename(self._worker_id)
-        async with asyncio.timeout(START_S):
-            self._worker = await self._begin()
+        if model == self.model_name:
+            assert self._events is not None
+            self._events.rename(self._worker_id)
+            async with asyncio.timeout(START_S):
+                self._worker = await self._begin()
+        else:
+            await self._unload()
+            self._model = self._tiers = self._events = self._lower = None
+            await asyncio.to_thread(gc.collect)  # the next one may need the room of what is in cycles
+            self.model_name = model
+            await self._load()  # for as long as a model takes: the scheduler hears how far that is
         logger.info(
-            "%s became %s: %.2f s to drain, %.0f ms from the old role to the new one",
-            old_role,
+            "%s became %s of %s: %.2f s to drain, %.0f ms from the old worker to the new one",
+            old_id,
             self._worker_id,
+            model,
             drained - began,
             1e3 * (time.monotonic() - drained),
         )

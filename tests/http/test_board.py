@@ -118,7 +118,7 @@ def test_a_whole_picture_comes_first_then_what_is_different(target: Target, gene
         assert first["workers"]["d0"]["step_ms"] == pytest.approx(11.0)
         assert first["workers"]["p0"]["prompt_tokens_s"] == 1000
         assert first["classes"]["chat"]["ttft"] == {"target": 6e5}
-        assert (first["model"], first["ready"], first["requests"], said(first)) == (MODEL, True, {}, [])
+        assert (first["models"], first["ready"], first["requests"], said(first)) == ([MODEL], True, {}, [])
         generator.script.workers = [worker("p0"), worker("d0", num_running=3), worker("d1")]
         newest = viewer.until(lambda picture: "d1" in picture["workers"])
         assert newest["workers"]["d0"]["running"] == 3 and said(newest) == ["d1 has joined."]
@@ -301,7 +301,7 @@ async def test_a_picture_holds_the_loop_for_short_turns_only(
 
     async def show() -> None:
         nonlocal picture
-        newest = await observer.look()
+        newest = await observer.observe()
         assert len(newest["requests"]) == MAX_REQUESTS
         dumps(difference(picture, newest))
         picture = newest

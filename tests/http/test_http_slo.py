@@ -340,7 +340,7 @@ def test_the_dashboard_shows_what_there_is(target: Target) -> None:
     counted(target, met=1, tokens=2, met_tokens=2)
     told = CollectorRegistry()
     told.register(RunMetrics())
-    told.register(WorkerMetrics(lambda: [WORKER], lambda: {"decode": 1}, {"decode": 1}))
+    told.register(WorkerMetrics(lambda: [WORKER], lambda: {"model": {"decode": 1}}, {"model": {"decode": 1}}))
     page = target.http.get("/metrics").text + generate_latest(told).decode()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):

@@ -19,8 +19,7 @@ from cluster.http.app import create_app
 from cluster.http.board import picture
 from cluster.http.board.picture import Observer
 from cluster.http.other_gateways import MAX_ROWS, NEWEST, ONE
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity
@@ -72,7 +71,7 @@ class Cluster:
 
     async def start(self) -> None:
         identity = Identity(worker_id="scheduler", node_id="node", secret=self.secret, compatibility={})
-        self.scheduler = SchedulerServer(SchedulerPolicy(), identity)
+        self.scheduler = SchedulerServer({MODEL: ModelRules()}, identity)
         self.endpoint = await self.scheduler.start("127.0.0.1")
         self.stack.push_async_callback(self.scheduler.stop)
 

@@ -47,7 +47,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 
 @contextmanager
 def exporting(registry: CollectorRegistry | None = None) -> Iterator[TraceExporter]:
-    exporter = trace_exporter(MODEL, registry or CollectorRegistry(), "gateway-1")
+    exporter = trace_exporter(registry or CollectorRegistry(), "gateway-1")
     assert exporter is not None
     try:
         yield exporter
@@ -249,12 +249,12 @@ def test_what_waits_is_sent_at_the_end(receiver: Receiver) -> None:
 def test_off_unless_there_is_somewhere_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in traces.ENDPOINTS:
         monkeypatch.delenv(name, raising=False)
-    assert trace_exporter(MODEL, CollectorRegistry()) is None
+    assert trace_exporter(CollectorRegistry()) is None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/v1/traces")
     for name, value in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
-            assert trace_exporter(MODEL, CollectorRegistry()) is None
+            assert trace_exporter(CollectorRegistry()) is None
 
 
 def test_a_sentence_where_the_packages_are_missing(
@@ -263,6 +263,6 @@ def test_a_sentence_where_the_packages_are_missing(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with caplog.at_level(logging.WARNING):
-        assert trace_exporter(MODEL, CollectorRegistry()) is None
+        assert trace_exporter(CollectorRegistry()) is None
     (record,) = caplog.records
     assert "install legato[trace]" in record.getMessage() and "http://127.0.0.1:9" in record.getMessage()

@@ -26,6 +26,7 @@ from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockInd
 from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Queued
 from kv_transfer.messages.workers import Heartbeat, Register, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.config import Budget, TiersConfig
+from tests.support.http_server import MODEL
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake
 from tests.support.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel
@@ -122,7 +123,7 @@ _TICK = "time passes"
 class RecordedCluster(MiniCluster):
     async def start_scheduler(self) -> None:
         await super().start_scheduler()
-        self.recorded = self.scheduler.scheduler = RecordedScheduler(self.config.policy)
+        self.recorded = self.scheduler.schedulers[MODEL] = RecordedScheduler(self.config.policy)
 
 
 async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: SmallModel) -> None:
@@ -167,7 +168,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
         workers = cluster.orchestrator.scheduler.reports
         # The log's first line says what steps cost, so no line is written before the gateway has heard of that.
         await eventually(lambda: logged_cluster(workers(), slo) is not None)
-        recorder = RequestRecorder(log, slo, workers, secret=b"a secret")
+        recorder = RequestRecorder(log, slo, workers, model="", secret=b"a secret")
         serve = partial(run, cluster, on_ended=recorder.ended)
         await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0].model.runner), pytest.raises(OverloadedError):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from tests.support.http_server import MODEL
 from tests.support.mini_requests import tokens
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -48,7 +49,7 @@ async def test_replicas_hear_what_size_their_pool_should_have(llama: SmallModel)
         await cluster.add_prefill()
 
         def all_are_told() -> bool:
-            told = cluster.orchestrator.scheduler.pools.get("prefill")  # people and dashboards
+            told = cluster.orchestrator.scheduler.pools.get(MODEL, {}).get("prefill")  # people and dashboards
             return cluster.replicas[-1].pool_target() == 2 == told
 
         await eventually(lambda: asking.done() or all_are_told())

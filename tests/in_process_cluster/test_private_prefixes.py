@@ -49,7 +49,7 @@ class Clients:
     def held(self, key: str | None) -> dict[str, int]:
         """By worker, how many blocks of the prompt the scheduler believes to be in any of its tiers."""
         names = b"".join(block_hashes(PROMPT[:-1], 16, self._tenants.salt(_headers(key), None)))
-        reaches = self.cluster.scheduler.block_index.longest_prefix(names)
+        reaches = self.cluster.scheduler.scheduler.block_index.longest_prefix(names)
         return {worker_id: reach.disk for worker_id, reach in reaches.items() if reach.disk}
 
     async def leave_in(self, tier: str) -> None:

@@ -25,6 +25,7 @@ from kv_transfer.worker import replica as worker_replica
 from kv_transfer.worker.base import Worker, WorkerParts
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.http_server import MODEL
 from tests.support.mini_cluster import brake
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
@@ -222,7 +223,7 @@ async def test_what_is_cached_is_found_by_the_next_worker(llama: SmallModel) -> 
         cluster.update()
         worker = prefill.worker
         assert worker is not None
-        index = cluster.scheduler.block_index
+        index = cluster.scheduler.scheduler.block_index
         await eventually(lambda: any(r.worker_id == worker.info.worker_id and r.columns for r in index.report()))
         await eventually(lambda: len(cluster.orchestrator.scheduler.describe_workers()) == 1)
         events = await cluster.generate("second", PROMPT, greedy())
@@ -272,9 +273,9 @@ async def test_who_sizes_the_pools_is_refused_like_an_operator(
         prefill, decode, _ = cluster.replicas
         orders = [(worker_id_of(prefill), ChangeRole(role="decode", drain_s=5.0))]
         orders += [(worker_id_of(decode), ChangeRole(role="prefill", drain_s=5.0))]
-        monkeypatch.setattr(
-            cluster.scheduler,
-            "_pools",
+        monkeypatch.setitem(
+            cluster.scheduler._autoscalers,
+            MODEL,
             SimpleNamespace(orders=lambda now: [orders.pop(0)] if orders else [], targets={}),
         )
         await eventually(lambda: decode.role == "prefill")

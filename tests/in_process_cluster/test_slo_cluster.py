@@ -16,6 +16,7 @@ from cluster.slo.report import Counts, Metric, SeriesKey, SloOutcome
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import SloUpdate
+from tests.support.http_server import MODEL
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
@@ -28,14 +29,13 @@ class Gateway:
     """As far as promises go: an orchestrator and an account."""
 
     def __init__(self, cluster: MiniCluster, classes: SloConfig) -> None:
-        self.account = SloAccount(classes, model="model")
+        self.account = SloAccount(classes, models=[MODEL])
         self.orchestrator = cluster.new_orchestrator(self.account.on_report)
 
     async def serve(self, request_id: str, num_tokens: int) -> Attempt:
         """One request from its arrival to its last token; where it was served."""
-        timeline = RequestTimeline(
-            endpoint="", terms=RequestTerms(slo=self.account.classes.choose(None, {})), slo_outcome=SloOutcome.FINISHED
-        )
+        terms = RequestTerms(slo=self.account.classes.choose(None, {}), model=MODEL)
+        timeline = RequestTimeline(endpoint="", terms=terms, slo_outcome=SloOutcome.FINISHED)
         request = RequestSpec(
             request_id=request_id, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens), cache_salt=request_id
         )
@@ -71,7 +71,7 @@ async def gateway(cluster: MiniCluster, classes: SloConfig = NO_TARGETS) -> Asyn
 
 def known(cluster: MiniCluster, replica: str = "") -> SeriesSnapshot:
     """What the scheduler knows of the class `default`."""
-    return cluster.scheduler.slo.snapshot(time.monotonic(), SeriesKey("default", "model", replica))
+    return cluster.scheduler.slo.snapshot(time.monotonic(), SeriesKey("default", MODEL, replica))
 
 
 async def test_the_scheduler_and_every_gateway_know_what_all_gateways_saw(llama: SmallModel) -> None:

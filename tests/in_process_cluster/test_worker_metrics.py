@@ -304,14 +304,14 @@ def test_pools_are_told_with_what_they_should_have() -> None:
         (worker_info("d2", home="prefill"), worker_snapshot("d2", draining=True)),
     ]
     registry = CollectorRegistry()
-    registry.register(WorkerMetrics(lambda: workers, least={"prefill": 2, "decode": 1}))
+    registry.register(WorkerMetrics(lambda: workers, least={"model": {"prefill": 2, "decode": 1}}))
 
     def number(pool: str, state: str) -> float | None:
-        return registry.get_sample_value("legato_pool_workers", {"pool": pool, "state": state})
+        return registry.get_sample_value("legato_pool_workers", {"model": "model", "pool": pool, "state": state})
 
     assert [number("decode", state) for state in ("serving", "draining")] == [1, 0]
     assert [number("prefill", state) for state in ("serving", "draining")] == [0, 1]
-    assert registry.get_sample_value("legato_pool_least_workers", {"pool": "prefill"}) == 2
+    assert registry.get_sample_value("legato_pool_least_workers", {"model": "model", "pool": "prefill"}) == 2
 
 
 async def test_what_steps_cost_is_told_with_its_error(llama: SmallModel) -> None:

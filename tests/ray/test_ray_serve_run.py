@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 HANGS_S = 300.0  # it takes 15 to 25 s on two cores
 FILES = ROOT / "ray_configs"
 URL = "http://127.0.0.1:8000"
-SAYS_WHERE = r"Legato: serves \S+ on (\S+)"
+SAYS_WHERE = r"Legato: serves .+ on (\S+)"
 
 
 class ServeRun:
@@ -163,7 +163,7 @@ def _answers_where_it_says(running: ServeRun, path: Path) -> None:
     )
     assert "Paris" in (answer.choices[0].message.content or "")
     args = yaml.safe_load(path.read_text())["applications"][0]["args"]
-    wanted = sum(need.replicas for need in needs(load_config(args)) if need.settings in ("prefill", "decode"))
+    wanted = sum(need.replicas for need in needs(load_config(args)) if need.what.endswith(" worker"))
     wait_until(lambda: len(httpx.get(f"{URL}/cluster", timeout=60).json()["workers"]) == wanted, HANGS_S)
 
 

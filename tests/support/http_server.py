@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints.batches import running_batches
+from cluster.http.served_model import ServedModel
 from cluster.http.server.connection import TimedProtocol
 from cluster.metrics.requests import Metrics
 from cluster.metrics.slo import SloMetrics
@@ -49,28 +50,36 @@ def scripted_api(
     reasoning_format: ReasoningFormatName = "auto",
     storage: Path | None = None,
     adapters: AdapterFolder | None = None,
+    others: Sequence[ServedModel] = (),
 ) -> Api:
     settings = settings or GatewaySettings()
-    account = SloAccount(slo, model=MODEL)
+    models = [
+        ServedModel(
+            name=MODEL,
+            tokenizer=tokenizer,
+            pooling=CheckpointPooling(size=EMBEDDING_SIZE),
+            limits=generator.limits,
+            reasoning_format=reasoning_format,
+            adapters=adapters,
+        ),
+        *others,
+    ]
+    account = SloAccount(slo, models=[model.name for model in models])
     metrics = Metrics()
     metrics.registry.register(SloMetrics(account, "gateway-1"))
     return Api(
         generator=generator,
         cluster=generator.scheduler if isinstance(generator, Orchestrator) else generator,
-        tokenizer=tokenizer,
-        model_name=MODEL,
+        models=models,
         settings=settings,
         metrics=metrics,
         slo=account,
         secret=b"a secret of the cluster",
-        pooling=CheckpointPooling(size=EMBEDDING_SIZE),
         limits=limits,
         on_ended=on_ended,
-        reasoning_format=reasoning_format,
         batches=None
         if storage is None
         else BatchService(Database(storage), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE),
-        adapters=adapters,
     )
 
 

@@ -20,7 +20,7 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.cost_model.step_cost import StepCost
 from engine.sampling.params import SamplingParams
@@ -44,6 +44,7 @@ from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.http_server import MODEL
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S, eventually
 
@@ -54,9 +55,11 @@ COMPUTING_IS_FREE = replace(COMPUTING_IS_SLOW, base_s=1e-9, prefill_token_s=1e-1
 
 @dataclass(frozen=True, kw_only=True)
 class MiniClusterConfig:
-    """`prefill_engine` and `decode_engine` change fields of the workers' `EngineConfig`."""
+    """`prefill_engine` and `decode_engine` change fields of the workers' `EngineConfig`. `others`: models beside
+    `MODEL`, each with as many workers, by name: what their `model_ref` is."""
 
     model_ref: str
+    others: dict[str, str] = field(default_factory=dict)
     num_prefill: int = 1
     num_decode: int = 1
     prefill_engine: dict[str, object] = field(default_factory=dict)
@@ -110,22 +113,23 @@ class MiniCluster:
         self._patience.enter_context(mock.patch.object(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S))
         self._patience.enter_context(mock.patch.object(choose, "SILENCE_S", self.config.kv_silence_s))
         await self.start_scheduler()
-        for _ in range(self.config.num_prefill):
-            await self.add_prefill()
-        for _ in range(self.config.num_decode):
-            await self.add_decode()
+        for model in ({}, *({"model_name": name, "model_ref": ref} for name, ref in self.config.others.items())):
+            for _ in range(self.config.num_prefill):
+                await self.add_prefill(**model)
+            for _ in range(self.config.num_decode):
+                await self.add_decode(**model)
         self.orchestrator = self.new_orchestrator()
         self.orchestrator.start()
         await self.ready()
 
     async def start_scheduler(self) -> None:
         """Also to replace one that was stopped."""
+        rules = ModelRules(policy=self.config.policy, pools=self.config.pools)
         self.scheduler = SchedulerServer(
-            self.config.policy,
+            dict.fromkeys([MODEL, *self.config.others], rules),
             self.identity("scheduler"),
             broadcast_period_s=0.2,
             decision_log=self.config.decision_log,
-            pools=self.config.pools,
         )
         await self.scheduler.start("127.0.0.1")
 
@@ -138,14 +142,14 @@ class MiniCluster:
         wanted = {worker.info.worker_id for worker in self.workers}
         assert await self.orchestrator.connections.wait_up(wanted, timeout_s), "the workers did not come up"
 
-    async def add_prefill(self) -> PrefillWorker:
-        worker = PrefillWorker(self._load(self.config.prefill_engine, "prefill"), self.config.prefill)
+    async def add_prefill(self, **engine: str) -> PrefillWorker:
+        worker = PrefillWorker(self._load({**self.config.prefill_engine, **engine}, "prefill"), self.config.prefill)
         await worker.start()
         self.prefills.append(worker)
         return worker
 
-    async def add_decode(self) -> DecodeWorker:
-        worker = DecodeWorker(self._load(self.config.decode_engine, "decode"), self.config.decode)
+    async def add_decode(self, **engine: str) -> DecodeWorker:
+        worker = DecodeWorker(self._load({**self.config.decode_engine, **engine}, "decode"), self.config.decode)
         await worker.start()
         self.decodes.append(worker)
         return worker
@@ -254,7 +258,7 @@ class MiniCluster:
     def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
-            model_name="model",
+            model_name=MODEL,
             dtype="float32",
             block_size=16,
             kv_blocks=512,

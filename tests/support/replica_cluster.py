@@ -16,9 +16,10 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.worker.base import WorkerRole
-from kv_transfer.worker.replica import ReplicaSite, WorkerReplica
+from kv_transfer.worker.replica import ModelKit, ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker
 from tests.processes.host_segments import SHARED_MEMORY
+from tests.support.http_server import MODEL
 from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
@@ -36,39 +37,47 @@ class ReplicaCluster(MiniCluster):
         }
         self.replicas: list[WorkerReplica] = []
 
-    async def add_prefill(self) -> PrefillWorker:
-        worker = (await self.add_replica("prefill", self.roles)).worker
+    async def add_prefill(self, **engine: str) -> PrefillWorker:
+        worker = (await self.add_replica("prefill", self.roles, **engine)).worker
         assert isinstance(worker, PrefillWorker)
         return worker
 
-    async def add_decode(self) -> DecodeWorker:
-        worker = (await self.add_replica("decode", self.roles)).worker
+    async def add_decode(self, **engine: str) -> DecodeWorker:
+        worker = (await self.add_replica("decode", self.roles, **engine)).worker
         assert isinstance(worker, DecodeWorker)
         return worker
 
-    async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole]) -> WorkerReplica:
+    async def add_replica(self, role: Role, roles: Mapping[Role, WorkerRole], **changes: str) -> WorkerReplica:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
-            model_name="model",
+            model_name=MODEL,
             dtype="float32",
             block_size=16,
             kv_blocks=512,
             num_threads=1,
         )
-        options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
-        engine = replace(defaults, **options)  # type: ignore[arg-type]
-        tiers = WorkerTiers(self._tiers_config, engine, self.secret)
+        model = changes.get("model_name", MODEL)
+
+        def kit(name: str, ref: str) -> ModelKit:
+            def tiers(role: Role) -> WorkerTiers:
+                options = self.config.prefill_engine if role == "prefill" else self.config.decode_engine
+                engine = replace(defaults, **{**options, "model_name": name, "model_ref": ref})  # type: ignore[arg-type]
+                return WorkerTiers(self._tiers_config, engine, self.secret)
+
+            return ModelKit(roles=roles, tiers=tiers, transfer=self.config.transfer)
+
+        refs = {MODEL: self.config.model_ref, **self.config.others}
+        kits = {name: kit(name, ref) for name, ref in refs.items()}
         site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self.secret)
-        replica = WorkerReplica(role, roles, tiers, self.config.transfer, site, self.locate)
+        replica = WorkerReplica(role, model, kits, site, self.locate)
         await replica.start()
         self.replicas.append(replica)
-        self.models.append(replica.model)
         self.update()
         return replica
 
-    async def change(self, replica: WorkerReplica, role: Role, drain_s: float = HANGS_S) -> None:
-        """Until it has the other role and the gateway is connected to it."""
-        assert replica.change_role(role, drain_s)
+    async def change(self, replica: WorkerReplica, role: Role, drain_s: float = HANGS_S, model: str = "") -> None:
+        """Until it has the other role, or model, and the gateway is connected to it."""
+        assert replica.change_role(role, drain_s, model)
         await self.changed(replica)
 
     async def changed(self, replica: WorkerReplica) -> None:
@@ -85,6 +94,7 @@ class ReplicaCluster(MiniCluster):
         await self.scheduler.stop()
 
     def update(self) -> None:
+        self.models = [replica.model for replica in self.replicas]
         workers = [replica.worker for replica in self.replicas]
         self.prefills = [worker for worker in workers if isinstance(worker, PrefillWorker)]
         self.decodes = [worker for worker in workers if isinstance(worker, DecodeWorker)]

@@ -88,7 +88,7 @@ class ScriptedGenerator:
         self.num_cancelled = 0
         self.num_finished = 0
 
-    def limits(self) -> ServingLimits | None:
+    def limits(self, model: str = "") -> ServingLimits | None:
         return self.script.limits
 
     @property
@@ -119,14 +119,14 @@ class ScriptedGenerator:
         return {name: self.script.connection_states.get(name, "up") for name in names}
 
     @property
-    def pools(self) -> dict[Role, int]:
-        return {"decode": 3}
+    def pools(self) -> dict[str, dict[Role, int]]:
+        return {"": {"decode": 3}}
 
     @property
     def loading(self) -> list[LoadingReport]:
         return self.script.loading
 
-    async def change_role(self, worker_id: str, role: Role, drain_s: float) -> None:
+    async def change_role(self, worker_id: str, role: Role, drain_s: float, model: str = "") -> None:
         if self.script.role_error is not None:
             raise self.script.role_error
         self.role_changes.append((worker_id, role, drain_s))

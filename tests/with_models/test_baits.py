@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
-from cluster.http.openai.structured import Wanted, compiled
+from cluster.http.openai.structured import OutputConstraint, compiled
 from decode_workers.local_engine import LocalEngine
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import SamplingParams
@@ -40,7 +40,7 @@ def _baits(name: str, tokenizer: Tokenizer) -> list[tuple[dict[str, Any], str, s
         if r"\\p{" in text:  # which Python's own expressions do not know
             continue
         try:
-            grammar = compiled(Wanted("json", text, "response_format"), llg)
+            grammar = compiled(OutputConstraint("json", text, "response_format"), llg)
         except UnsupportedGrammarError:
             continue
         own = [instance for instance, valid in line.get("tests", ()) if not valid]

@@ -81,13 +81,13 @@ async def test_every_call_that_must_be_made_is_valid(smollm2_folder: Path, api: 
                 "seed": number,
             }
         )
-        job = await prepare_chat(body, api, "auto", "")
+        job = await prepare_chat(body, await api.find(body.model), "auto", "")
         spec = job.choices[0].spec
         seqs.append(Sequence(request_id=f"{number}-{name}", attempt=0, params=spec.params,
                              prompt_token_ids=list(spec.prompt_token_ids)))  # fmt: skip
     for emission in engine.run(seqs):
         if emission.finish is not None:
-            text = api.tokenizer.decode(emission.seq.output_token_ids, skip_special_tokens=True)
+            text = api.models[0].tokenizer.decode(emission.seq.output_token_ids, skip_special_tokens=True)
             assert emission.finish == "stop", text
             calls = _calls(api, emission.seq.request_id.partition("-")[2], text)
             assert calls, text
@@ -95,7 +95,7 @@ async def test_every_call_that_must_be_made_is_valid(smollm2_folder: Path, api: 
 
 
 def _calls(api: Api, name: str, text: str) -> list[Any]:
-    parser = OutputParser(tools=api.formats.tools, functions=frozenset([name]))
+    parser = OutputParser(tools=api.models[0].formats.tools, functions=frozenset([name]))
     arguments: list[str] = []
     for event in parser.feed(text) + parser.finish():
         assert event.kind in ("call", "arguments"), text

@@ -5,12 +5,13 @@ scheduler's log. What has no value is left out, so that differences between two 
 (RFC 7396), in which `null` takes a field away:
 
     now         seconds of the gateway's clock, as all times here
-    model, ready, default_class
+    models, ready, default_class
     gateways    how many there are; `silent`: how many of them did not say what they do
     pools       by role: `wanted` workers, where the scheduler advises
     workers     by id: role, state, load, what a step takes or how many prompt tokens a second, by the worker's own
                 model, and blocks of each tier as [held, cached, free]
-    classes     by name: each promise's P99 beside its target in ms, attainment, the share of the error budget left
+    classes     by name, of several models by name and model: each promise's P99 beside its target in ms, attainment,
+                the share of the error budget left
     requests    by id: class, tokens, and `marks`, [time, phase, worker] where each phase began; `end` if it has ended.
                 Of all gateways: of the others as of the last picture or the one before
     decisions   by number: when, and a sentence
@@ -28,7 +29,7 @@ import json
 import math
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
@@ -41,6 +42,7 @@ from cluster.http.openai.sse import dumps
 from cluster.http.other_gateways import GatheredAnswers, ask
 from cluster.slo.report import Metric
 from cluster.slo.tracker import SeriesSnapshot
+from kv_transfer.messages.fields import Role
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
 
 Picture = dict[str, Any]
@@ -98,7 +100,8 @@ class Observer:
             self._slow_at = now
             classes = {}
             for found in self._api.slo.totals("cluster"):
-                classes[found.key.slo_class] = self._class(found)
+                name, row = self._class(found)
+                classes[name] = row
                 await asyncio.sleep(0)
             self._classes = classes
             await self._ask_decisions(now)
@@ -108,15 +111,18 @@ class Observer:
         self._tell_of_workers(workers, requests, now)
         self._tell_of_requests(requests, now)
         self._workers, self._requests = workers, requests
-        limits = self._api.generator.limits()
+        limits = [model.limits() for model in self._api.models]
+        wanted: Counter[Role] = Counter()
+        for pools in self._api.cluster.pools.values():
+            wanted.update(pools)
         return {
             "now": round(now, 3),
-            "model": self._api.model_name,
-            "ready": limits is not None and limits.ready,
+            "models": [model.name for model in self._api.models],
+            "ready": any(found is not None and found.ready for found in limits),
             "gateways": len(self._others.asked),
             "silent": len(self._others.silent),
             "default_class": self._api.slo.classes.default,
-            "pools": {role: {"wanted": wanted} for role, wanted in self._api.cluster.pools.items()},
+            "pools": {role: {"wanted": number} for role, number in wanted.items()},
             "workers": workers,
             "classes": self._classes,
             "requests": requests,
@@ -184,11 +190,14 @@ class Observer:
                 }
         return rows
 
-    def _class(self, found: SeriesSnapshot) -> dict[str, Any]:
-        """The row of a class of service."""
+    def _class(self, found: SeriesSnapshot) -> tuple[str, dict[str, Any]]:
+        """The name and the row of a class of service; of several models each has a row for each class."""
         slo = self._api.slo.classes.named(found.key.slo_class)
         assert slo is not None, "an account has series of its own classes only"
         row: dict[str, Any] = {"share": slo.share, "tokens_s": round(found.tokens_s, 1)}
+        name = slo.name
+        if len(self._api.models) > 1:
+            name, row["class"] = f"{slo.name} · {found.key.model}", slo.name
         for metric, target_s in ((Metric.TTFT, slo.ttft_s), (Metric.TPOT, slo.tpot_s), (Metric.GAP, slo.gap_s)):
             promise = {} if target_s is None else {"target": _ms(target_s)}
             if metric in found.latencies:
@@ -200,7 +209,7 @@ class Observer:
                 "budget_left": round(1.0 - found.long.rate, 3),
                 "burn": round(found.short.rate, 2),
             }
-        return row
+        return name, row
 
     async def _ask_decisions(self, now: float) -> None:
         """Ask the scheduler for its newest decisions, and add those that are new."""

@@ -23,9 +23,14 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/load_lora_adapter", response_model=None)
 async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
     """Serve the adapter in that folder under that name from now on, at every gateway and after a restart."""
-    adapters = _adapters(api)
-    if body.lora_name == api.model_name:
+    adapters = _adapters_of(body.base_model_name, api)
+    if api.served(body.lora_name) is not None:
         raise InvalidRequestError(f"{body.lora_name!r} is the model itself. Use another name.", param="lora_name")
+    for model in api.models:
+        if model.adapters is not adapters and body.lora_name in {told.name for told in await model.listed_adapters()}:
+            raise InvalidRequestError(
+                f"{body.lora_name!r} is an adapter of {model.name!r}. Use another name.", param="lora_name"
+            )
     folder = Path(body.lora_path)
     try:
         await asyncio.to_thread(adapters.register, body.lora_name, folder, replace=body.load_inplace)
@@ -47,21 +52,34 @@ async def delete(lora_name: Annotated[str, Query(min_length=1)], api: ApiOf) -> 
 
 
 async def _unload(name: str, api: Api) -> PlainTextResponse:
-    try:
-        was_there = await asyncio.to_thread(_adapters(api).unregister, name)
-    except (ValueError, OSError) as error:
-        raise ConflictError(f"The adapter stays: {error}.", param="lora_name") from error
-    if not was_there:
-        raise NotFoundError(
-            f"There is no adapter {name[:200]!r} here (see /v1/models).", param="lora_name", code="model_not_found"
-        )
-    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+    for adapters in _all_adapters(api).values():
+        try:
+            was_there = await asyncio.to_thread(adapters.unregister, name)
+        except (ValueError, OSError) as error:
+            raise ConflictError(f"The adapter stays: {error}.", param="lora_name") from error
+        if was_there:
+            return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+    raise NotFoundError(
+        f"There is no adapter {name[:200]!r} here (see /v1/models).", param="lora_name", code="model_not_found"
+    )
 
 
-def _adapters(api: Api) -> AdapterFolder:
-    if api.adapters is None:
+def _adapters_of(model: str | None, api: Api) -> AdapterFolder:
+    """The adapters of that model; None: of the only one that has some. Raises InvalidRequestError."""
+    found = _all_adapters(api)
+    if model is None and len(found) == 1:
+        return next(iter(found.values()))
+    if model is None or model not in found:
+        raise InvalidRequestError(f"Say whose adapter it is: {' or '.join(map(repr, found))}.", param="base_model_name")
+    return found[model]
+
+
+def _all_adapters(api: Api) -> dict[str, AdapterFolder]:
+    """The adapters of each model that is served with some, by its name. Raises InvalidRequestError without any."""
+    found = {model.name: model.adapters for model in api.models if model.adapters is not None}
+    if not found:
         raise InvalidRequestError(
             "Adapters are not served here. Whoever operates this service can set adapters.folder.",
             code="unsupported_value",
         )
-    return api.adapters
+    return found

@@ -31,23 +31,26 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> GenerationResponse:
-    terms = terms_of(request, body, api.slo.classes, api.tenants)
+    asked = await api.find(body.model)
+    terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_chat(body, api, answered_tier(request, body), salt)
-    shape = ChatShape(job, api.tokenizer) if job.reading is None else ReadChatShape(job, job.reading, api.tokenizer)
+        job = await prepare_chat(body, asked, answered_tier(request, body), salt)
+    tokenizer = asked.model.tokenizer
+    shape = ChatShape(job, tokenizer) if job.reading is None else ReadChatShape(job, job.reading, tokenizer)
     return GenerationResponse(api, timeline, shape)
 
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
-    terms = terms_of(request, body, api.slo.classes, api.tenants)
+    asked = await api.find(body.model)
+    terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_completion(body, api, answered_tier(request, body), salt)
-    return GenerationResponse(api, timeline, CompletionShape(job, api.tokenizer))
+        job = await prepare_completion(body, asked, answered_tier(request, body), salt)
+    return GenerationResponse(api, timeline, CompletionShape(job, asked.model.tokenizer))
 
 
 class ChatShape(AnswerShape):

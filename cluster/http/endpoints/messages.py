@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, ApiOf
+from cluster.http.api import ApiOf, Asked
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import PLAIN, ChoiceEvents
@@ -273,29 +273,30 @@ def _tool_choice(choice: MessagesToolChoice) -> Any:
 
 @router.post("/v1/messages", response_model=None)
 async def messages(body: MessagesBody, request: Request, api: ApiOf) -> GenerationResponse:
-    chat = await _chat(body, request, api)
-    terms = terms_of(request, chat, api.slo.classes, api.tenants)
+    asked = await api.find(body.model)
+    chat = await _chat(body, request, asked)
+    terms = terms_of(request, chat, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/messages", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, None, api.tenants)
-        job = await prepare_chat(chat, api, answered_tier(request, chat), salt, job_id=new_job_id("msg"))
+        job = await prepare_chat(chat, asked, answered_tier(request, chat), salt, job_id=new_job_id("msg"))
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> dict[str, Any]:
-    await api.adapter_of(body.model)
-    chat = await _chat(body, request, api)
-    return {"input_tokens": len(await chat_token_ids(chat.messages, chat, api, told_tools(chat)))}
+    asked = await api.find(body.model)
+    chat = await _chat(body, request, asked)
+    return {"input_tokens": len(await chat_token_ids(chat.messages, chat, asked, told_tools(chat)))}
 
 
-async def _chat(body: CountTokensBody, request: Request, api: Api) -> ChatBody:
+async def _chat(body: CountTokensBody, request: Request, asked: Asked) -> ChatBody:
     """Translate a body into a chat, in a thread if it is large. Raises ApiError."""
-    switches = api.tokenizer.template_reads("enable_thinking")
+    switches, turns = asked.model.tokenizer.template_reads("enable_thinking"), asked.api.turns
     size = len(await request.body())
     if size <= _SMALL_BYTES:
-        return await api.turns.on_loop(lambda: chat_of(body, switches_thinking=switches))
-    return await api.turns.reading(size, lambda: chat_of(body, switches_thinking=switches))
+        return await turns.on_loop(lambda: chat_of(body, switches_thinking=switches))
+    return await turns.reading(size, lambda: chat_of(body, switches_thinking=switches))
 
 
 class MessagesShape(AnswerShape):

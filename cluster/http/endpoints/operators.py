@@ -38,11 +38,13 @@ router = APIRouter(route_class=JsonRoute)
 @router.get("/cluster", response_model=None)
 async def cluster(api: ApiOf) -> dict[str, Any]:
     """The workers as this gateway knows them: role, pid, load, KV blocks. Also workers that are still loading their
-    model, how many workers each pool should have, and which layout would have served most, as it was found last."""
+    model, how many workers each pool should have (of several models, by model), and which layout would have served
+    most, as it was found last."""
+    wanted = api.cluster.pools
     return {
         "workers": api.cluster.describe_workers(),
         "loading": [asdict(report) for report in api.cluster.loading],
-        "wanted": api.cluster.pools,
+        "wanted": wanted if len(api.models) > 1 else next(iter(wanted.values()), {}),
         "layout": api.layouts.newest,
     }
 
@@ -56,9 +58,10 @@ async def layout(api: ApiOf) -> dict[str, Any]:
 
 @router.post("/cluster/workers/{worker_id}/role", response_model=None, status_code=202)
 async def change_role(worker_id: str, body: RoleBody, api: ApiOf) -> dict[str, Any]:
-    """Tells a worker to change its role. It comes back under another name: see `/cluster`."""
-    await api.cluster.change_role(worker_id, body.role, body.drain_s)
-    return {"worker_id": worker_id, "role": body.role, "status": "changing"}
+    """Tells a worker to change its role, or its model. It comes back under another name: see `/cluster`."""
+    await api.cluster.change_role(worker_id, body.role, body.drain_s, body.model)
+    asked = {"role": body.role} | ({"model": body.model} if body.model else {})
+    return {"worker_id": worker_id, **asked, "status": "changing"}
 
 
 @router.get("/cluster/decisions", response_model=None)

@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from cluster.errors import FailedError, InvalidRequestError
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, ApiOf
+from cluster.http.api import Api, ApiOf, Asked
 from cluster.http.openai.fields import Prompt
 from cluster.http.openai.pooling import (
     MAX_NUMBERS,
@@ -48,12 +48,14 @@ _NOTHING_SAMPLED: Final = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 @router.post("/v1/embeddings", response_model=None)
 async def embeddings(body: EmbeddingsBody, request: Request, api: ApiOf) -> PoolingResponse:
-    size = min(body.dimensions or api.pooling.size, api.pooling.size)
+    asked = await api.find(body.model)
+    most = asked.model.pooling.size
+    size = min(body.dimensions or most, most)
 
     def check() -> None:
-        if body.dimensions is not None and body.dimensions > api.pooling.size:
+        if body.dimensions is not None and body.dimensions > most:
             raise InvalidRequestError(
-                f"dimensions is {body.dimensions}; this model's vectors have {api.pooling.size}. Ask for fewer.",
+                f"dimensions is {body.dimensions}; this model's vectors have {most}. Ask for fewer.",
                 param="dimensions",
             )
         if len(body.input) * size > MAX_NUMBERS:
@@ -66,7 +68,7 @@ async def embeddings(body: EmbeddingsBody, request: Request, api: ApiOf) -> Pool
 
     shape = partial(embeddings_answer, body=body)
     num_bytes = _NUMBER_BYTES * len(body.input) * size
-    return await _pooled("embd", "/v1/embeddings", body, request, api, body.input, "input", check, shape, num_bytes)
+    return await _pooled("embd", "/v1/embeddings", body, request, asked, body.input, "input", check, shape, num_bytes)
 
 
 @router.post("/score", response_model=None, include_in_schema=False)
@@ -84,7 +86,8 @@ async def score(body: ScoreBody, request: Request, api: ApiOf) -> PoolingRespons
     shape = partial(score_answer, num_first=num_first)
     texts = [*body.text_1, *body.text_2]
     num_bytes = _RESULT_BYTES * num_second
-    return await _pooled("score", "/v1/score", body, request, api, texts, "text_2", check, shape, num_bytes)
+    asked = await api.find(body.model)
+    return await _pooled("score", "/v1/score", body, request, asked, texts, "text_2", check, shape, num_bytes)
 
 
 @router.post("/rerank", response_model=None, include_in_schema=False)
@@ -94,7 +97,8 @@ async def rerank(body: RerankBody, request: Request, api: ApiOf) -> PoolingRespo
     shape = partial(rerank_answer, body=body)
     texts = [body.query, *body.documents]
     num_bytes = sum(_RESULT_BYTES + len(text) for text in body.documents)
-    return await _pooled("rerank", "/v1/rerank", body, request, api, texts, "documents", _nothing, shape, num_bytes)
+    asked = await api.find(body.model)
+    return await _pooled("rerank", "/v1/rerank", body, request, asked, texts, "documents", _nothing, shape, num_bytes)
 
 
 def _nothing() -> None:
@@ -106,7 +110,7 @@ async def _pooled(
     endpoint: str,
     body: ServedBody,
     request: Request,
-    api: Api,
+    asked: Asked,
     inputs: Sequence[Prompt],
     param: str,
     check: Callable[[], None],
@@ -117,19 +121,19 @@ async def _pooled(
 
     `endpoint`: its name in metrics; `param`: the field of the inputs; `check` raises ApiError for what is wrong with
     other fields. The rest is as in `PoolingJob`."""
-    terms = terms_of(request, body, api.slo.classes, api.tenants)
+    api, model = asked.api, asked.model
+    terms = terms_of(request, body, api.slo.classes, api.tenants, model.name)
     timeline = RequestTimeline(endpoint=endpoint, terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
-        adapter = await api.adapter_of(body.model)
-        if api.pooling.refusal:
+        if model.pooling.refusal:
             raise InvalidRequestError(
-                f"The model {api.model_name!r} gives no vectors: {api.pooling.refusal}. Use another model.",
+                f"The model {model.name!r} gives no vectors: {model.pooling.refusal}. Use another model.",
                 param="model",
                 code="unsupported_value",
             )
         check()
-        token_ids = await prompts_token_ids(inputs, api, param)
-        api.require_limits()
+        token_ids = await prompts_token_ids(inputs, asked, param)
+        model.require_limits()
         job_id = f"{kind}-{secrets.token_hex(12)}"
         salt = salt_of(request, None, api.tenants)
         specs = [
@@ -139,8 +143,9 @@ async def _pooled(
                 prompt_token_ids=ids,
                 params=_NOTHING_SAMPLED,
                 cache_salt=salt,
-                pooling=api.pooling.method,
-                adapter=adapter,
+                pooling=model.pooling.method,
+                adapter=asked.adapter,
+                model=model.name,
             )
             for index, ids in enumerate(token_ids)
         ]

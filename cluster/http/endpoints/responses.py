@@ -20,7 +20,7 @@ from starlette.types import Send
 from cluster.batch.stored_responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.timeline import RequestTimeline
-from cluster.http.api import Api, ApiOf
+from cluster.http.api import Api, ApiOf, Asked
 from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of, told_error
 from cluster.http.endpoints.batches import owner_of
 from cluster.http.internal_requests import on_behalf
@@ -50,21 +50,22 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> Response:
     _check(body, request, api)
+    asked = await api.find(body.model)
     owner = "" if api.responses is None else _owner(request, api)
     past = [] if body.previous_response_id is None else await _past(body.previous_response_id, owner, api)
     body_size = len(await request.body())
     size = body_size + sum(len(each.items) + len(each.response) for each in past)
     chat = await _read(size, api, lambda: chat_of(body, _items(past)))
-    terms = terms_of(request, chat, api.slo.classes, api.tenants)
+    terms = terms_of(request, chat, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/responses", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms), _own_words():
         if body.truncation == "auto":
-            chat = await _fitted(chat, api)
+            chat = await _fitted(chat, asked)
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_chat(chat, api, answered_tier(request, chat), salt, job_id=new_id("resp"))
+        job = await prepare_chat(chat, asked, answered_tier(request, chat), salt, job_id=new_id("resp"))
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
-    shape = ResponsesShape(job, body.echo(), api.tokenizer, stored=keeps, echo_size=body_size)
+    shape = ResponsesShape(job, body.echo(), asked.model.tokenizer, stored=keeps, echo_size=body_size)
     if not keeps:
         return GenerationResponse(api, timeline, shape)
     kept = StoredResponse(
@@ -166,10 +167,10 @@ def _items(past: Sequence[StoredResponse]) -> list[Item]:
     return items
 
 
-async def _fitted(chat: ChatBody, api: Api) -> ChatBody:
+async def _fitted(chat: ChatBody, asked: Asked) -> ChatBody:
     """The chat without its first messages, if not all of it fits the context. Messages that instruct the model stay,
     and what follows them begins with a user's message. Raises ApiError."""
-    limits = api.require_limits()
+    limits = asked.model.require_limits()
     messages = chat.messages
     num_kept = next(
         (index for index, message in enumerate(messages) if message.role not in ("system", "developer")), len(messages)
@@ -183,7 +184,7 @@ async def _fitted(chat: ChatBody, api: Api) -> ChatBody:
 
     async def fits(start: int) -> bool:
         try:
-            token_ids = await chat_token_ids(begun(start).messages, chat, api, told_tools(chat))
+            token_ids = await chat_token_ids(begun(start).messages, chat, asked, told_tools(chat))
         except InvalidRequestError as error:
             if error.code != "context_length_exceeded":
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBo
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
+from cluster.http.served_model import ServedModel
 from cluster.http.server.body import JsonRoute
 
 if TYPE_CHECKING:
@@ -25,32 +25,32 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/v1/models", response_model=None)
 async def list_models(api: ApiOf) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(api), *(_adapter_card(api, told) for told in await _listed(api))]}
+    cards = []
+    for model in api.models:
+        cards.append(_model_card(api, model))
+        cards += [_adapter_card(api, model, told) for told in await model.listed_adapters()]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
 async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
-    told = next((told for told in await _listed(api) if told.name == model), None)
-    if told is not None and model != api.model_name:
-        return _adapter_card(api, told)
-    await api.adapter_of(model)
-    return _model_card(api)
+    if api.served(model) is None:  # an adapter is listed as it lies there, whether or not it can be computed
+        for base in api.models:
+            for told in await base.listed_adapters():
+                if told.name == model:
+                    return _adapter_card(api, base, told)
+    return _model_card(api, (await api.find(model)).model)
 
 
-async def _listed(api: Api) -> list[ListedAdapter]:
-    """The adapters that there are."""
-    return [] if api.adapters is None else await asyncio.to_thread(api.adapters.listed)
+def _adapter_card(api: Api, model: ServedModel, told: ListedAdapter) -> dict[str, Any]:
+    card = {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": model.name}
+    return _model_card(api, model) | card
 
 
-def _adapter_card(api: Api, told: ListedAdapter) -> dict[str, Any]:
-    card = {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": api.model_name}
-    return _model_card(api) | card
-
-
-def _model_card(api: Api) -> dict[str, Any]:
-    limits = api.generator.limits()
+def _model_card(api: Api, model: ServedModel) -> dict[str, Any]:
+    limits = model.limits()
     return {
-        "id": api.model_name,
+        "id": model.name,
         "object": "model",
         "created": api.created,
         "owned_by": "legato",
@@ -61,21 +61,20 @@ def _model_card(api: Api) -> dict[str, Any]:
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
-    if body.model is not None:
-        await api.adapter_of(body.model)
+    asked = await api.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await chat_token_ids(body.messages, body, api)
+        tokens = await chat_token_ids(body.messages, body, asked)
     elif of_chats := [name for name in TemplateBody.model_fields if getattr(body, name) not in (None, {}, [])]:
         raise InvalidRequestError(f"{of_chats[0]} is only possible with messages. Leave it out.", param=of_chats[0])
     else:
-        tokens = await text_token_ids(body.prompt or "", api, add_special_tokens=body.add_special_tokens)
-    limits = api.generator.limits()
+        tokens = await text_token_ids(body.prompt or "", asked, add_special_tokens=body.add_special_tokens)
+    limits = asked.model.limits()
     context = None if limits is None else limits.max_model_len
     answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
     if body.return_token_strs:
-        answer["token_strs"] = [api.tokenizer.token_name(token_id) for token_id in tokens]
+        answer["token_strs"] = [asked.model.tokenizer.token_name(token_id) for token_id in tokens]
     return await _json(answer, api)
 
 
@@ -86,21 +85,24 @@ async def _json(answer: dict[str, Any], api: Api) -> Response:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
-    if body.model is not None:
-        await api.adapter_of(body.model)
-    return await _json({"prompt": await token_text(body.tokens, api)}, api)
+    asked = await api.find(body.model)
+    return await _json({"prompt": await token_text(body.tokens, asked)}, api)
 
 
 @router.get("/ping", response_model=None)
 @router.post("/ping", response_model=None)
 @router.get("/health", response_model=None)
 async def health(api: ApiOf) -> JSONResponse:
-    """Answers 200 only if a request sent now could be served, else 503."""
-    limits = api.generator.limits()
-    if limits is not None and limits.ready:
-        return JSONResponse({"status": "ready"})
-    reason = "No worker has reported yet." if limits is None else limits.reason
-    return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+    """Answers 200 only if a request sent now could be served, else 503. Of several models one is enough; `unavailable`
+    names the others: who takes a gateway out of service for one model would take it from all."""
+    reasons = {}
+    for model in api.models:
+        limits = model.limits()
+        if limits is None or not limits.ready:
+            reasons[model.name] = "No worker has reported yet." if limits is None else limits.reason
+    if len(reasons) < len(api.models):
+        return JSONResponse({"status": "ready"} | ({"unavailable": reasons} if reasons else {}))
+    return JSONResponse({"status": "unavailable", "reason": " ".join(dict.fromkeys(reasons.values()))}, status_code=503)
 
 
 @router.get("/version", response_model=None)

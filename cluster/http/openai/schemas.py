@@ -261,18 +261,22 @@ class DetokenizeBody(Body):
 
 
 class RoleBody(Body):
-    """`POST /cluster/workers/{worker_id}/role`. What still runs on the worker after `drain_s` goes on elsewhere."""
+    """`POST /cluster/workers/{worker_id}/role`. What still runs on the worker after `drain_s` goes on elsewhere.
+    `model` "": it keeps the one that it has."""
 
     role: Role
     drain_s: float = Field(20.0, ge=0, le=600)
+    model: str = ""
 
 
 class LoadAdapterBody(Body):
-    """`POST /v1/load_lora_adapter`. `load_inplace`: in the place of another one that was loaded under the name."""
+    """`POST /v1/load_lora_adapter`. `load_inplace`: in the place of another one that was loaded under the name.
+    `base_model_name`: whose adapter it is, where several models have some."""
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
+    base_model_name: str | None = None
 
 
 class UnloadAdapterBody(Body):

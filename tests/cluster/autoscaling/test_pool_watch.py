@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.controller import Autoscaler
+from cluster.autoscaling.controller import Autoscaler, ModelExchange
 from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.config.build_scheduler import pools_plan
@@ -224,6 +224,38 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
     assert targets(sizing, 22.0)["d1"] == 3
     ledger.register(replace(worker_info("p2"), home="decode", pid=2), costed_snapshot("p2"), 23.0)
     assert targets(sizing, 23.0)["d1"] == 3
+
+
+def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_there() -> None:
+    """From the one that could do without it, the one with least to lose; never to and fro."""
+    ledgers = {"a": Ledger(), "b": Ledger()}
+    for pid, (model, worker_id) in enumerate([("a", "d1"), ("b", "d2"), ("b", "d3"), ("b", "d4")]):
+        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
+    ledgers["b"].heartbeat(worker_snapshot("d2", 2, num_running=1), 1.0)
+    plan = PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=FIXED, flip_hold_s=5.0)
+    sizing = {model: keeper(ledger, plan) for model, ledger in ledgers.items()}
+    exchange = ModelExchange(sizing)
+
+    def orders(now: float) -> list[tuple[str, str, str]]:
+        assert not any(order for each in sizing.values() for order in each.orders(now)), "these pools are of fixed size"
+        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        found = list(exchange.orders(workers, now))
+        return [(name, order.role, order.model) for name, order in found if isinstance(order, ChangeRole)]
+
+    assert [orders(float(second)) for second in range(20)] == [[]] * 20, "nobody asks for anything"
+    door = Door(ledgers["a"], sizing["a"].watch)
+    for i in range(60):
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
+    assert orders(20.0) == [("d3", "decode", "a")]
+    assert orders(21.0) == [], "it is under way"
+    left = ledgers["b"].info("d3")
+    ledgers["b"].unregister("d3", 22.0)
+    assert orders(22.0) == []
+    ledgers["a"].register(replace(left, worker_id="d3.1", model="a", models=["b"]), costed_snapshot("d3.1"), 23.0)
+    assert orders(24.0) in ([], [("d4", "decode", "a")]), "the next one, if one more is still too few"
+    ledgers["b"].unregister("d4", 25.0)
+    assert [orders(float(second)) for second in range(150, 200)] == [[]] * 50, "the last one of a model stays"
 
 
 # --- settings ---

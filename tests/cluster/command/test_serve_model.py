@@ -14,7 +14,7 @@ from cluster.command.serve import model_document
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig, ModelSettings
 from cluster.deployment.capacity import require_room
-from cluster.deployment.local_cluster import StartError, fetch_model, why_it_failed
+from cluster.deployment.local_cluster import StartError, fetch_models, why_it_failed
 from engine.memory.control_groups import usable_cores
 
 ROOT = Path(__file__).parents[3]
@@ -123,4 +123,4 @@ def test_a_start_that_fails_is_told_by_its_error() -> None:
 
 def test_a_folder_without_a_model_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"config\.json is missing"):
-        fetch_model(LegatoConfig(model=ModelSettings(ref=str(tmp_path))))
+        fetch_models(LegatoConfig(model=ModelSettings(ref=str(tmp_path))))

@@ -184,6 +184,36 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"model": {"max_model_len": 32}, "scheduler": {"local_prefill_below_tokens": 64}},
             ("scheduler.local_prefill_below_tokens", "prefill.replicas: 0"),
         ),
+        ({"models": [{"model": "a"}], "model": "b"}, ("models is given, and so is model", "in models")),
+        ({"models": [{"model": "a"}], "kv": {}, "decode": {}}, ("models is given, and so are decode, kv",)),
+        (
+            {"models": [{"model": "x/a"}, {"model": {"ref": "b", "served_name": "x/a"}}]},
+            ("models.1.model is named x/a, and so is models.0.model", "served_name"),
+        ),
+        (
+            {"models": [{"model": name, "adapters": {"folder": "/a"}} for name in "ab"]},
+            ("models.1.adapters.folder is that of models.0, too",),
+        ),
+        ({"models": [{"model": "a", "gateway": {}}]}, ("models.0.gateway is no setting", "model, adapters, kv")),
+        ({"models": [{"decode": {"replica": 2}}]}, ("models.0.decode.replica", "did you mean replicas?")),
+        ({"models": [{"decode": {"calibration_s": 5}}]}, ("models.0.decode.calibration_s is no setting any more",)),
+        ({"models": [{"workers": 3, "decode": {"replicas": 2}}]}, ("models.0: workers is 3", "decode.replicas")),
+        (
+            {"models": [{"model": "a"}, {"model": {"ref": "b", "max_model_len": 4}}]},
+            ("models.1.kv.prefill.block_size is 16, more than models.1.model.max_model_len (4)",),
+        ),
+        (
+            {"models": [{"model": "a", "prefill": {"replicas": 0}}], "scheduler": {"role_flips": True}},
+            ("scheduler.role_flips",),
+        ),
+        ({"model": "a", "scheduler": {"model_flips": True}}, ("scheduler.model_flips is on", "no two models")),
+        (
+            {
+                "models": [{"model": "a"}, {"model": "b", "decode": {"autoscaling": {"max_replicas": 2}}}],
+                "scheduler": {"model_flips": True},
+            },
+            ("scheduler.model_flips is on, but models.1.decode.autoscaling is given",),
+        ),
     ],
 )
 def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[str, ...]) -> None:
@@ -191,6 +221,27 @@ def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[s
         load_config(tree)
     for mention in mentions:
         assert mention in str(caught.value)
+
+
+def test_each_of_several_models_reads_as_if_it_were_the_only_one() -> None:
+    trees: list[dict[str, Any]] = [
+        {"model": "a", "workers": 2},
+        {"model": {"ref": "b", "dtype": "float32"}, "decode": {"replicas": 3}, "kv": {"decode": {"block_size": 32}}},
+    ]
+    shared = {"gateway": {"replicas": 2}, "slo": {}, "tuning": {"EngineConfig": {"activation_bits": 16}}}
+    config = load_config({"models": trees, **shared})
+    assert config.served == tuple(load_config({**tree, **shared}) for tree in trees)
+    assert [served.model.name for served in config.served] == ["a", "b"] and config.names == "a, b"
+    assert [engine_config("decode", served).block_size for served in config.served] == [16, 32]
+    assert [scheduler_policy(served).decision.one_pool for served in config.served] == [True, False]
+    alone = load_config({"model": "a"})
+    assert alone.served == (alone,)
+
+
+def test_several_models_are_pools_of_one_application() -> None:
+    """Each with a name of its own, whatever is in it."""
+    models = [{"model": name, "workers": 1} for name in ("x/a", "x-a")]
+    assert isinstance(build_application(load_config({"models": models})), Application)
 
 
 def test_batch_invariance_may_be_asked_of_cpus() -> None:

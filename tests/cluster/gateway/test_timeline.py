@@ -26,7 +26,7 @@ from cluster.slo.report import Metric, SeriesKey, SloOutcome
 
 CLASSES = SloConfig()
 ARRIVED = 1_000.0
-TERMS = RequestTerms(slo=CLASSES.choose(None, {}), arrived_at=ARRIVED)
+TERMS = RequestTerms(slo=CLASSES.choose(None, {}), model="m", arrived_at=ARRIVED)
 MICROSECOND = 1e-6
 
 
@@ -318,7 +318,7 @@ class World:
     """An account that follows one request."""
 
     def __init__(self, *sequences: SequenceTimeline) -> None:
-        self.account = SloAccount(CLASSES, model="m")
+        self.account = SloAccount(CLASSES, models=["m"])
         self.timeline = request(*sequences)
         self.account.follow(self.timeline)
 
@@ -369,9 +369,9 @@ def test_a_request_keeps_its_gaps_if_every_sequence_does() -> None:
     assert stalls.gap_p99_s == pytest.approx(0.5) and (stalls.tpot_s or 0) < (slow.tpot_s or 0)
     one, two, other = (SloClass(name="steady", gap_s=gap_s) for gap_s in (0.4, 0.501, 0.2))
     for slo, sequences, late in ((one, (slow, stalls), 1), (two, (slow, stalls), 0), (other, (slow,), 0)):
-        account = SloAccount(SloConfig(classes=(slo,), default="steady"), model="m")
+        account = SloAccount(SloConfig(classes=(slo,), default="steady"), models=["m"])
         timeline = request(*sequences)
-        timeline.terms = RequestTerms(slo=slo, arrived_at=ARRIVED)
+        timeline.terms = RequestTerms(slo=slo, model="m", arrived_at=ARRIVED)
         account.follow(timeline)
         account.ended(timeline)
         (counts,) = account.counts().values()

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from cluster.scheduler.block_index import PrefixReach
-from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity
@@ -52,7 +51,7 @@ async def _worker(server: SchedulerServer, log: BlockEventLog, period_s: float =
 
 @asynccontextmanager
 async def _server() -> AsyncIterator[SchedulerServer]:
-    server = SchedulerServer(SchedulerPolicy(), _identity("scheduler"), broadcast_period_s=0.05)
+    server = SchedulerServer({"model": ModelRules()}, _identity("scheduler"), broadcast_period_s=0.05)
     await server.start("127.0.0.1")
     try:
         yield server
@@ -64,7 +63,7 @@ async def test_the_scheduler_follows_a_worker_and_forgets_it_when_it_leaves() ->
     log, pool = log_with_pool(num_blocks=40)
     store_columns(pool, [1, 2, 3])
     async with _server() as server:
-        index = server.block_index
+        index = server.scheduler.block_index
         async with _worker(server, log):
             await eventually(lambda: index.columns("worker", "device") == {digest_of(1), digest_of(2), digest_of(3)})
             pool.drop_cached()
@@ -90,14 +89,14 @@ async def test_a_worker_is_known_in_spite_of_whatever_happens_where_the_schedule
 
         registration = _registration("worker", located, log, period_s=0.02)
         registration.start()
-        await eventually(lambda: server.block_index.columns("worker", "device") == {digest_of(1)})
+        await eventually(lambda: server.scheduler.block_index.columns("worker", "device") == {digest_of(1)})
         await registration.stop()
 
 
 async def test_a_gap_is_healed_by_a_snapshot() -> None:
     log, pool = log_with_pool(num_blocks=40)
     async with _server() as server:
-        index = server.block_index
+        index = server.scheduler.block_index
         async with _worker(server, log):
             await eventually(lambda: index.num_columns("worker") == 0)
             store_columns(pool, [1, 2])
@@ -108,7 +107,7 @@ async def test_a_gap_is_healed_by_a_snapshot() -> None:
 async def test_a_scheduler_that_forgot_asks_and_many_changes_do_not_wait_for_the_next_report() -> None:
     log, pool = log_with_pool(num_blocks=2 * 5000)
     async with _server() as server:
-        index = server.block_index
+        index = server.scheduler.block_index
         async with _worker(server, log, period_s=60.0):
             await eventually(lambda: index.num_columns("worker") == 0)
             index.forget("worker")
@@ -125,9 +124,9 @@ async def test_a_worker_finds_a_new_scheduler_and_tells_it_everything() -> None:
         registration = _registration("worker", lambda: current[0], log, 0.02)
         registration.start()
         try:
-            await eventually(lambda: first.block_index.num_columns("worker") == 2)
+            await eventually(lambda: first.scheduler.block_index.num_columns("worker") == 2)
             current[0] = second
             await first.stop()
-            await eventually(lambda: second.block_index.num_columns("worker") == 2)
+            await eventually(lambda: second.scheduler.block_index.num_columns("worker") == 2)
         finally:
             await registration.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
-from cluster.scheduler.server import SchedulerServer
+from cluster.scheduler.server import ModelRules, SchedulerServer
 from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
@@ -47,12 +48,9 @@ def _identity(worker_id: str) -> Identity:
 
 
 @asynccontextmanager
-async def _server(**policy: object) -> AsyncIterator[SchedulerServer]:
-    server = SchedulerServer(
-        SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}),  # type: ignore[arg-type]
-        _identity("scheduler"),
-        broadcast_period_s=0.05,
-    )
+async def _server(models: Sequence[str] = ("model",), **policy: object) -> AsyncIterator[SchedulerServer]:
+    rules = ModelRules(policy=SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}))  # type: ignore[arg-type]
+    server = SchedulerServer(dict.fromkeys(models, rules), _identity("scheduler"), broadcast_period_s=0.05)
     await server.start("127.0.0.1")
     try:
         yield server
@@ -230,6 +228,52 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
         assert overloaded.value.retry_after_s == pytest.approx(4.99, rel=0.01)
 
 
+# --- several models ---
+
+
+async def test_each_model_is_placed_among_its_own_workers() -> None:
+    async with _server(["a", "b"]) as server, _client(server) as client:
+        for name in ("d1", "d2"):
+            worker = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+            info = small_info(name, model="a" if name == "d1" else "b")
+            await worker.send(Register(info=info, snapshot=small_snapshot(name)))
+        await eventually(lambda: len(client.workers) == 2)
+        found = [(await client.place(place(f"r{n}", model=model))).decode for n, model in enumerate("abbabb")]
+        assert found == ["d1", "d2", "d2", "d1", "d2", "d2"]
+        booked = {name: len(of_model.ledger) for name in "ab" if (of_model := server.of_model(name)) is not None}
+        assert booked == {"a": 2, "b": 4}
+        client.ended("r1")
+        client.ended("r3")
+        await eventually(lambda: server.num_asked == 4)
+        assert [len(scheduler.ledger) for name in "ab" if (scheduler := server.of_model(name))] == [1, 3]
+        decisions = await client.decisions(10)
+        assert [json.loads(line)["model"] for line in decisions] == list("bbabba")
+        worker.close("the worker of b is gone")
+        await eventually(lambda: list(client.workers) == ["d1"])
+        with pytest.raises(UnavailableError):
+            await client.place(place("r9", model="b"))
+        assert (await client.place(place("r10", model="a"))).decode == "d1"
+
+
+async def test_a_model_that_is_not_served_is_nobodys() -> None:
+    """Of several; of a single one nobody looks at its name."""
+    async with _server(["a", "b"]) as server:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d1", model="c"), snapshot=small_snapshot("d1")))
+        with pytest.raises(LinkClosedError, match="there are a, b"):
+            await asyncio.wait_for(worker.receive(), HANGS_S)
+        standing = [StandingRequest(place=place("s", model="c"), prefill=None, decode="d1")]
+        async with _client(server, standing) as client:
+            with pytest.raises(UnavailableError, match="has no model c"):
+                await client.place(place("r", model="c"))
+            assert not server.num_asked
+    async with _server(["a"]) as server, _client(server) as client:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d1", model="c"), snapshot=small_snapshot("d1")))
+        await eventually(lambda: len(client.workers) == 1)
+        assert (await client.place(place("r", model="c"))).decode == "d1"
+
+
 # --- a gateway without its scheduler ---
 
 
@@ -249,6 +293,15 @@ def _alone(*workers: KnownWorker) -> SchedulerClient:
 
 def _known(worker_id: str, load: int = 0, draining: bool = False, **info: object) -> KnownWorker:
     return small_info(worker_id, **info), small_snapshot(worker_id, queued_prefill_tokens=load, draining=draining)
+
+
+async def test_alone_only_the_models_own_workers_are_taken() -> None:
+    client = _alone(*(_known(name, model=name[1]) for name in ("pa", "da", "pb", "db")))
+    for model in "abab":
+        answer = await client.place(place("r", model=model))
+        assert (answer.prefill, answer.decode) == (f"p{model}", f"d{model}")
+    with pytest.raises(UnavailableError):
+        await client.place(place("r", model="c"))
 
 
 async def test_alone_the_better_of_two_is_taken() -> None:

@@ -1,0 +1,266 @@
+"""Two models in one cluster: each one's tokens from its own workers, whatever happens to either."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.errors import ConflictError, UnavailableError
+from cluster.http.app import create_app
+from cluster.http.served_model import ServedModel
+from engine.checkpoint.pooling import CheckpointPooling
+from engine.sequence import StepPlan
+from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.workers import WorkerInfo
+from kv_transfer.worker.replica import WorkerReplica
+from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.http_server import MODEL, scripted_api
+from tests.support.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.mini_requests import PROMPT, tokens_of
+from tests.support.replica_cluster import ReplicaCluster, replica_cluster
+from tests.support.scripted_generator import EMBEDDING_SIZE
+from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.waiting import HANGS_S, eventually
+
+OTHER = "another/model"
+NUM_TOKENS = 24
+SHAPES = {"one worker": {"num_prefill": 0}, "1 + 1": {}, "2 + 2": {"num_prefill": 2, "num_decode": 2}}
+Models = dict[str, SmallModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Of the same vocabulary and the same number of layers and heads: what is taken for the other's is no error."""
+    return {
+        MODEL: SmallModel("llama", tmp_path_factory.mktemp("llama")),
+        OTHER: SmallModel("llama", tmp_path_factory.mktemp("other"), initializer_range=0.2),
+    }
+
+
+def cluster_with(models: Models, **config: Any) -> Any:
+    return cluster_of(models[MODEL], others={OTHER: str(models[OTHER].folder)}, **config)
+
+
+async def generated(cluster: MiniCluster, name: str, model: str, prompt: list[int]) -> list[int]:
+    return tokens_of(await cluster.generate(name, prompt, greedy(NUM_TOKENS), model=model))
+
+
+def expected(models: Models, model: str, prompt: list[int]) -> list[int]:
+    return models[model].local(prompt, greedy(NUM_TOKENS)).tokens
+
+
+def has_generated(num_tokens: int) -> Callable[[StepPlan], bool]:
+    return lambda plan: any(item.seq.num_output_tokens > num_tokens for item in plan.items)
+
+
+def test_the_models_say_different_things(models: Models) -> None:
+    assert expected(models, MODEL, PROMPT) != expected(models, OTHER, PROMPT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_each_models_tokens_are_its_own(models: Models, shape: str) -> None:
+    prompts = random_prompts([1, 15, 40, 129, 33, 100])
+    asked = [(model, prompt) for prompt in prompts for model in models]
+    chunks: dict[str, Any] = {"prefill": PrefillWorkerConfig(chunk_tokens=32)}
+    async with cluster_with(models, **chunks, **SHAPES[shape]) as cluster:
+        found = await asyncio.gather(*(generated(cluster, f"r{n}", *request) for n, request in enumerate(asked)))
+        assert found == [expected(models, *request) for request in asked]
+
+
+async def test_prefixes_are_found_by_their_own_model_alone(models: Models) -> None:
+    async with cluster_with(models) as cluster:
+        for number, (model, num_cached) in enumerate(((MODEL, 0), (OTHER, 0), (MODEL, 144), (OTHER, 144))):
+            events = await cluster.generate(f"r{number}", PROMPT, greedy(NUM_TOKENS), model=model)
+            assert events[0].num_cached_tokens == num_cached
+            assert tokens_of(events) == expected(models, model, PROMPT)
+
+
+async def test_after_a_kill_a_request_goes_on_with_its_own_model(models: Models) -> None:
+    async with cluster_with(models, num_decode=2) as cluster:
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(NUM_TOKENS), model=OTHER))
+        async with asyncio.timeout(HANGS_S):
+            await eventually(lambda: any(worker.scheduler.num_running for worker in cluster.decodes))
+            at = next(worker for worker in cluster.decodes if worker.scheduler.num_running)
+            assert at.info.model == OTHER
+            with brake(at.model.runner, has_generated(3)) as held:
+                await held.reached()
+                held.release()
+                await cluster.remove(at)
+            events = await request
+        assert events[-1].attempt == 1 and tokens_of(events) == expected(models, OTHER, PROMPT)
+
+
+async def test_a_model_whose_workers_are_gone_is_not_served_by_anothers(models: Models) -> None:
+    """Nor without a scheduler, where gateways choose by themselves."""
+    async with cluster_with(models) as cluster:
+        for worker in [worker for worker in cluster.workers if worker.info.model == OTHER]:
+            await cluster.remove(worker)
+        await eventually(lambda: cluster.orchestrator.limits(OTHER) is None)
+        limits = cluster.orchestrator.limits(MODEL)
+        assert limits is not None and limits.ready
+        with pytest.raises(UnavailableError):
+            await generated(cluster, "r1", OTHER, PROMPT)
+        assert await generated(cluster, "r2", MODEL, PROMPT) == expected(models, MODEL, PROMPT)
+        await cluster.scheduler.stop()
+        await eventually(lambda: cluster.orchestrator.scheduler.connection is None)
+        with pytest.raises(UnavailableError):
+            await generated(cluster, "r3", OTHER, PROMPT)
+        assert await generated(cluster, "r4", MODEL, PROMPT) == expected(models, MODEL, PROMPT)
+        await cluster.start_scheduler()
+
+
+async def test_the_last_prefill_worker_of_a_model_keeps_its_role(models: Models) -> None:
+    """Others there may be, but of another model."""
+    async with cluster_with(models) as cluster:
+        alone = next(worker for worker in cluster.prefills if worker.info.model == OTHER)
+        with pytest.raises(ConflictError, match="is the only prefill worker"):
+            await cluster.orchestrator.scheduler.change_role(alone.info.worker_id, "decode", 1.0)
+
+
+# --- workers that change their model ---
+
+
+@asynccontextmanager
+async def replicas_of(models: Models, **config: Any) -> AsyncIterator[ReplicaCluster]:
+    async with replica_cluster(models[MODEL], others={OTHER: str(models[OTHER].folder)}, **config) as cluster:
+        yield cluster
+
+
+def of_model(cluster: ReplicaCluster, model: str) -> list[WorkerReplica]:
+    return [replica for replica in cluster.replicas if replica.model_name == model]
+
+
+def info_of(replica: WorkerReplica) -> WorkerInfo:
+    assert replica.worker is not None
+    return replica.worker.info
+
+
+async def test_a_worker_goes_on_with_the_other_model_and_comes_back(models: Models) -> None:
+    """Among requests of both; none of them notices, and nothing of the model that it had is left."""
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        moving = of_model(cluster, MODEL)[0]
+        for n, (model, sizes) in enumerate([(OTHER, (1, 3)), (MODEL, (2, 2))]):
+            before = weakref.ref(moving.model.runner)
+            asked = [(name, prompt) for prompt in random_prompts([33, 70, 150]) for name in models]
+            asking = [asyncio.create_task(generated(cluster, f"r{n}-{m}", *one)) for m, one in enumerate(asked)]
+            await cluster.change(moving, "decode", model=model)
+            assert [await request for request in asking] == [expected(models, *one) for one in asked]
+            assert (len(of_model(cluster, MODEL)), len(of_model(cluster, OTHER))) == sizes
+            gc.collect()
+            assert before() is None, "the other model's memory is still there"
+            info = info_of(moving)
+            assert (info.model, info.home_model) == (model, MODEL)
+            assert info.models == [name for name in models if name != model]
+            found = await asyncio.gather(*(generated(cluster, f"s{n}-{m}", *one) for m, one in enumerate(asked)))
+            assert found == [expected(models, *one) for one in asked]
+
+
+async def test_streams_go_on_where_their_own_model_is(models: Models) -> None:
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        events = cluster.stream("r", PROMPT, greedy(60), model=MODEL)
+        found = [await anext(events) for _ in range(5)]
+        at = next(replica for replica in of_model(cluster, MODEL) if replica.worker and replica.worker.gateway_of)
+        await cluster.change(at, "decode", drain_s=0.0, model=OTHER)
+        found += [event async for event in events]
+        assert tokens_of(found) == models[MODEL].local(PROMPT, greedy(60)).tokens
+        assert found[-1].attempt == 1
+
+
+async def test_an_operator_may_order_another_model_but_not_the_last_worker_of_one(models: Models) -> None:
+    async with replicas_of(models, num_prefill=0, num_decode=2) as cluster:
+        scheduler, moving = cluster.orchestrator.scheduler, of_model(cluster, MODEL)[0]
+        await scheduler.change_role(info_of(moving).worker_id, "decode", 5.0, OTHER)
+        await eventually(lambda: moving.model_name == OTHER)
+        await cluster.changed(moving)
+        (last,) = of_model(cluster, MODEL)
+        last_id = info_of(last).worker_id
+        with pytest.raises(ConflictError, match="is the only decode worker"):
+            await scheduler.change_role(last_id, "decode", 5.0, OTHER)
+        with pytest.raises(ConflictError, match="cannot become a worker of none"):
+            await scheduler.change_role(last_id, "decode", 5.0, "none")
+        with pytest.raises(ConflictError, match="is a decode worker already"):
+            await scheduler.change_role(last_id, "decode", 5.0, MODEL)
+
+
+# --- over HTTP ---
+
+
+@asynccontextmanager
+async def served(models: Models) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx.AsyncClient]]:
+    """OpenAI's client, and one for what that has no words for. The other model has another tokenizer and template."""
+    for n, model in enumerate(models.values()):
+        marks = "[]" if n else "<>"
+        text = "{% for message in messages %}" + marks[0] + "{{ message.content }}" + marks[1] + "{% endfor %}"
+        (model.folder / "chat_template.jinja").write_text(text)
+    async with cluster_with(models) as cluster:
+        other = ServedModel(
+            name=OTHER,
+            tokenizer=Tokenizer(models[OTHER].folder),
+            pooling=CheckpointPooling(size=EMBEDDING_SIZE),
+            limits=partial(cluster.orchestrator.limits, OTHER),
+        )
+        api = scripted_api(cluster.orchestrator, Tokenizer(models[MODEL].folder), others=[other])
+        transport = httpx.ASGITransport(create_app(api))
+        http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        inside: Any = httpx.AsyncClient(transport=transport)  # openai's own is of a newer httpx
+        url = "http://gateway/v1"
+        async with http, openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=inside) as client:
+            yield client, http
+
+
+async def test_clients_name_the_model_that_they_mean(models: Models) -> None:
+    async with served(models) as (client, _):
+        cards = [card async for card in client.models.list()]
+        assert [card.id for card in cards] == [MODEL, OTHER]
+        assert (await client.models.retrieve(OTHER)).id == OTHER
+        for model, small in models.items():
+            answer = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "hello"}],
+                max_tokens=NUM_TOKENS,
+                temperature=0,
+                extra_body={"return_token_ids": True, "ignore_eos": True},
+            )
+            told: Any = answer
+            text = {MODEL: "<hello>", OTHER: "[hello]"}[model]
+            assert told.prompt_token_ids == Tokenizer(small.folder).encode(text, False)
+            assert answer.model == model
+            assert told.choices[0].token_ids == expected(models, model, told.prompt_token_ids)
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.completions.create(model="none", prompt="x")
+        assert missing.value.code == "model_not_found"
+        assert MODEL in missing.value.message and OTHER in missing.value.message
+
+
+async def test_what_is_asked_of_no_model_is_asked_of_which(models: Models) -> None:
+    async with served(models) as (_, http):
+        answer = await http.post("/tokenize", json={"prompt": "x"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
+        counted = await http.post("/tokenize", json={"prompt": "hello", "model": OTHER})
+        assert counted.json()["tokens"] == Tokenizer(models[OTHER].folder).encode("hello", True)
+
+
+async def test_operators_see_whose_a_request_was(models: Models) -> None:
+    async with served(models) as (client, http):
+        for model in models:
+            await client.completions.create(model=model, prompt="hello", max_tokens=2)
+        rows = (await http.get("/cluster/requests")).json()["requests"]
+        assert [row["model"] for row in rows] == [OTHER, MODEL]
+        series = (await http.get("/slo")).json()["classes"]
+        counts = {found["model"]: found["counts"]["tokens"] for found in series}
+        assert counts == {MODEL: 2, OTHER: 2}
+        decisions = (await http.get("/cluster/decisions")).json()["decisions"]
+        assert {(row["model"], row["request_id"].partition("-")[0]) for row in decisions} == {
+            (MODEL, "cmpl"),
+            (OTHER, "cmpl"),
+        }
+        assert (await http.get("/health")).json() == {"status": "ready"}
