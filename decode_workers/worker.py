@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWorkerConfig(WorkerConfig):
-    """`token_budget` bounds a step's decodes and local prefill chunks together, whatever those who decode could bear.
+    """Defaults are for tests; a cluster's are in `cluster.config.build`.
+
+    `token_budget` bounds a step's decodes and local prefill chunks together, whatever those who decode could bear: on a
+    cluster `decode.chunk_tokens`, and a token for each of `max_num_seqs`.
 
     A reservation that does not fit waits up to `reserve_wait_s` for room; one whose prefill is not heard of for
     `lease_ttl_s` lapses. `layerkv`: how sequences rest in host memory too; None: on the device only. `overlap_steps`:

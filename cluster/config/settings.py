@@ -13,7 +13,7 @@ To add a setting, write a field here and hand it on in `cluster.config.build` (w
 `cluster.config.build_scheduler` to a field of the component's own config; the gateway has these settings whole. What
 Ray has to know goes through `cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew. The
 name of a setting that was one before and is a constant now stands in `CONSTANTS` of `cluster.config.load`, and is
-refused.
+refused; one that becomes a setting leaves it.
 """
 
 from __future__ import annotations

@@ -78,16 +78,17 @@ class Answer(Response):
         connection = self._connection = connection_of(scope)
         self._timeline.given_id = given_request_id(scope)
         with self._api.following(self._timeline):  # ends, too, if Serve cancels a request whose client has left
-            await first_of(self._answer_or_fail(send), disconnected(receive), self._unread(connection))
+            await first_of(self._answer_or_fail(send), disconnected(receive), self._until_unread(connection))
             if self._complete:  # from then on `receive` says that the client has left
                 if connection.taken_at is None:
-                    await first_of(connection.taken(), self._unread(connection))
+                    await first_of(connection.taken(), self._until_unread(connection))
                 self._timeline.ended(connection.taken_at)
             if connection.taken_at is None:
                 connection.abort()
 
-    async def _unread(self, connection: HttpConnection) -> None:
-        """Wait until the client has taken nothing for too long, or too much waits for it, and note that outcome."""
+    async def _until_unread(self, connection: HttpConnection) -> None:
+        """Return once the client has taken nothing for too long, or too much waits for it, with that outcome noted.
+        Cancelled if the answer ends first."""
         timeout_s = self._api.limits.unread_timeout_s
         last_seen, since = None, 0.0
         while not self._given_up.is_set():

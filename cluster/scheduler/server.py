@@ -283,7 +283,7 @@ class SchedulerServer:
             self._told.set()
 
     async def _answer_waiting(self) -> None:
-        """PlacementAnswer the requests that had no answer when they were asked for."""
+        """Answer the requests that had no answer when they were asked for."""
         while True:
             moments = [at for scheduler in self.schedulers.values() if (at := scheduler.next_at()) is not None]
             patience_s = max(0.0, min(moments) - time.monotonic()) if moments else None

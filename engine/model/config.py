@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
 # shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
 # makes a small one; the README and docs/guide/configuration.md list it. What no family has computed yet, such as a norm
-# in another place, is also `engine.model.transformer`, `kernels.interface.Layer`, `kernels/native/layers.py` and
-# `kernels/native/src/layers.cpp`; while `_fuse` of the transformer gives None for it, the last two can wait.
+# in another place, is also `engine.model.transformer` and `kernels.interface.Layer`. The fused layers in C++ leave out
+# unheard what they do not know: until `kernels/native/layers.py` (`_NORMS`) and `kernels/native/src/layers.cpp` compute
+# it, have `_fuse` of the transformer give None for it, and leave the family out in `test_fused_layers.py`.
+# `python -m engine.model.architectures` prints docs/guide/models.md anew.
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -38,8 +38,9 @@ class SamplingParams:
     A new one is heeded on a CPU by `logits`, where `is_adjusted` or `is_filtered` must know of it (who is neither takes
     a shortcut in C++); on a GPU by `device_sampler`, by `kernels.triton.sampling.rows`, which brings it there, and by
     the kernel beside it that edits or filters; by `engine.sequence.finish_reason` if it ends the sequence. Clients
-    reach it by `cluster.http.openai.schemas` and `cluster.http.parse`; `sampling_twin.py`, beside the tests, says once
-    more what it does, and `test_messages.py` has one of each parameter.
+    reach it by `cluster.http.openai.schemas` and `cluster.http.parse`, and read of it in `docs/guide/http-api.md`;
+    `sampling_twin.py`, beside the tests, says once more what it does. After a change of a Triton kernel run
+    `python -m benchmarks.gpu.compilation`.
 
     Raises ValueError with advice on any value outside its range, NaN included.
     """

@@ -7,7 +7,7 @@ only; behaviour lives in the state machines that take them.
 
 Who says what, and who takes it:
 
-    gateway → worker      `requests`     `WorkerConnections.post`         `_on_message` of the worker
+    gateway → worker      `requests`     `WorkerConnections.post`         `_on_message` of both workers
     worker → gateway      `requests`     `GatewayPort.post`               `cluster.gateway.orchestrator.Orchestrator`
     gateway → scheduler   `scheduling`   `SchedulerClient`                `SchedulerServer._serve_gateway`
     scheduler → gateway   `scheduling`   `cluster.scheduler.server`       `SchedulerClient._on_message`

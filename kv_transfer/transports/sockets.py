@@ -38,11 +38,13 @@ class LinkConfig:
 class Carrier(ABC):
     """One way for KV bytes between two processes, such as shared memory: makes its links.
 
-    A `SocketTransport` tries its carriers in order. Another way is a carrier, a name in `TransportKind` and a line
-    below it in `kv_transfer.transports.choose`; `transfer.transport` in `cluster.config.settings` names it for users
-    (`_check_transport` says which pools can have it). Words of its own are messages (`kv_transfer.messages`). Its tests
-    are a class in `test_transports.py`, a kind in `tests/processes/transport_child.py` and in `KINDS` of
-    `test_transport_processes.py`; `test_distributed_transport.py` lists all names.
+    A `SocketTransport` tries its carriers in order. Another way is a carrier, and in `kv_transfer.transports.choose` a
+    name in `TransportKind`, in `_GPU_KINDS` if it needs a GPU, and its place in `open_transport`, with what it falls
+    back to; `transfer.transport` in `cluster.config.settings` names it for users (`_check_transport` says which pools
+    can have it; `python -m cluster.config.table` prints the guide's table). Words of its own are messages
+    (`kv_transfer.messages`). Its tests are a class in `test_transports.py`, a kind in
+    `tests/processes/transport_child.py` and in `KINDS` of `test_transport_processes.py`;
+    `test_distributed_transport.py` lists all names.
     """
 
     purpose: str

@@ -56,10 +56,10 @@ _NAMES: Final = {
 _NAMED: Final = re.compile(rf"(^|\bthe |\b[Ll]ower )({'|'.join(_NAMES)})\b")
 # Fields that are the same in a chat.
 _SAME: Final = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "stop", "cache_salt", "service_tier", "safety_identifier", "user",
-    "chat_template_kwargs", "thinking_token_budget",
-)  # fmt: skip
+    *(name for name in SampledBody.model_fields if name != "logit_bias"),
+    "chat_template_kwargs",
+    "thinking_token_budget",
+)
 
 
 def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:

@@ -44,7 +44,7 @@ class Field(IntEnum):
     MASK = 11  # which of the masks; -1: none
 
 
-NUM_FIELDS: Final = 12  # all that follows rows begins at a multiple of 16 bytes
+NUM_FIELDS: Final = 12  # even, so that all that follows rows begins at a multiple of 16 bytes
 
 _ROW: Final = struct.Struct("=qqdqdddqqqqq")  # the fields, in their order
 
