@@ -30,7 +30,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.internal_requests import on_behalf
 from cluster.http.openai.schemas import ServedBody
 from cluster.http.server.connection import arrival
-from cluster.slo.classes import CLASS_HEADER, RequestTerms, SloConfig
+from cluster.slo.classes import CLASS_HEADER, STANDARD_TIERS, RequestTerms, SloClass, SloConfig
 
 TENANT_HEADER: Final = "x-tenant"
 MAX_TENANT: Final = 64
@@ -123,9 +123,12 @@ def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:
     return tenants.salt(request.headers, cache_salt) if whose is None else tenants.resalted(whose.salt, cache_salt)
 
 
-def answered_tier(request: Request, body: ServedBody) -> str:
-    """What the answer says in `service_tier`: the tier that was asked for, or the class that a header chose."""
-    chosen = request.headers.get(CLASS_HEADER) or body.service_tier or "auto"
+def answered_tier(request: Request, body: ServedBody, slo: SloClass) -> str:
+    """What the answer says in `service_tier`: the tier that was asked for; where a header chose the class, one that
+    stands for it and that OpenAI's clients know, as these refuse others."""
+    chosen = body.service_tier or "auto"
+    if CLASS_HEADER in request.headers:
+        chosen = next((word for word in (slo.name, *slo.service_tiers) if word in STANDARD_TIERS), "default")
     return "default" if chosen == "auto" else chosen
 
 

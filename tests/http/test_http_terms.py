@@ -48,7 +48,8 @@ def turned_away(target: Target) -> list[int]:
         ({"service_tier": "auto"}, {}, CHAT, "default"),
         ({"service_tier": "scale"}, {}, CHAT, "scale"),
         ({"service_tier": "flex"}, {}, BATCH, "flex"),
-        ({}, {"x-slo-class": "batch"}, BATCH, "batch"),
+        ({}, {"x-slo-class": "batch"}, BATCH, "flex"),
+        ({"service_tier": "flex"}, {"x-slo-class": "chat"}, CHAT, "priority"),
         (
             {"service_tier": "priority"},
             {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "12.5", "x-slo-gap-ms": "40"},

@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
     timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_chat(body, asked, answered_tier(request, body), salt)
+        job = await prepare_chat(body, asked, answered_tier(request, body, terms.slo), salt)
     tokenizer = asked.model.tokenizer
     shape = ChatShape(job, tokenizer) if job.reading is None else ReadChatShape(job, job.reading, tokenizer)
     return GenerationResponse(api, timeline, shape)
@@ -49,7 +49,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     timeline = RequestTimeline(endpoint="/v1/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_completion(body, asked, answered_tier(request, body), salt)
+        job = await prepare_completion(body, asked, answered_tier(request, body, terms.slo), salt)
     return GenerationResponse(api, timeline, CompletionShape(job, asked.model.tokenizer))
 
 

@@ -279,7 +279,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     timeline = RequestTimeline(endpoint="/v1/messages", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
         salt = salt_of(request, None, api.tenants)
-        job = await prepare_chat(chat, asked, answered_tier(request, chat), salt, job_id=new_job_id("msg"))
+        job = await prepare_chat(chat, asked, answered_tier(request, chat, terms.slo), salt, job_id=new_job_id("msg"))
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 
