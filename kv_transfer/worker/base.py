@@ -256,6 +256,8 @@ class Worker(ABC):
         await self._registration.stop()
         await self._port.close(f"the {self.role} worker stops")
         await self.steps.stop()
+        if self._faults.probe is not None:  # has blocks, which the next worker is to have
+            self._faults.end_probe()
         self.prefix.close()
         await self.adapters.close()
         self.sender.stop()
@@ -518,7 +520,7 @@ class Worker(ABC):
         self._on_room()
 
     def _note_idle(self) -> None:
-        if self._is_leaving and self._faults.probe is None and self._is_idle():  # the probe has blocks, and no gateway
+        if self._is_leaving and self._is_idle():
             self._has_left.set()
 
     # --- what becomes of hand-offs (`SourceOwner`) ---

@@ -194,6 +194,40 @@ async def test_what_tries_the_device_out_leaves_nothing_behind(
         replica.model.block_pool.check_idle()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_nor_does_it_where_it_begins_as_the_last_request_leaves(
+    llama: SmallModel, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's role changes while the step is computed that fails, so that it stops before the device has told."""
+    async with replica_cluster(llama, num_prefill=int(role == "prefill"), num_decode=1) as cluster:
+        replica = cluster.replicas[0]
+        runner, worker = replica.model.runner, replica.worker
+        assert worker is not None
+        stop = worker.steps.stop
+
+        def fails(step: PreparedStep, *hooks: Any) -> PendingOutput:
+            raise RuntimeError("the poison works")
+
+        monkeypatch.setattr(runner, "run", fails)
+        with brake(runner, is_probe) as probe:
+
+            async def stopped() -> None:
+                asyncio.get_running_loop().call_soon(probe.release)
+                await stop()
+
+            monkeypatch.setattr(worker.steps, "stop", stopped)
+            with brake(runner, lambda plan: not is_probe(plan)) as failing:
+                asking = asyncio.create_task(cluster.generate("poison", PROMPT, greedy()))
+                await failing.reached()
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                await eventually(lambda: not holds(replica, "poison"))
+                assert replica.change_role("decode" if role == "prefill" else "prefill", HANGS_S)
+                await asyncio.sleep(0)
+            await cluster.changed(replica)
+        replica.model.block_pool.check_idle()
+
+
 async def crowded_decode(cluster: ReplicaCluster) -> WorkerReplica:
     """One that has sequences in host memory."""
 
