@@ -259,7 +259,8 @@ def test_strict_functions_in_other_formats(name: str, call: str, tokenizer: Toke
         assert takes(text), text
     assert takes(call % ("time", '{"x":1}'))
     for arguments in NO_WEATHER:
-        assert not takes(call % ("weather", arguments)), arguments
+        for space in ("", "\n", "\t", " \r\n"):  # before a mark, and before a call without one, it is not read
+            assert not takes(space + call % ("weather", arguments)), (space, arguments)
 
 
 async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:

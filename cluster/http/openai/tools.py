@@ -108,7 +108,7 @@ def constrained(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
 
 # At most a few spaces or lines stand between reasoning and answer: a small model would go on with them without end.
 # PLAIN is a text that is not read as a call where that needs no mark.
-_SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\nPLAIN: /[ \\n]*([^ \\n{](.|\\n)*)?/"
+_SPACES: Final = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\nPLAIN: /[ \\t\\n\\r]*([^ \\t\\n\\r{](.|\\n)*)?/"
 
 
 class _CallGrammar:
