@@ -311,7 +311,7 @@ async def test_a_picture_holds_the_loop_for_short_turns_only(
     gc.disable()  # the heap of a replica is settled (`cluster.app`)
     try:
         await show()  # the first one is whole, and asks the scheduler
-        for _ in range(7):
+        for _ in range(25):
             for sequence in streams:
                 sequence.token_times.extend([time.monotonic()] * 5)
             pictures.append(Stepped(show()))
