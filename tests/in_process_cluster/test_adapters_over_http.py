@@ -164,6 +164,7 @@ async def test_one_that_cannot_be_computed_is_refused_where_it_is_named(model: S
         assert (await http.post("/tokenize", json={"model": "by hand", "prompt": "x"})).status_code == 200
         stays = await http.delete("/v1/load_lora_adapter", params={"lora_name": "by hand"})
         assert stays.status_code == 409 and by_hand.is_dir()
+        assert stays.json()["error"]["code"] == "adapter_not_unloaded"
 
 
 async def test_names_that_no_file_can_have_and_folders_that_nobody_can_read_are_no_fault_of_ours(
