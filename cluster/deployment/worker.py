@@ -75,14 +75,10 @@ class WorkerDeployment:
 
 
 def locator(scheduler: DeploymentHandle) -> Callable[[], Awaitable[Endpoint]]:
-    """A function that asks Serve where the scheduler listens. It raises OSError for whatever Serve raises instead, so
-    that who asks tries again: Ray's errors, Serve's and gRPC's have no base class in common."""
+    """A function that asks Serve where the scheduler listens. It may raise any error of Ray's, Serve's or gRPC's."""
 
     async def locate() -> Endpoint:
-        try:
-            endpoint: Endpoint = await scheduler.endpoint.remote()
-        except Exception as error:
-            raise OSError(f"Serve does not say where the scheduler is: {type(error).__name__}: {error}") from error
+        endpoint: Endpoint = await scheduler.endpoint.remote()
         return endpoint
 
     return locate

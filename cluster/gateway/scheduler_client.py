@@ -21,7 +21,8 @@ from cluster.gateway.generator import AnswerGateway, ConnectionState
 from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
-from kv_transfer.connections.connection import Connection, connect
+from kv_transfer.connections.connection import Connection
+from kv_transfer.connections.reconnecting import stay_connected
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.fields import Role
@@ -51,7 +52,6 @@ from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SETTLE_S = 3.0
@@ -118,7 +118,14 @@ class SchedulerClient:
         self._settles_at = 0.0
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="scheduler-client")
+        connected = stay_connected(
+            self._identity,
+            purpose="gateway",
+            locate_scheduler=self._locate_scheduler,
+            talk=self._listen,
+            goodbye="the gateway reconnects",
+        )
+        self._task = asyncio.create_task(connected, name="scheduler-client")
 
     async def stop(self) -> None:
         tasks = [*self._answering, *([] if self._task is None else [self._task])]
@@ -331,22 +338,9 @@ class SchedulerClient:
         known = [(info, snapshot) for info, snapshot in self.workers.values() if not snapshot.draining]
         return [(info, snapshot) for info, snapshot in known if info.role == role and info.serves(model)]
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._listen()
-            except (TransportError, OSError, TimeoutError) as error:
-                logger.info("the scheduler cannot be reached, trying again: %s", error)
-            except Exception:  # the task's boundary: who locates it may raise anything, such as Ray's own errors
-                logger.exception("the scheduler cannot be heard, trying again")
-            await asyncio.sleep(RETRY_S)
-
-    async def _listen(self) -> None:
-        """Connect to the scheduler, tell it which requests stand, and take in its messages until the connection ends.
-        Raises TransportError, OSError or TimeoutError then; whoever waits for an answer gets TransportError."""
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            endpoint = await self._locate_scheduler()
-        connection = await connect(endpoint, self._identity, purpose="gateway", timeout_s=CONNECT_TIMEOUT_S)
+    async def _listen(self, connection: Connection) -> None:
+        """Tell the scheduler which requests stand, and take in its messages until the connection ends. Raises
+        TransportError then, and so gets whoever waits for an answer."""
         standing = self._standing()
         for at in range(0, len(standing), STANDING_AT_ONCE):
             connection.post(Standing(requests=standing[at : at + STANDING_AT_ONCE]))
@@ -359,7 +353,6 @@ class SchedulerClient:
         finally:
             self.connection = None
             self.indexes, self.pools, self.loading = {}, {}, []
-            connection.close("the gateway reconnects")
             lost: list[asyncio.Future[Any]] = [
                 *(question.answer for question in self._awaiting_placement.values()),
                 *self._asked.values(),

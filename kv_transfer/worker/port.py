@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
 from kv_transfer.connections.compatibility import describe
-from kv_transfer.connections.connection import Connection, Server, connect
+from kv_transfer.connections.connection import Connection, Server
+from kv_transfer.connections.reconnecting import stay_connected
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
 from kv_transfer.messages.requests import (
@@ -37,8 +38,6 @@ from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
-RETRY_S = 0.5
 LOADING_PERIOD_S = 0.5
 
 _MANY_BYTES = 2**20  # of embeddings, of the 16 MiB that a frame may have
@@ -195,35 +194,24 @@ async def telling_of_loading(
     """While a worker loads its model, before its `Registration`: the scheduler is told how far it is. Without a
     scheduler, or in spite of what goes wrong there, it loads all the same."""
 
-    async def tell() -> None:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            endpoint = await locate_scheduler()
-        connection = await connect(endpoint, identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
-        try:
-            while True:
-                await connection.send(Loading(report=report()))
-                await asyncio.sleep(period_s)
-        finally:
-            connection.close("the worker has loaded its model")
+    async def tell(connection: Connection) -> None:
+        while True:
+            await connection.send(Loading(report=report()))
+            await asyncio.sleep(period_s)
 
-    telling = asyncio.create_task(_report_forever(tell), name="loading")
+    connected = stay_connected(
+        identity,
+        purpose="worker",
+        locate_scheduler=locate_scheduler,
+        talk=tell,
+        goodbye="the worker has loaded its model",
+    )
+    telling = asyncio.create_task(connected, name="loading")
     try:
         yield
     finally:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
-
-
-async def _report_forever(report: Callable[[], Awaitable[None]]) -> None:
-    """What ends only where the scheduler cannot be reached."""
-    while True:
-        try:
-            await report()
-        except (TransportError, OSError, TimeoutError) as error:
-            logger.info("the scheduler cannot be reached, trying again: %s", error)
-        except Exception:  # the task's boundary: who locates it may raise anything, such as Ray's own errors
-            logger.exception("the scheduler cannot be told, trying again")
-        await asyncio.sleep(RETRY_S)
 
 
 class Registration:
@@ -256,17 +244,22 @@ class Registration:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(_report_forever(self._report_while_connected), name="registration")
+        connected = stay_connected(
+            self._identity,
+            purpose="worker",
+            locate_scheduler=self._locate_scheduler,
+            talk=self._report,
+            goodbye="the worker stops reporting",
+        )
+        self._task = asyncio.create_task(connected, name="registration")
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _report_while_connected(self) -> None:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            endpoint = await self._locate_scheduler()
-        connection = await connect(endpoint, self._identity, purpose="worker", timeout_s=CONNECT_TIMEOUT_S)
+    async def _report(self, connection: Connection) -> None:
+        """Register, and report until the connection ends."""
         self._due.clear()
         self._are_all_blocks_wanted = True
         if self._events is not None:
@@ -282,7 +275,6 @@ class Registration:
                         await self._due.wait()
                 await connection.send(Heartbeat(snapshot=self._snapshot()))
         finally:
-            connection.close("the worker stops reporting")
             if self._events is not None:
                 self._events.on_many = lambda: None
             listening.cancel()

@@ -15,10 +15,9 @@ import pytest
 
 from cluster.gateway.adapter_folder import AdapterFolder
 from cluster.http.api import Api
-from cluster.http.app import create_app
 from engine.text.tokenizer import Tokenizer
 from tests.support.adapters import merged, merged_tokens, write_adapter
-from tests.support.http_server import MODEL, scripted_api
+from tests.support.http_server import MODEL, clients_of, scripted_api
 from tests.support.mini_cluster import cluster_of
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.small_models import SmallModel
@@ -41,12 +40,8 @@ async def served(model: SmallModel, folder: Path | None) -> AsyncIterator[tuple[
     async with cluster_of(model, **(ADAPTERS if folder else {})) as cluster:
         adapters = None if folder is None else AdapterFolder.of(str(folder), model.folder, "auto", max_rank=8)
         api = scripted_api(cluster.orchestrator, Tokenizer(model.folder), adapters=adapters)
-        transport = httpx.ASGITransport(create_app(api))
-        http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
-        inside: Any = httpx.AsyncClient(transport=transport)  # openai's own is of a newer httpx
-        url = "http://gateway/v1"
-        async with http, openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=inside) as client:
-            yield client, http
+        async with clients_of(api) as clients:
+            yield clients
 
 
 async def completed(client: openai.AsyncOpenAI, name: str, **fields: Any) -> list[int]:
@@ -134,7 +129,7 @@ async def test_what_cannot_be_loaded_is_told_by_field(
 ) -> None:
     good = write_adapter(tmp_path / "good", model.folder, seed=6)
     api = scripted_api_of(model, tmp_path / "served")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://gateway") as http:
+    async with clients_of(api) as (_, http):
         answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(good)} | body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -156,7 +151,7 @@ async def test_one_that_cannot_be_computed_is_refused_where_it_is_named(model: S
     (write_adapter(tmp_path / "torn", model.folder, seed=7) / "adapter_config.json").write_text("[]")
     by_hand = write_adapter(tmp_path / "by hand", model.folder, seed=7)
     api = scripted_api_of(model, tmp_path)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://gateway") as http:
+    async with clients_of(api) as (_, http):
         for name, sentence in {
             "dora": "sets use_dora",
             "wide": "the rank 9, more than the 8",
@@ -169,6 +164,7 @@ async def test_one_that_cannot_be_computed_is_refused_where_it_is_named(model: S
         assert (await http.post("/tokenize", json={"model": "by hand", "prompt": "x"})).status_code == 200
         stays = await http.delete("/v1/load_lora_adapter", params={"lora_name": "by hand"})
         assert stays.status_code == 409 and by_hand.is_dir()
+        assert stays.json()["error"]["code"] == "adapter_not_unloaded"
 
 
 async def test_names_that_no_file_can_have_and_folders_that_nobody_can_read_are_no_fault_of_ours(
@@ -194,7 +190,7 @@ async def test_names_that_no_file_can_have_and_folders_that_nobody_can_read_are_
 
     monkeypatch.setattr(Path, "is_dir", refused(is_dir))
     monkeypatch.setattr(Path, "is_file", refused(is_file))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://gateway") as http:
+    async with clients_of(api) as (_, http):
         listed = await http.get("/v1/models")
         assert [card["id"] for card in listed.json()["data"]] == [MODEL, "good"]
         for name, status in {"灯" * 100: 404, "in circles": 404, "locked": 400}.items():

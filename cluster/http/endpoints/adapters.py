@@ -56,7 +56,9 @@ async def _unload(name: str, api: Api) -> PlainTextResponse:
         try:
             was_there = await asyncio.to_thread(adapters.unregister, name)
         except (ValueError, OSError) as error:
-            raise ConflictError(f"The adapter stays: {error}.", param="lora_name") from error
+            raise ConflictError(
+                f"The adapter stays: {error}.", param="lora_name", code="adapter_not_unloaded"
+            ) from error
         if was_there:
             return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
     raise NotFoundError(

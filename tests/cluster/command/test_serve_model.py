@@ -82,24 +82,21 @@ def test_what_is_printed_can_be_kept(
     assert yaml.safe_load(capsys.readouterr().out)["http_options"]["port"] == 8124
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("decode: {replicas: 2}\n", "put them under `applications[0].args`"),
+        ("", "holds settings, but no `applications`"),
+    ],
+)
 def test_settings_alone_cannot_be_served(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, sentence: str
 ) -> None:
     path = tmp_path / "tree.yaml"
-    path.write_text("decode: {replicas: 2}\n")
+    path.write_text(text)
     monkeypatch.setattr("sys.argv", ["legato", "serve", str(path)])
     assert main() == 1
-    assert "put them under `applications[0].args`" in capsys.readouterr().err
-
-
-def test_an_empty_file_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "empty.yaml"
-    path.touch()
-    monkeypatch.setattr("sys.argv", ["legato", "serve", str(path)])
-    assert main() == 1
-    assert "holds settings, but no `applications`" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_folder_that_one_is_in_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

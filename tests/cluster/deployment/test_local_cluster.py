@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from cluster.config.load import ConfigError
 from cluster.deployment import local_cluster
 from cluster.deployment.local_cluster import http_options, show_first_answer, stopping, url_of
 from cluster.deployment.ray_environment import free_port
+from tests.support.threaded_server import QuietHandler, threaded_server
 
 
 class Started(Exception):
@@ -49,26 +49,15 @@ def test_the_dashboard_is_started_unless_it_is_not_wanted(
     assert started.value.options["include_dashboard"] is has_dashboard
 
 
-@contextlib.contextmanager
-def answering(answer: bytes) -> Iterator[str]:
+def answering(answer: bytes) -> AbstractContextManager[str]:
     """The URL of a gateway that answers every request with these bytes, and closes."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             self.wfile.write(answer)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            serving.join()
+    return threaded_server(Handler)
 
 
 CHUNK = b'data: {"choices": [{"delta": {"content": "Par"}}]}\n\n'

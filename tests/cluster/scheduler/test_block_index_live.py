@@ -74,25 +74,6 @@ async def test_the_scheduler_follows_a_worker_and_forgets_it_when_it_leaves() ->
         assert index.longest_prefix(digest_of(4)) == {}
 
 
-async def test_a_worker_is_known_in_spite_of_whatever_happens_where_the_scheduler_is_asked_for() -> None:
-    """Ray has errors of its own for a replica that dies while it is asked where it listens."""
-    log, pool = log_with_pool(num_blocks=40)
-    store_columns(pool, [1])
-    async with _server() as server:
-        servers = iter([None, server])
-
-        def located() -> SchedulerServer:
-            found = next(servers, server)
-            if found is None:
-                raise LookupError("the replica is gone")
-            return found
-
-        registration = _registration("worker", located, log, period_s=0.02)
-        registration.start()
-        await eventually(lambda: server.scheduler.block_index.columns("worker", "device") == {digest_of(1)})
-        await registration.stop()
-
-
 async def test_a_gap_is_healed_by_a_snapshot() -> None:
     log, pool = log_with_pool(num_blocks=40)
     async with _server() as server:

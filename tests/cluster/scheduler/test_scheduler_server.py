@@ -70,19 +70,11 @@ async def _scripted(scheduler: Callable[[Connection], Awaitable[None]]) -> Async
 
 @asynccontextmanager
 async def _client(
-    server: SchedulerServer | Server,
-    standing: Sequence[StandingRequest] = (),
-    *,
-    knows: Sequence[KnownWorker] = (),
-    fails: Sequence[Exception] = (),
+    server: SchedulerServer | Server, standing: Sequence[StandingRequest] = (), *, knows: Sequence[KnownWorker] = ()
 ) -> AsyncIterator[SchedulerClient]:
-    """Connected; `knows`: the workers that it has heard of from an earlier scheduler. `fails`: what asking for the
-    scheduler comes to before."""
-    failures = list(fails)
+    """Connected; `knows`: the workers that it has heard of from an earlier scheduler."""
 
     async def locate() -> Endpoint:
-        if failures:
-            raise failures.pop(0)
         return server.endpoint
 
     client = SchedulerClient(
@@ -114,12 +106,6 @@ async def test_a_worker_that_was_silent_too_long_is_told_to_register_again(monke
         await worker.send(Heartbeat(snapshot=small_snapshot("d1", 2)))
         with pytest.raises(LinkClosedError, match="register again"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
-
-
-async def test_whatever_asking_for_the_scheduler_comes_to_a_gateway_asks_again() -> None:
-    """Ray has errors of its own for a replica that dies while it is asked where it listens."""
-    async with _server() as server, _client(server, fails=[LookupError("the replica is gone")]) as client:
-        assert client.connection is not None
 
 
 async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> None:
