@@ -147,8 +147,8 @@ class GrammarMasks:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """The first use takes a second, or several for a large vocabulary on a busy machine; meanwhile the library
-        keeps all other threads from running Python."""
+        """The first use takes 0.2 s of a processor for 49,152 tokens, 2.7 for 262,144; meanwhile the library keeps all
+        other threads from running Python."""
         with self._reading:
             if self._tokenizer is None:
                 text = tokenizer_json(self._folder)
