@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 10.0  # what still runs then goes on elsewhere
 _FLIP_S: Final = 120.0  # after this a worker has come back in its new role, or never will
+_EXCHANGE_S: Final = 600.0  # or with its new model, which takes as long as that takes to load
 
 Order = tuple[str, PoolTarget | ChangeRole]
 """A worker's id, and the message to send it."""
@@ -118,7 +119,7 @@ class Autoscaler:
         roles = [(flip.info, flip.role) for flip in self._flips]
         roles += [(info, info.role) for info in workers if info.worker_id not in changing]
         for info, role in roles:
-            home = info.home or info.role
+            home = role if _is_guest(info) else info.home or info.role
             targets[home] += role != home
             targets[role] -= role != home
         return {role: max(0, target) for role, target in targets.items()}
@@ -126,7 +127,8 @@ class Autoscaler:
 
 class ModelExchange:
     """Decides who goes from a model that can do without it to one that lacks workers: one at a time, which has to have
-    come back before the next one goes. `autoscalers`: by model; each must have been asked for its own orders."""
+    come back before the next one goes. Where none comes back, as the other model cannot be loaded there, ten minutes
+    pass before one more is lost. `autoscalers`: by model; each must have been asked for its own orders."""
 
     def __init__(self, autoscalers: Mapping[str, Autoscaler]) -> None:
         self._autoscalers = autoscalers
@@ -144,7 +146,7 @@ class ModelExchange:
             for gives in self._autoscalers.values() if role is not None else ():
                 worker = None if gives is gains else gives.spared(now, model)
                 if role is not None and worker is not None:
-                    self._gone = worker, model, now + _FLIP_S
+                    self._gone = worker, model, now + _EXCHANGE_S
                     logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
                     yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)
                     return
@@ -154,9 +156,15 @@ def _process(info: WorkerInfo) -> tuple[str, int]:
     return info.endpoint.node_id, info.pid
 
 
+def _is_guest(info: WorkerInfo) -> bool:
+    """Whether it was started for another model."""
+    return info.home_model not in (None, info.model)
+
+
 def _to_lose(worker: KnownWorker) -> tuple[int, int, int, str]:
-    """A key that is smallest for the worker that loses least by a change of its role."""
+    """A key that is smallest for the worker that loses least by a change of its role or model. Who is not where it was
+    started goes first: so the last one of a pool is its own, and Serve replaces it there when it dies."""
     info, snapshot = worker
-    at_home = info.home is None or info.home == info.role  # else it would only go back to its own role
+    at_home = (info.home or info.role, info.home_model or info.model) == (info.role, info.model)
     held = snapshot.num_running + snapshot.num_waiting
     return (at_home, held + snapshot.num_pending, snapshot.context_tokens, info.worker_id)

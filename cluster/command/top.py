@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final, TextIO
 
 from cluster.command.arguments import ArgumentsError
@@ -161,9 +162,13 @@ def frame(picture: Picture) -> list[Line]:
         picture.cluster["workers"], key=lambda worker: (worker["role"] != "prefill", str(worker["worker_id"]))
     )
     lines: list[Line] = [_head(picture, len(workers)), []]
-    for role in dict.fromkeys(worker["role"] for worker in workers):
-        pool = [worker for worker in workers if worker["role"] == role]
-        lines += [*_pool(role, pool, picture.cluster.get("wanted", {}).get(role)), []]
+    pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for worker in workers:
+        pools.setdefault((worker["role"], worker.get("model", "")), []).append(worker)
+    models, wanted = {model for _, model in pools}, picture.cluster.get("wanted", {})
+    for (role, model), pool in pools.items():
+        whose = f" of {model}" if len(models) > 1 else ""
+        lines += [*_pool(f"{role.upper()}{whose}", pool, wanted.get(model, wanted).get(role)), []]
     if not workers:
         lines += [[("No worker has reported yet.", "warn")], []]
     lines += _classes(picture.slo)
@@ -182,10 +187,10 @@ def _head(picture: Picture, num_workers: int) -> Line:
 _WORKER: Final = "{:<24.24} {:>7} {:>7} {:>9} {:>7}  "
 
 
-def _pool(role: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -> Iterator[Line]:
-    """Yields a title and a line for each worker of a role. `wanted`: how many there should be, if that is known."""
+def _pool(title: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -> Iterator[Line]:
+    """Yields a title and a line for each worker of a pool. `wanted`: how many there should be, if that is known."""
     told = f"{len(workers)}" if wanted is None else f"{len(workers)} of {wanted} wanted"
-    yield [(f"{role.upper()} ", "title"), (told, "")]
+    yield [(f"{title} ", "title"), (told, "")]
     yield [(_WORKER.format("worker", "running", "waiting", "to prefill", "leases") + "held of KV", "dim")]
     for worker in workers:
         style, state = _state(worker)
@@ -234,21 +239,25 @@ _RATE: Final = "{:>10} {:>12} {:>10} {:>8}"
 
 
 def _classes(slo: Mapping[str, Any]) -> Iterator[Line]:
-    """Yields lines with the P99s of the last minute beside what was promised, by class."""
+    """Yields lines with the P99s of the last minute beside what was promised, by class, and by model of several."""
     head = _CLASS.format("class")
     for name in ("ttft", "tpot", "gap"):
         head += _LATENCY.format(f"P99 {name} / SLO ms")
     yield [("PROMISES, last minute", "title")]
     yield [(head + _RATE.format("in time", "good req/s", "tokens/s", "burn"), "dim")]
-    found: dict[str, Mapping[str, Any]] = {row["slo_class"]: row for row in slo["classes"]}
-    for name, target in slo["targets"].items():
-        row = found.get(name)
+    found: dict[tuple[str, str], Mapping[str, Any]] = {
+        (row["slo_class"], row.get("model", "")): row for row in slo["classes"]
+    }
+    models = list(dict.fromkeys(model for _, model in found)) or [""]
+    for (name, target), model in product(slo["targets"].items(), models):
+        row = found.get((name, model))
+        whose = [(f"  {model}", "dim")] if len(models) > 1 else []
         cells: list[tuple[str, str]] = [(_CLASS.format(name), "")]
         for metric in ("ttft", "tpot", "gap"):
             p99 = None if row is None else (row["latency_ms"].get(metric) or {}).get("p99")
             cells.append(_latency(p99, target.get(f"{metric}_ms")))
         if row is None:
-            yield [*cells, ("  no requests", "dim")]
+            yield [*cells, ("  no requests", "dim"), *whose]
             continue
         short = row["windows"]["short"]
         attained, burn = short["attainment"], short["burn_rate"]
@@ -258,7 +267,7 @@ def _classes(slo: Mapping[str, Any]) -> Iterator[Line]:
             f"{row['tokens_per_s']:.1f}",
             f"{burn:.1f}",
         )
-        yield [*cells, (rates, "bad" if burn > 1 else "")]
+        yield [*cells, (rates, "bad" if burn > 1 else ""), *whose]
 
 
 def _latency(p99_ms: float | None, target_ms: float | None) -> tuple[str, str]:

@@ -64,9 +64,11 @@ def _model_kit(config: LegatoConfig, site: ReplicaSite) -> ModelKit:
 
 def _can_change(role: Role, config: LegatoConfig, other: LegatoConfig) -> bool:
     """Whether a process that is started in a pool of one model may become a worker of another: Ray has given it as many
-    GPUs as such a worker has, and nobody counts the pools' workers by where they were started."""
+    GPUs as such a worker has, and the resources that such a worker is kept to its nodes by; and nobody counts the
+    pools' workers by where they were started."""
     own, pools = config.pools[role], [*config.pools.values(), *other.pools.values()]
-    alike = all(pool.num_gpus == own.num_gpus for pool in other.pools.values() if pool.replicas)
+    others = [pool for pool in other.pools.values() if pool.replicas]
+    alike = all((pool.num_gpus, pool.resources) == (own.num_gpus, own.resources) for pool in others)
     return alike and all(pool.autoscaling is None for pool in pools)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
@@ -679,7 +679,7 @@ class LegatoConfig(ServedSettings):
                 " own, in models"
             )
         names: dict[str, str] = {}
-        folders: dict[str, str] = {}
+        folders: dict[Path, str] = {}
         for where, served in self._each_served():
             if (other := names.setdefault(served.model.name, where)) != where:
                 raise ValueError(
@@ -687,7 +687,8 @@ class LegatoConfig(ServedSettings):
                     " in served_name"
                 )
             folder = served.adapters.folder
-            if folder is not None and (other := folders.setdefault(folder, where)) != where:
+            path = None if folder is None else Path(folder).expanduser().absolute()
+            if path is not None and (other := folders.setdefault(path, where)) != where:
                 raise ValueError(
                     f"{where}adapters.folder is that of {other.rstrip('.')}, too; an adapter is of one model, so give"
                     " each a folder of its own"

@@ -329,8 +329,8 @@ class SchedulerClient:
 
     @property
     def _is_settling(self) -> bool:
-        """Whether the scheduler is new and knows no decode worker yet. Until it does, or for `SETTLE_S`, the workers
-        that this gateway knows count: they will soon have found the new scheduler, too."""
+        """Whether the scheduler is new and knows no decode worker yet of a model that had some. Until it does, or for
+        `SETTLE_S`, the workers that this gateway knows count: they will soon have found the new scheduler, too."""
         return time.monotonic() < self._settles_at
 
     def _live(self, role: Role, model: str) -> list[KnownWorker]:
@@ -370,7 +370,8 @@ class SchedulerClient:
             case Replicas(workers=workers, indexes=indexes, pools=pools, loading=loading):
                 self.indexes, self.pools = {report.worker_id: report for report in indexes}, pools
                 self.loading = loading
-                if any(info.role == "decode" for info, _ in workers):
+                served = {info.model for info, _ in workers if info.role == "decode"}
+                if served and served >= {info.model for info, _ in self.workers.values() if info.role == "decode"}:
                     self._settles_at = 0.0
                 if self._is_settling:
                     return

@@ -35,7 +35,6 @@ CLEAR_S = 10.0  # for blocks to be let go that copies or a step in flight still 
 STOP_S = 30.0
 TARGET_HOLDS_S = 10.0  # the scheduler repeats it every second
 START_S = 60.0
-READ_AHEAD_S = 1.0  # after its start: by then the scheduler and Serve know of the worker, and a second more is no loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,6 @@ class WorkerReplica:
         self._is_ending = False
         self._failure: BaseException | None = None
         self._pool_target: tuple[int, float] | None = None  # and when it was heard
-        self._reading_ahead: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
@@ -105,15 +103,14 @@ class WorkerReplica:
         async with telling_of_loading(identity, report, self._locate_scheduler):
             self._model = await asyncio.to_thread(self._tiers.load, progress)
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
+            if (masks := self.model.runner.sampler.masks) is not None:
+                # Before anybody knows the worker: it is silent meanwhile, and who is silent for long counts as gone.
+                await asyncio.to_thread(masks.read_ahead)
             self._lower = self._tiers.open(self.model, self._events)
             self._worker = await self._begin()
-        if (masks := self.model.runner.sampler.masks) is not None:
-            self._reading_ahead = asyncio.get_running_loop().call_later(READ_AHEAD_S, masks.read_ahead)
 
     async def _unload(self) -> None:
         """End what a model and its memory have at work, as far as they are there. Nothing may use them after."""
-        if self._reading_ahead is not None:
-            self._reading_ahead.cancel()
         if self._model is not None:
             await asyncio.to_thread(self._model.runner.close)
         if self._tiers is not None:
@@ -168,7 +165,7 @@ class WorkerReplica:
         """Finish what is here as far as the time allows, then end everything."""
         self._is_ending = True
         if self._change is not None:
-            if self._worker is not None:  # else it is between two workers: what it does there has deadlines
+            if self._worker is not None:  # else it is between two: that has deadlines, or Serve's for loading a model
                 self._change.cancel()
             await asyncio.gather(self._change, return_exceptions=True)
         if self._worker is not None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
+from kv_transfer.worker.base import WorkerParts
 from tests.support.mini_cluster import cluster_of
 from tests.support.mini_requests import PROMPT, tokens
 from tests.support.replica_cluster import replica_cluster
@@ -60,13 +62,19 @@ async def test_a_gateway_hears_how_far_a_model_is_loaded(llama: SmallModel, monk
         await eventually(lambda: report.worker_id in gateway.workers and gateway.loading == [])
 
 
-async def test_the_first_grammar_finds_its_tokenizer_read(llama: SmallModel) -> None:
-    """Once the worker is there, whoever asks for what."""
-    async with replica_cluster(llama, num_prefill=1, num_decode=1) as cluster:
-        for replica in cluster.replicas:
-            masks = replica.model.runner.sampler.masks
-            assert masks is not None
-            await eventually(lambda masks=masks: masks.has_tokenizer)  # type: ignore[misc]
+async def test_a_worker_s_tokenizer_is_read_before_anybody_knows_the_worker(llama: SmallModel) -> None:
+    """While it is read no heartbeat comes: a large one would have the worker count as gone."""
+    found: list[bool] = []
+
+    def begun(parts: WorkerParts) -> DecodeWorker:
+        masks = parts.model.runner.sampler.masks
+        assert masks is not None
+        found.append(masks.has_tokenizer)
+        return DecodeWorker(parts, cluster.config.decode)
+
+    async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        await cluster.add_replica("decode", {"decode": begun})
+        assert found == [True]
 
 
 async def test_ready_is_who_would_be_answered(llama: SmallModel) -> None:

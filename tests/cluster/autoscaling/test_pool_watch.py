@@ -254,8 +254,57 @@ def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_
     assert orders(22.0) == []
     ledgers["a"].register(replace(left, worker_id="d3.1", model="a", models=["b"]), costed_snapshot("d3.1"), 23.0)
     assert orders(24.0) in ([], [("d4", "decode", "a")]), "the next one, if one more is still too few"
+    left = ledgers["b"].info("d4")
     ledgers["b"].unregister("d4", 25.0)
+    ledgers["a"].register(replace(left, worker_id="d4.1", model="a", models=["b"]), costed_snapshot("d4.1"), 25.0)
     assert [orders(float(second)) for second in range(150, 200)] == [[]] * 50, "the last one of a model stays"
+
+
+def test_after_a_worker_that_does_not_come_back_with_its_new_model_nobody_goes_for_ten_minutes() -> None:
+    """It may still load a large one, or never can: then each one more would be lost, too."""
+    ledgers = {"a": Ledger(), "b": Ledger()}
+    for pid, (model, worker_id) in enumerate([("a", "d1"), ("b", "d2"), ("b", "d3"), ("b", "d4")]):
+        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
+    plan = PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=FIXED, flip_hold_s=5.0)
+    sizing = {model: keeper(ledger, plan) for model, ledger in ledgers.items()}
+    exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
+    ordered: list[tuple[int, str]] = []
+    for second in range(0, 700, 5):
+        for i in range(8):
+            door.ask(query_of(f"r{second}-{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0), float(second))
+        for each in sizing.values():
+            assert not list(each.orders(float(second)))
+        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        for worker_id, _ in exchange.orders(workers, float(second)):
+            ordered.append((second, worker_id))
+            ledgers["b"].unregister(worker_id, float(second))
+    (first, _), (second_time, _) = ordered
+    assert second_time - first > 600
+
+
+def test_whom_another_model_has_lent_goes_back_before_anybody_else() -> None:
+    """Serve replaces a worker that dies where it was started: the last worker of a model must be its own."""
+    ledger = Ledger()
+    for pid, (worker_id, home_model) in enumerate([("d1", "a"), ("d2", "b"), ("d3", None)]):
+        info = worker_info(worker_id, pid=pid, model="a", home_model=home_model, models=["b"])
+        ledger.register(info, costed_snapshot(worker_id), 0.0)
+    ledger.heartbeat(worker_snapshot("d2", 2, num_running=1), 1.0)
+    plan = PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=FIXED, flip_hold_s=5.0)
+    sizing = keeper(ledger, plan)
+    for second in range(20):
+        assert not list(sizing.orders(float(second)))
+    lent = sizing.spared(20.0, "b")
+    assert lent is not None and lent.worker_id == "d2"
+
+
+def test_a_worker_of_another_model_s_pool_counts_where_it_works() -> None:
+    ledger = ledger_of("p1", "d1")
+    guest = worker_info("d2", model="model", home="prefill", home_model="another", models=["another"])
+    ledger.register(guest, costed_snapshot("d2"), 0.0)
+    sizing = keeper(ledger, PoolsPlan(prefill=FIXED, decode=FIXED))
+    assert not list(sizing.orders(10.0))
+    assert sizing.targets == {"prefill": 1, "decode": 2}
 
 
 # --- settings ---

@@ -84,6 +84,17 @@ def test_promises_beside_what_was_measured() -> None:
     assert "No worker has reported yet." in text(lines)
 
 
+def test_of_several_models_each_has_its_pools_and_its_promises() -> None:
+    workers = [worker(f"d-{index}", "decode", model=model) for index, model in enumerate("abb")]
+    rows = [{**figures(p99_ms, 0.5), "model": model} for model, p99_ms in (("a", 111.0), ("b", 222.0))]
+    slo = {"classes": rows, "targets": {"chat": {"ttft_ms": 200.0}}}
+    cluster = {"workers": workers, "wanted": {"a": {"decode": 2}}}
+    lines = text([list(line) for line in frame(Picture(url="", cluster=cluster, slo=slo, running=0, outcomes={}))])
+    assert "DECODE of a 1 of 2 wanted" in lines and "DECODE of b 2" in lines
+    told = [(line.split()[1], line.split()[-1]) for line in lines if line.startswith("chat")]
+    assert told == [("111", "a"), ("222", "b")]
+
+
 def test_a_line_is_cut_to_the_width_with_and_without_colours() -> None:
     line = [("abc", "bad"), ("def", ""), ("ghi", "good")]
     assert render(line, 5, colour=False) == "abcde"

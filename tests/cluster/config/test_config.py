@@ -16,7 +16,14 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build, build_application
-from cluster.config.build import decode_worker, engine_config, prefill_worker, tiers_config, transfer_config
+from cluster.config.build import (
+    decode_worker,
+    engine_config,
+    prefill_worker,
+    tiers_config,
+    transfer_config,
+    worker_replica,
+)
 from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
@@ -32,6 +39,8 @@ from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.slo.classes import NO_TARGETS, SloConfig
 from engine.drafting.speculation import SpeculationConfig, drafters_of
+from kv_transfer.messages.requests import Endpoint
+from kv_transfer.worker.replica import ReplicaSite
 
 ROOT = Path(__file__).parents[3]
 # The others say how a cluster is started: tests/cluster/deployment/test_cluster_files.py.
@@ -194,6 +203,10 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"models": [{"model": name, "adapters": {"folder": "/a"}} for name in "ab"]},
             ("models.1.adapters.folder is that of models.0, too",),
         ),
+        (
+            {"models": [{"model": f"x{end}y", "adapters": {"folder": f"/a{end}"}} for end in ("", "/")]},
+            ("models.1.adapters.folder is that of models.0, too",),
+        ),
         ({"models": [{"model": "a", "gateway": {}}]}, ("models.0.gateway is no setting", "model, adapters, kv")),
         ({"models": [{"decode": {"replica": 2}}]}, ("models.0.decode.replica", "did you mean replicas?")),
         ({"models": [{"decode": {"calibration_s": 5}}]}, ("models.0.decode.calibration_s is no setting any more",)),
@@ -236,6 +249,19 @@ def test_each_of_several_models_reads_as_if_it_were_the_only_one() -> None:
     assert [scheduler_policy(served).decision.one_pool for served in config.served] == [True, False]
     alone = load_config({"model": "a"})
     assert alone.served == (alone,)
+
+
+def test_a_worker_takes_on_no_model_whose_workers_have_other_resources_of_ray() -> None:
+    """They are kept to nodes of one kind, of which its own is none."""
+    alone: dict[str, Any] = {"prefill": {"replicas": 0}}
+    trees = [{"model": "a", **alone}, {"model": "b", **alone, "decode": {"resources": {"large": 1}}}]
+    first, second = load_config({"models": trees}).served
+    site = ReplicaSite(name="r", node_id="node", host="127.0.0.1", secret=bytes(32))
+
+    async def nowhere() -> Endpoint:
+        raise OSError
+
+    assert not worker_replica("decode", first, [second], site, nowhere).change_role("decode", 0.0, "b")
 
 
 def test_several_models_are_pools_of_one_application() -> None:

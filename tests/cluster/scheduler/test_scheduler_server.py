@@ -241,6 +241,22 @@ async def test_each_model_is_placed_among_its_own_workers() -> None:
         assert (await client.place(place("r10", model="a"))).decode == "d1"
 
 
+async def test_a_new_scheduler_is_believed_once_it_knows_workers_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then those that the gateway knows count, of the models that it knows none of yet."""
+    monkeypatch.setattr(scheduler_client, "SETTLE_S", HANGS_S)
+    knows = [_known("d1", model="a"), _known("d2", model="b")]
+    async with _server(["a", "b"]) as server, _client(server, knows=knows) as client:
+        first = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await first.send(Register(info=small_info("d1", model="a"), snapshot=small_snapshot("d1")))
+        await eventually(lambda: len(server.scheduler.replicas().workers) == 1)
+        assert (await client.place(place("r1", model="a"))).decode == "d1"
+        assert (await client.place(place("r2", model="b"))).decode == "d2", "it has not found the scheduler yet"
+        second = await connect(server.endpoint, _identity("d3"), purpose="worker", timeout_s=HANGS_S)
+        await second.send(Register(info=small_info("d3", model="b"), snapshot=small_snapshot("d3")))
+        await eventually(lambda: set(client.workers) == {"d1", "d3"})
+        assert (await client.place(place("r3", model="b"))).decode == "d3"
+
+
 async def test_a_model_that_is_not_served_is_nobodys() -> None:
     """Of several; of a single one nobody looks at its name."""
     async with _server(["a", "b"]) as server:

@@ -24,7 +24,6 @@ from engine.sequence import DraftedSequence, Sequence, finish_reason
 from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.sampling_twin import EOS, VOCAB, naive_draw, params_of, random_logits, sequence
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.waiting import wait_until
 
 DIGITS = "start: /[0-9]{2,4}/"
 
@@ -133,7 +132,14 @@ def test_a_tokenizer_is_read_ahead(folder: Path) -> None:
     masks = GrammarMasks(folder, VOCAB, [EOS])
     assert not masks.has_tokenizer
     masks.read_ahead()
-    wait_until(lambda: masks.has_tokenizer)
+    assert masks.has_tokenizer
+
+
+def test_a_tokenizer_that_cannot_be_read_ahead_is_no_error(folder: Path) -> None:
+    """A model may be served without grammars, as one that nothing ends."""
+    masks = GrammarMasks(folder, VOCAB, [])
+    masks.read_ahead()
+    assert not masks.has_tokenizer
 
 
 @settings(max_examples=80, deadline=None)
