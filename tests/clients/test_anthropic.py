@@ -59,13 +59,13 @@ def test_a_conversation_of_calls_and_results(client: anthropic.Anthropic) -> Non
 
 
 def test_thinking(client: anthropic.Anthropic) -> None:
-    thinking: Any = {"type": "enabled", "budget_tokens": BUDGET}
-    with client.messages.stream(messages=ASKED, thinking=thinking, output_format=Sky, **FIELDS) as stream:
+    thinks: Any = {"thinking": {"type": "enabled", "budget_tokens": BUDGET}, "extra_body": {"temperature": 0}}
+    with client.messages.stream(messages=ASKED, output_format=Sky, **thinks, **FIELDS) as stream:
         kinds = {event.type for event in stream}
         first = stream.get_final_message()
     assert "thinking" in kinds and [block.type for block in first.content] == ["thinking", "text"]
     history: list[Any] = [*ASKED, {"role": "assistant", "content": first.content}, *ASKED]
-    whole = client.messages.parse(messages=history, thinking=thinking, output_format=Sky, **FIELDS)
+    whole = client.messages.parse(messages=history, output_format=Sky, **thinks, **FIELDS)
     assert whole.content[0].type == "thinking" and whole.content[0].thinking
 
 

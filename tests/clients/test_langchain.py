@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
-from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, QUESTION, TIMEOUT_S, URL, Weather
+from tests.clients.served import KEY, MAX_TOKENS, MODEL, QUESTION, THINKS, TIMEOUT_S, URL, Weather
 
 SERVED: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": KEY, "model": MODEL, "max_retries": 0}
 
@@ -49,7 +49,7 @@ def test_a_conversation_of_calls_and_results(responses: bool) -> None:
 def test_a_response_that_follows_another_and_thinks() -> None:
     chat = model(use_responses_api=True, use_previous_response_id=True, output_version="responses/v1")
     first = chat.invoke(QUESTION)
-    thinking = {"reasoning": {"effort": "low"}, "extra_body": {"thinking_token_budget": BUDGET}}
+    thinking = {"reasoning": {"effort": "low"}, "extra_body": THINKS}
     second = chat.invoke(
         [HumanMessage(QUESTION), first, HumanMessage("And in Oslo?")], response_format=Weather, **thinking
     )

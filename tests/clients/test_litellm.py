@@ -7,7 +7,7 @@ from typing import Any
 
 import litellm
 
-from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, PLACE, QUESTION, TIMEOUT_S, URL, Weather
+from tests.clients.served import KEY, MAX_TOKENS, MODEL, PLACE, QUESTION, THINKS, TIMEOUT_S, URL, Weather
 
 ASKED = [{"role": "user", "content": QUESTION}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of a place.", "parameters": PLACE}}]
@@ -37,7 +37,7 @@ def test_an_answer_that_thinks() -> None:
         **CHAT,
         "response_format": Weather,
         "reasoning_effort": "low",
-        "extra_body": {"thinking_token_budget": BUDGET},
+        "extra_body": THINKS,
     }
     assert litellm.completion(messages=ASKED, **fields).choices[0].message.reasoning_content
     chunks = list(litellm.completion(messages=ASKED, stream=True, **fields))

@@ -12,13 +12,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, PLACE, QUESTION, TIMEOUT_S, URL, Weather
+from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, PLACE, QUESTION, THINKS, TIMEOUT_S, URL, Weather
 
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 FUNCTION: dict[str, Any] = {"name": "weather", "parameters": PLACE}
 CHAT: dict[str, Any] = {"model": MODEL, "max_completion_tokens": MAX_TOKENS}
 RESPONSE: dict[str, Any] = {"model": MODEL, "max_output_tokens": MAX_TOKENS}
-THINKS: dict[str, Any] = {"extra_body": {"thinking_token_budget": BUDGET}}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_a_chat_of_calls_and_results(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_that_thinks(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {**CHAT, **THINKS, "messages": ASKED, "reasoning_effort": "low"}
+    fields: dict[str, Any] = {**CHAT, "extra_body": THINKS, "messages": ASKED, "reasoning_effort": "low"}
     whole = client.chat.completions.parse(response_format=Weather, **fields)
     assert isinstance(whole.choices[0].message.parsed, Weather)
     assert whole.choices[0].message.to_dict()["reasoning"]
@@ -106,7 +105,7 @@ def test_a_response_that_follows_a_call_by_its_id(client: openai.OpenAI) -> None
 
 def test_a_response_that_thinks(client: openai.OpenAI) -> None:
     response = client.responses.parse(
-        input=QUESTION, text_format=Weather, reasoning={"effort": "low"}, **RESPONSE, **THINKS
+        input=QUESTION, text_format=Weather, reasoning={"effort": "low"}, **RESPONSE, extra_body=THINKS
     )
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0

@@ -20,7 +20,7 @@ from agents import (
 )
 from openai.types.shared import Reasoning
 
-from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, QUESTION, TIMEOUT_S, URL, Weather
+from tests.clients.served import KEY, MAX_TOKENS, MODEL, QUESTION, THINKS, TIMEOUT_S, URL, Weather
 
 WAYS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
 set_tracing_disabled(True)
@@ -85,7 +85,7 @@ async def test_responses_are_followed_by_their_ids() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_an_answer_that_thinks(way: Any) -> None:
-    thinking: dict[str, Any] = {"reasoning": Reasoning(effort="low"), "extra_body": {"thinking_token_budget": BUDGET}}
+    thinking: dict[str, Any] = {"reasoning": Reasoning(effort="low"), "extra_body": THINKS}
     result = await Runner.run(agent(way, **thinking), QUESTION)
     assert isinstance(result.final_output, Weather)
     assert "reasoning" in [item.type for item in result.raw_responses[0].output]

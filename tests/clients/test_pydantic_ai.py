@@ -12,7 +12,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.served import BUDGET, KEY, MAX_TOKENS, MODEL, QUESTION, URL, Weather
+from tests.clients.served import KEY, MAX_TOKENS, MODEL, QUESTION, THINKS, URL, Weather
 
 SETTINGS: Any = {"max_tokens": MAX_TOKENS}
 WAYS = ("chat", "responses", "messages")
@@ -76,7 +76,7 @@ async def test_tools_run_and_their_results_are_heard(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["chat", "responses"])
 async def test_an_answer_that_thinks(way: str) -> None:
-    thinking = {"openai_reasoning_effort": "low", "extra_body": {"thinking_token_budget": BUDGET}}
+    thinking = {"openai_reasoning_effort": "low", "extra_body": THINKS}
     agent = Agent(model(way), output_type=NativeOutput(Weather), model_settings={**SETTINGS, **thinking}, retries=0)
     result = await agent.run(QUESTION)
     thoughts = [part for message in result.new_messages() for part in message.parts if isinstance(part, ThinkingPart)]
