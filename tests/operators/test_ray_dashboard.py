@@ -130,6 +130,7 @@ class Stream:
 def test_a_killed_worker_and_its_replacement(watched: Watched, pictures: Path) -> None:
     cluster, dashboard = watched.cluster, watched.dashboard
     right = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=600).raise_for_status().json()
+    cluster.wait_idle()  # no worker says any more that it decodes this one
     dashboard.show(APPLICATION)
     dashboard.until(lambda: deployments(dashboard) == dict.fromkeys(REPLICAS, "HEALTHY"))
     stream = Stream()
