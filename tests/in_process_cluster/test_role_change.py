@@ -26,7 +26,7 @@ from kv_transfer.worker.base import Worker, WorkerParts
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.http_server import MODEL
-from tests.support.mini_cluster import brake
+from tests.support.mini_cluster import Brake, brake
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -183,13 +183,7 @@ async def test_what_tries_the_device_out_leaves_nothing_behind(
 
         monkeypatch.setattr(runner, "run", fails)
         with brake(runner, is_probe) as held:
-            asking = asyncio.create_task(cluster.generate("poison", PROMPT, greedy()))
-            await held.reached()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await eventually(lambda: not holds(replica, "poison"))
-            assert replica.change_role("decode" if role == "prefill" else "prefill", HANGS_S)
-            await asyncio.sleep(0)
+            await leave_and_change_role(cluster, replica, role, held)
         await cluster.changed(replica)
         replica.model.block_pool.check_idle()
 
@@ -217,15 +211,20 @@ async def test_nor_does_it_where_it_begins_as_the_last_request_leaves(
 
             monkeypatch.setattr(worker.steps, "stop", stopped)
             with brake(runner, lambda plan: not is_probe(plan)) as failing:
-                asking = asyncio.create_task(cluster.generate("poison", PROMPT, greedy()))
-                await failing.reached()
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
-                await eventually(lambda: not holds(replica, "poison"))
-                assert replica.change_role("decode" if role == "prefill" else "prefill", HANGS_S)
-                await asyncio.sleep(0)
+                await leave_and_change_role(cluster, replica, role, failing)
             await cluster.changed(replica)
         replica.model.block_pool.check_idle()
+
+
+async def leave_and_change_role(cluster: ReplicaCluster, replica: WorkerReplica, role: Role, step: Brake) -> None:
+    """Ask, leave in that step, and begin to change the worker's role."""
+    asking = asyncio.create_task(cluster.generate("poison", PROMPT, greedy()))
+    await step.reached()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await eventually(lambda: not holds(replica, "poison"))
+    assert replica.change_role("decode" if role == "prefill" else "prefill", HANGS_S)
+    await asyncio.sleep(0)
 
 
 async def crowded_decode(cluster: ReplicaCluster) -> WorkerReplica:
