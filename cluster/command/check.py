@@ -123,15 +123,15 @@ def _roles(config: LegatoConfig) -> Iterator[Role]:
 
 def find_model(ref: str) -> Path | None:
     """The folder of a model that is on this machine; None: it would have to be fetched. Raises ValueError for a folder
-    or a file that is no model."""
+    or a file that is no model, or is not there, and for a name that no model can have."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
-    from engine.checkpoint.store import resolve_model
+    from engine.checkpoint.store import is_hub_id, resolve_model
     from kernels.cache_folder import default_cache_dir
 
     if ref in BUILTIN_MODELS:
         folder = default_cache_dir() / ref
         return folder if (folder / "config.json").is_file() else None
-    if Path(ref).expanduser().exists():
+    if Path(ref).expanduser().exists() or not is_hub_id(ref):
         return resolve_model(ref)
     from huggingface_hub import snapshot_download
 

@@ -88,6 +88,11 @@ def resolve_model(
     )
 
 
+def is_hub_id(ref: str) -> bool:
+    """Whether a model of this name is fetched from the Hugging Face hub, where it is no folder and no file here."""
+    return _HUB_ID.fullmatch(ref) is not None
+
+
 def _resolve_builtin(model: BuiltinModel, cache_dir: Path, progress: Callable[[str], None], verify: bool) -> Path:
     folder = cache_dir / model.name
     if _fault(model, folder, verify) is None:

@@ -78,3 +78,15 @@ def test_a_model_that_is_not_here_is_not_fetched(
     out = capsys.readouterr().out
     assert "The configuration is valid: smollm2-135m-instruct on 1 prefill worker, 1 decode worker" in out
     assert "is not on this machine: `legato serve` fetches it" in out and [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("ref", ["/nowhere/my-model", "/nowhere/my-model.gguf"])
+def test_a_folder_or_a_file_that_is_not_there_cannot_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, ref: str
+) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(f"model: {{ref: {ref}}}\n")
+    assert checked(monkeypatch, str(path)) == 1
+    told = capsys.readouterr()
+    assert "fetches it" not in told.out
+    assert f"error: model {ref!r} is not known: give a built-in name" in told.err
