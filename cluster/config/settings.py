@@ -564,8 +564,6 @@ class ServedSettings(Settings):
                     f"{name}.replicas is {pool.replicas}, outside {name}.autoscaling "
                     f"({scaling.min_replicas} to {scaling.max_replicas}); it is the number at start, so keep it within"
                 )
-        if self.decode.autoscaling is not None and self.decode.autoscaling.min_replicas == 0:
-            raise ValueError("decode.autoscaling.min_replicas is 0; without a decode worker nothing is served: use 1")
         return self
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# HAProxy as Ray Serve starts it, for a Ray that keeps to its machine (cluster/loopback.py): before it reads the
+# HAProxy as Ray Serve starts it, for a Ray that keeps to its machine (ray_access.py beside this): before it reads the
 # configuration that Ray wrote, its statistics and metrics are put on loopback, its admin socket is closed to other
 # users, and a client that does not send its headers is given up after a while. Ray's template (2.60) has a setting for
 # none of these.
