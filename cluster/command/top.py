@@ -170,7 +170,7 @@ def frame(picture: Picture) -> list[Line]:
         whose = f" of {model}" if len(models) > 1 else ""
         lines += [*_pool(f"{role.upper()}{whose}", pool, wanted.get(model, wanted).get(role)), []]
     if not workers:
-        lines += [[("No worker has reported yet.", "warn")], []]
+        lines += [[("No worker is there: none has come up yet, or all are gone.", "warn")], []]
     lines += _classes(picture.slo)
     return lines
 

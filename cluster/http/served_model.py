@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.gateway.generator import ServingLimits
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         AdapterFolder,
         ListedAdapter,
     )
+
+NO_WORKER: Final = "No decode worker is there: none has come up yet, or all are gone."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +63,5 @@ class ServedModel:
         """What its live workers can do together. Raises UnavailableError while none is known."""
         limits = self.limits()
         if limits is None:
-            raise UnavailableError(
-                "No worker has reported yet, so nothing can be generated. Try again shortly.", retry_after_s=2.0
-            )
+            raise UnavailableError(f"{NO_WORKER} Try again shortly.", retry_after_s=2.0)
         return limits

@@ -294,7 +294,9 @@ def test_nothing_known_of_the_cluster(target: Target, generator: ScriptedGenerat
     generator.script.limits = None
     answer = target.http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES})
     assert answer.status_code == 503 and answer.headers["retry-after"]
-    assert target.http.get("/health").status_code == 503
+    assert "or all are gone" in answer.json()["error"]["message"]  # a gateway cannot know whether there ever was one
+    health = target.http.get("/health")
+    assert health.status_code == 503 and "or all are gone" in health.json()["reason"]
     generator.script.limits = ServingLimits(max_model_len=64, ready=False, reason="The decode worker is loading.")
     health = target.http.get("/health")
     assert health.status_code == 503 and "loading" in health.json()["reason"]

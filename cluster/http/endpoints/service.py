@@ -14,7 +14,7 @@ from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBo
 from cluster.http.openai.sse import dumps_large
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
-from cluster.http.served_model import ServedModel
+from cluster.http.served_model import NO_WORKER, ServedModel
 from cluster.http.server.body import JsonRoute
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def health(api: ApiOf) -> JSONResponse:
     for model in api.models:
         limits = model.limits()
         if limits is None or not limits.ready:
-            reasons[model.name] = "No worker has reported yet." if limits is None else limits.reason
+            reasons[model.name] = NO_WORKER if limits is None else limits.reason
     if len(reasons) < len(api.models):
         return JSONResponse({"status": "ready"} | ({"unavailable": reasons} if reasons else {}))
     return JSONResponse({"status": "unavailable", "reason": " ".join(dict.fromkeys(reasons.values()))}, status_code=503)

@@ -81,7 +81,7 @@ def test_promises_beside_what_was_measured() -> None:
     (row,) = [line for line in drawn([]) if line and line[0][0].startswith("chat")]
     assert row[1][1] == "good" and row[-1][1] == ""
     assert any(line.startswith("idle") and line.endswith("no requests") for line in text(lines))
-    assert "No worker has reported yet." in text(lines)
+    assert "No worker is there: none has come up yet, or all are gone." in text(lines)
 
 
 def test_of_several_models_each_has_its_pools_and_its_promises() -> None:
