@@ -27,6 +27,7 @@ async def stay_connected(
 ) -> None:
     """Connect to the scheduler and `talk` to it; again, half a second later, whenever either fails or ends. Each
     connection is closed with the words `goodbye`. Raises nothing: it ends by being cancelled."""
+    told = ""  # the error whose traceback the log has: it may come twice a second, for as long as the scheduler is away
     while True:
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -37,9 +38,10 @@ async def stay_connected(
             finally:
                 connection.close(goodbye)
         except (TransportError, OSError, TimeoutError) as error:
-            logger.info("the scheduler cannot be reached, trying again: %s", error)
-        except Exception:
+            logger.info("the scheduler cannot be reached, trying again: %s", str(error) or "no answer in time")
+        except Exception as error:
             # The task's boundary: who locates the scheduler may raise anything (errors of Ray, Serve and gRPC have no
             # base class in common), and without this task its process is known to nobody, and counts as healthy.
-            logger.exception("the scheduler cannot be talked to, trying again")
+            logger.error("the scheduler cannot be talked to, trying again: %s", error, exc_info=repr(error) != told)
+            told = repr(error)
         await asyncio.sleep(_RETRY_S)

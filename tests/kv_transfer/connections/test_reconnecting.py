@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import pytest
 
@@ -53,3 +54,30 @@ async def test_whatever_goes_wrong_it_connects_again(error: Exception, fails: st
         with contextlib.suppress(asyncio.CancelledError):
             await connected
         await eventually(lambda: all("until then" in (connection.closed or "") for connection in connections))
+
+
+async def test_the_log_says_why_and_has_each_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An application that is taken down has no scheduler for seconds, in which Serve's error comes over and over."""
+    errors = [TimeoutError(), Exception("Serve has no scheduler"), Exception("Serve has no scheduler")]
+    asked = asyncio.Event()
+
+    async def locate() -> Endpoint:
+        if errors:
+            raise errors.pop()
+        asked.set()
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # cancelled below
+
+    async def talk(connection: Connection) -> None:
+        raise AssertionError("nobody was found")
+
+    caplog.set_level(logging.INFO, "kv_transfer.connections.reconnecting")
+    connected = asyncio.create_task(
+        stay_connected(GATEWAY, purpose="gateway", locate_scheduler=locate, talk=talk, goodbye="until then")
+    )
+    async with asyncio.timeout(HANGS_S):
+        await asked.wait()
+    connected.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await connected
+    told = [(record.getMessage().rpartition(": ")[2], bool(record.exc_info)) for record in caplog.records]
+    assert told == [("Serve has no scheduler", True), ("Serve has no scheduler", False), ("no answer in time", False)]
