@@ -314,7 +314,7 @@ def require_whole_cache(device: torch.device, tensor_parallel: int, host_bytes: 
     if host_bytes and tensor_parallel > 1 and device.type == "cuda":
         raise ValueError(
             f"host memory for KV is set with tensor_parallel {tensor_parallel} on GPUs: blocks of the host have all"
-            " heads, each GPU some, and their copies are only built for CPUs; leave host_memory out, or use one GPU"
+            " heads, each GPU some, and their copies are only built for CPUs; set host_memory: 0, or use one GPU"
         )
 
 

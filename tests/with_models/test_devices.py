@@ -52,7 +52,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(tmp_path: Pat
 def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
     require_whole_cache(torch.device("cuda:0"), 1, 2**30)
     require_whole_cache(CPU, 2, 2**30)
-    with pytest.raises(ValueError, match=r"tensor_parallel 2 on GPUs: .* leave host_memory out"):
+    with pytest.raises(ValueError, match=r"tensor_parallel 2 on GPUs: .* set host_memory: 0"):
         require_whole_cache(torch.device("cuda:0"), 2, 2**30)
 
 
