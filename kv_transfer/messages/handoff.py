@@ -10,7 +10,7 @@ from kv_transfer.messages.requests import Fence
 
 @message
 class SlabHeader(Message):
-    """Announces the KV of `num_tokens` tokens of one layer, `[2, num_tokens, num_kv_heads, head_dim]`, K before V.
+    """Announces the KV of `num_tokens` tokens of one layer, `[planes, num_tokens, num_kv_heads, head_dim]`, K before V.
 
     `digest`, of the kind `digest_kind`, is of the payload's bytes as they lie in the slab.
     """
