@@ -96,7 +96,7 @@ class DeviceCopies:
         kind: DigestKind,
         after: Event | None = None,
     ) -> int:
-        """Gather a layer's tokens from `start` on into `host_slab [2, n, H, D]` and return its digest.
+        """Gather a layer's tokens from `start` on into `host_slab [planes, n, H, D]` and return its digest.
 
         `after`: the layer's KV stands. Of the GPU's kind the digest is of what was read on the device, so that it also
         tells damage on the way to the host.
@@ -123,12 +123,12 @@ class DeviceCopies:
         kind: DigestKind,
         after: Event | None = None,
     ) -> int:
-        """Scatter `host_slab [2, n, H, D]` to a layer's tokens from `start` on; the digest of what stands there then.
+        """Scatter `host_slab [planes, n, H, D]` to a layer's tokens from `start` on; the digest of what stands there.
 
         `after`: nothing that was queued before reads or writes the blocks any more.
         """
         word = torch.empty(1, dtype=torch.int64)
-        written = None if kind == "row_sum_64" else torch.empty_like(host_slab)
+        written = None if kind == "row_sum_64" else torch.empty_like(host_slab, device="cpu")
         with self._one_of(self._inward) as lane, lane.buffer_like(host_slab) as slab:
 
             def put(table: Tensor) -> None:
@@ -196,7 +196,7 @@ def copies_on(device: torch.device) -> DeviceCopies:
 
 
 def gather(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
-    """Fill `slab [2, n, H, D]` with a layer's tokens from `start` on, by `table [columns]` of their group's blocks.
+    """Fill `slab [planes, n, H, D]` with a layer's tokens from `start` on, by `table [columns]` of its group's blocks.
 
     Queued behind what the current stream was given before, as is `scatter`. Returns the digest, `[1]` int64, for
     `as_digest` to wait for.
