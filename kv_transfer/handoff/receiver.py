@@ -202,8 +202,8 @@ class KvReceiver:
         place = (kv_cache, row, header.layer, header.token_start, header.num_tokens)
         try:
             digest = write_slab(*place, payload, header.digest_kind, after=after)
-        except (ValueError, RuntimeError) as error:  # the payload is not of the size that the header says
-            self._home.run(self._on_copy_failed, copy.delivery_id, str(error))
+        except Exception as error:  # the thread's boundary: a copy of which nothing is heard holds its lease for ever
+            self._home.run(self._on_copy_failed, copy.delivery_id, str(error) or type(error).__name__)
         else:
             self._home.run(self._on_copied, copy.delivery_id, digest)
         finally:

@@ -222,3 +222,24 @@ async def test_a_lease_is_kept_until_every_copy_in_has_ended() -> None:
         free.come()
         await eventually(lambda: "lease released" in told.words)
         assert "admitted" not in told.words
+
+
+class BrokenEvent:
+    """A device's event that fails in a way which nobody foresaw."""
+
+    def wait(self) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+async def test_a_copy_in_that_fails_in_whatever_way_gives_its_lease_back() -> None:
+    told = Told()
+    told.free = BrokenEvent()
+    async with handing_over(told) as handoff:
+        handoff.begin()
+        for gate in handoff.stored:
+            gate.come()
+        handoff.compute()
+        await eventually(lambda: "lease released" in told.words)
+        assert told.words.count("receiving failed") == 1
+        await eventually(lambda: "source released" in told.words)
+        assert "admitted" not in told.words
