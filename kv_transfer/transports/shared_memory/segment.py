@@ -88,7 +88,8 @@ def map_segment(offer: SegmentOffer, pin: Pin | None = None) -> memoryview:
     """The peer's segment, read-only; unmapped with the last view of it."""
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # In another process namespace it may be a pipe, and opening one waits for who writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SegmentError(
             f"The peer's shared memory cannot be opened ({path}: {error.strerror}): the two processes must run on one "

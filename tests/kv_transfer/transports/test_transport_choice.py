@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -225,6 +228,27 @@ def test_nobody_maps_what_is_not_the_offered_segment() -> None:
     segment.view[5] = 7
     assert mapped[5] == 7
     assert mapped.readonly
+    segment.close()
+
+
+def test_what_would_wait_for_a_writer_is_opened_without_waiting(tmp_path: Path) -> None:
+    """In another process namespace the offered descriptor may be a pipe's, and the KV loop must not stand still."""
+    segment = make_segment(8192)
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    refusals: list[str] = []
+
+    def map_the_pipe() -> None:
+        try:
+            map_segment(replace(segment.offer(), fd=reading))
+        except SegmentError as error:
+            refusals.append(str(error))
+
+    opening = threading.Thread(target=map_the_pipe, daemon=True)
+    opening.start()
+    opening.join(HANGS_S)
+    assert len(refusals) == 1 and "process namespaces" in refusals[0]
+    os.close(reading)
     segment.close()
 
 
