@@ -231,6 +231,23 @@ except SegmentError as error:
     assert not segment_paths(SHARED_MEMORY, scope)
 
 
+def test_a_new_segment_that_cannot_be_mapped_leaves_no_file(scope: str) -> None:
+    script = f"""
+import resource
+from pathlib import Path
+from kv_transfer.tiers.host.segment import HostSegment, SegmentError
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), mapped + (32 << 20)))
+try:
+    HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, 64)
+except SegmentError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert "cannot be mapped: [Errno 12] Cannot allocate memory. Give the host tier less memory" in done.stdout
+    assert not segment_paths(SHARED_MEMORY, scope)
+
+
 def test_its_memory_is_taken_from_the_start_and_begins_at_a_page(scope: str) -> None:
     segment = open_segment(SHARED_MEMORY, scope)
     found = segment.path.stat()

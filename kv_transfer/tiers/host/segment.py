@@ -48,6 +48,8 @@ class HostSegment:
         try:
             memory = map_memory(file.fd, shape.num_bytes, pin)
         except (OSError, ValueError) as error:
+            if not adopted:
+                file.remove()  # all of its memory is taken, and holds nothing
             file.unlock()
             raise SegmentError(
                 f"The host KV segment {file.path} of {shape.num_bytes} bytes cannot be mapped: {error}. Give the host "
