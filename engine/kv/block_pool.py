@@ -153,18 +153,22 @@ class BlockPool:
             return
         self._remember_key(block, key)
 
-    def restore(self, block: int, key: BlockKey) -> None:
-        """Make a free block findable whose content is there already: that of an earlier life of this tier.
+    def restore(self, found: Iterable[tuple[int, BlockKey]]) -> None:
+        """Make free blocks findable whose content is there already, that of an earlier life of this tier: what was used
+        longest ago comes first.
 
-        A key that is already known keeps its first block. Constant time where blocks come in ascending order.
+        A key that is already known keeps its first block. Raises ValueError at a block that is not free.
         """
-        if key in self._block_of:
-            return
-        if self._references[block] or block in self._key_of:
-            raise ValueError(f"block {block} is not free; only what nobody holds or finds can be restored")
-        self._free.remove(block)
-        self._remember_key(block, key)
-        self._cached.add(block, key)
+        try:
+            for block, key in found:
+                if key in self._block_of:
+                    continue
+                if self._references[block] or block in self._key_of:
+                    raise ValueError(f"block {block} is not free; only what nobody holds or finds can be restored")
+                self._remember_key(block, key)
+                self._cached.add(block, key)
+        finally:  # once for all: there may be a million, and each would be looked for among as many
+            self._free = deque(block for block in self._free if block not in self._key_of)
 
     def forget(self, block: int) -> None:
         """Make a held block unfindable: its content turned out not to be what its key says. Its holders keep it."""

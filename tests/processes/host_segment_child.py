@@ -55,8 +55,7 @@ def open_segment(folder: Path, scope: str, num_blocks: int = NUM_BLOCKS) -> Host
 
 def restored_pool(segment: HostSegment) -> BlockPool:
     pool = BlockPool(NUM_BLOCKS, observers=[segment])
-    for block, key in segment.restored():
-        pool.restore(block, key)
+    pool.restore(segment.restored())
     return pool
 
 

@@ -186,14 +186,7 @@ class DiskTier:
                 f"The disk tier cannot read what is in {self._folder.path}: {error}. Remove that folder, choose"
                 " another one, or switch the disk tier off."
             ) from error
-        # Slots are given back last one first. `BlockPool.restore` would have to look for each among all free ones.
-        lease = self._pool.lease(self._pool.num_blocks)
-        for slot, prefix_hash in reversed(found):
-            self._pool.publish(lease, slot, (prefix_hash, 0))
-        newest_first = [slot for slot, _ in found]
-        vacant = set(lease.blocks).difference(newest_first)
-        self._pool.give_back(lease, newest_first + sorted(vacant, reverse=True))
-        self._pool.release(lease)
+        self._pool.restore((slot, (prefix_hash, 0)) for slot, prefix_hash in reversed(found))
         self._health.count(restored=len(found))
 
     def _scan(self) -> list[tuple[int, bytes]]:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, EvictionName, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
+from tests.support.processor_time import in_loop_turns
 from tests.support.thoroughness import examples
 
 _NUM_BLOCKS = 7
@@ -152,9 +153,9 @@ class PoolMachine(RuleBasedStateMachine):
         is_free = block not in self.held and block not in self.cached
         if key not in self.block_of and not is_free:
             with pytest.raises(ValueError, match="not free"):
-                self.pool.restore(block, key)
+                self.pool.restore([(block, key)])
             return
-        self.pool.restore(block, key)
+        self.pool.restore([(block, key)])
         if key in self.block_of:
             return
         self.block_of[key] = block
@@ -223,3 +224,14 @@ TestPool.settings = settings(_SETTINGS, max_examples=examples(250))
 def test_a_pool_with_another_eviction_policy(name: EvictionName) -> None:
     machine = type(f"{name} pool", (PoolMachine,), {"eviction": name})
     run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=60))
+
+
+def test_a_tier_of_many_blocks_is_restored_in_a_time_that_grows_with_their_number() -> None:
+    """What was used longest ago comes first, which is no order of blocks."""
+    num_blocks = 1 << 15
+    pool = BlockPool(num_blocks)
+    found = [(block, (block.to_bytes(16, "big"), 0)) for block in reversed(range(num_blocks))]
+    assert in_loop_turns(lambda: pool.restore(found)) < 500 * num_blocks
+    pool.check_idle()
+    assert pool.num_cached == num_blocks
+    assert pool.lease(1).blocks == [num_blocks - 1], "what was used longest ago goes first"

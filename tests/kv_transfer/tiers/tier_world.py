@@ -134,8 +134,7 @@ class Worker:
         self.device = TierMemory(KVCache(LAYOUT, sizes.columns * GROUPS), BlockPool(sizes.columns * GROUPS))
         cache = KVCache(LAYOUT, sizes.host_columns * GROUPS, memory=self.segment.memory)
         self.host = TierMemory(cache, BlockPool(cache.num_blocks))
-        for block, key in self.segment.restored():
-            self.host.pool.restore(block, key)
+        self.host.pool.restore(self.segment.restored())
         self.host.pool.observe(self.segment)
         self.neighbours = PeerSegments(
             SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0
