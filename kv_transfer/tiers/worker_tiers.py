@@ -132,9 +132,10 @@ class WorkerTiers:
 
     def _fingerprint(self, layout: KVLayout) -> str:
         """All that must be equal for a block of one process to be of use to another, as text."""
+        engine = self._engine
         facts = {
             "format": FORMAT_VERSION,
-            "model": model_fingerprint(resolve_model(self._engine.model_ref), self._engine.quantisation),
+            "model": model_fingerprint(resolve_model(engine.model_ref), engine.quantisation, engine.activation_bits),
             "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
             "block_size": layout.block_size,
             "dtype": str(layout.dtype),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,10 @@ def test_more_host_memory_than_there_is_is_refused(tmp_path: Path, budget: Budge
     assert not list(tmp_path.iterdir())
 
 
-def started(folder: Path, model: SmallModel) -> WorkerTiers:
-    """Of one application, whose workers all keep their host memory in the folder."""
-    engine = EngineConfig(model_ref=str(model.folder), model_name="llama", dtype="float32", kv_blocks=16, num_threads=1)
+def started(folder: Path, model: SmallModel, **options: Any) -> WorkerTiers:
+    """Of one application, whose workers all keep their host memory in the folder. `options`: of `EngineConfig`."""
+    ref = str(model.folder)
+    engine = EngineConfig(model_ref=ref, model_name="llama", dtype="float32", kv_blocks=16, num_threads=1, **options)
     tiers = WorkerTiers(TiersConfig(host=Budget(num_bytes=2**20), host_folder=str(folder)), engine, b"secret")
     tiers.load()
     return tiers
@@ -57,6 +59,17 @@ async def test_a_worker_that_ends_leaves_what_killed_ones_left_to_the_others(lla
         await second.close()
         await adopter.close()
         assert not files(folder)
+
+
+async def test_kv_of_activations_that_were_rounded_otherwise_is_not_taken_over(llama: SmallModel) -> None:
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = Path(name)
+        left = killed(folder, llama)
+        other = started(folder, llama, activation_bits=16)
+        assert other.segment is not None
+        assert not other.segment.adopted
+        assert other.segment.path != left
+        await other.close()
 
 
 async def test_who_is_last_takes_along_what_killed_workers_left(llama: SmallModel) -> None:
