@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-_NUM_SAMPLES = 16
-_SAMPLE_BYTES = 64 * 1024
+KV_SAMPLES: Final = 1024
+"""Of each file of weights, where KV is believed by the fingerprint: enough for one of each large matrix."""
+_SAMPLED_BYTES = 1024 * 1024
 
 HostMemory = Callable[[KVLayout, int], memoryview]
 """Gives the memory for so many blocks of the host's KV cache, writable, and pinned for a GPU: a mapping that others
@@ -459,7 +460,7 @@ def load_model(
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
-        fingerprint=model_fingerprint(folder, config.quantisation, config.activation_bits),
+        fingerprint=model_fingerprint(folder, config.quantisation, config.activation_bits, num_samples=KV_SAMPLES),
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
@@ -557,10 +558,13 @@ def require_same_vocabulary(folder: Path, draft_folder: Path) -> None:
     )
 
 
-def model_fingerprint(folder: Path, quantisation: Quantisation | None, activation_bits: ActivationBits = 8) -> str:
+def model_fingerprint(
+    folder: Path, quantisation: Quantisation | None, activation_bits: ActivationBits = 8, *, num_samples: int = 16
+) -> str:
     """SHA-256 over the model's configuration and samples of its weights: equal for equal checkpoints, loaded alike.
 
-    Samples, because hashing all of a large checkpoint would take longer than loading it.
+    Samples, because hashing all of a large checkpoint would take longer than loading it. What was changed between two
+    of them alone is not seen.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if quantisation is not None:
@@ -571,9 +575,9 @@ def model_fingerprint(folder: Path, quantisation: Quantisation | None, activatio
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as weights:
-            for index in range(_NUM_SAMPLES):
-                weights.seek(size * index // _NUM_SAMPLES)
-                digest.update(weights.read(_SAMPLE_BYTES))
+            for index in range(num_samples):
+                weights.seek(size * index // num_samples)
+                digest.update(weights.read(_SAMPLED_BYTES // num_samples))
     return digest.hexdigest()
 
 

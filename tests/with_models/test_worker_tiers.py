@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.memory.host import memory_bytes
 from engine.steps.loading import EngineConfig
@@ -66,6 +67,21 @@ async def test_kv_of_activations_that_were_rounded_otherwise_is_not_taken_over(l
         folder = Path(name)
         left = killed(folder, llama)
         other = started(folder, llama, activation_bits=16)
+        assert other.segment is not None
+        assert not other.segment.adopted
+        assert other.segment.path != left
+        await other.close()
+
+
+async def test_kv_of_a_checkpoint_that_was_changed_in_one_place_is_not_taken_over(tmp_path: Path) -> None:
+    model = SmallModel("llama", tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = Path(name)
+        left = killed(folder, model)
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["model.layers.0.self_attn.q_proj.weight"] *= 2
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        other = started(folder, model)
         assert other.segment is not None
         assert not other.segment.adopted
         assert other.segment.path != left
