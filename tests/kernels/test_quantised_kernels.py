@@ -118,6 +118,21 @@ def test_zeros_and_the_smallest_and_largest_numbers(kernels: NativeCpuKernels) -
 
 
 @pytest.mark.parametrize("kernels", NATIVE.values(), ids=map(str, NATIVE))
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("size", [1e-10, 1.0])
+def test_no_number_becomes_one_again(kernels: NativeCpuKernels, value: float, size: float) -> None:
+    """The sampler finds out whether a model, or what it was given, is broken."""
+    torch.manual_seed(0)
+    weight = random_weight(32, 64, 32, 4, -8, minimums=False)
+    weight.scales.mul_(size)
+    x = torch.randn(3, 64).bfloat16()
+    x[1, 40] = value
+    finite = kernels.pack_quantised(weight, None, torch.bfloat16)(x).isfinite()
+    assert finite[[0, 2]].all()
+    assert not finite[1].any()
+
+
+@pytest.mark.parametrize("kernels", NATIVE.values(), ids=map(str, NATIVE))
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("bits", "lowest"), FORMS)
 def test_a_rows_projection_does_not_depend_on_the_others(

@@ -37,9 +37,11 @@ inline float float_of(int32_t bits) {
   return value;
 }
 
-// 0 for a group of numbers so small that what is divided by their unit would have no end.
+// 0 for a group of numbers so small that what is divided by their unit would have no end. NaN or infinity, and with it
+// all that is computed from the group, where one of them is.
 inline float unit_of(int32_t largest, int64_t bytes) {
-  if (bytes == 2) return float_of(std::max((largest >> 7) - 14, 0) << 23);
+  constexpr int32_t kInfinity = 0x7f80;
+  if (bytes == 2 && largest < kInfinity) return float_of(std::max((largest >> 7) - 14, 0) << 23);
   const float unit = float_of(largest << 16) / 127;
   return unit < float_of(1 << 23) ? 0 : unit;
 }
