@@ -32,10 +32,13 @@ class CheckpointPooling:
         size = _hidden_size(folder / "config.json")
         modules = folder / "modules.json"
         found = _read(modules) if modules.exists() else [{"type": "Pooling", "path": "1_Pooling"}]
-        kinds = [str(module["type"]).rpartition(".")[2] for module in found]
-        if others := [kind for kind in kinds if kind not in _KNOWN_MODULES]:
+        try:
+            named = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in found]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{modules} is no list of modules, each of a type and a path; fetch it again") from error
+        if others := [kind for kind, _ in named if kind not in _KNOWN_MODULES]:
             return cls(size=size, refusal=f"its checkpoint has a module {others[0]!r}, which is not computed here")
-        where = next((str(module["path"]) for module, kind in zip(found, kinds, strict=True) if kind == "Pooling"), "")
+        where = next((path for kind, path in named if kind == "Pooling"), "")
         config = folder / where / "config.json"
         if not where or not config.exists():
             return cls(size=size)

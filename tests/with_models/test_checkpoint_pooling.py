@@ -83,6 +83,13 @@ def test_a_config_without_a_width_is_named(tmp_path: Path) -> None:
         CheckpointPooling.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("modules", [{}, [{}], ["Pooling"], 7])
+def test_modules_that_are_none_are_named(modules: Any, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps(modules or {"type": "Pooling"}))
+    with pytest.raises(ValueError, match=r"modules\.json is no list of modules"):
+        checkpoint(tmp_path, None)
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):
