@@ -29,13 +29,16 @@ class CheckpointPooling:
         """Read how a checkpoint pools, from `modules.json` and the pooling's `config.json`; without them the last
         token. Raises ValueError for files that hold something else."""
         folder = Path(folder)
-        size = int(_read(folder / "config.json")["hidden_size"])
+        size = _hidden_size(folder / "config.json")
         modules = folder / "modules.json"
         found = _read(modules) if modules.exists() else [{"type": "Pooling", "path": "1_Pooling"}]
-        kinds = [str(module["type"]).rpartition(".")[2] for module in found]
-        if others := [kind for kind in kinds if kind not in _KNOWN_MODULES]:
+        try:
+            named = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in found]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{modules} is no list of modules, each of a type and a path; fetch it again") from error
+        if others := [kind for kind, _ in named if kind not in _KNOWN_MODULES]:
             return cls(size=size, refusal=f"its checkpoint has a module {others[0]!r}, which is not computed here")
-        where = next((str(module["path"]) for module, kind in zip(found, kinds, strict=True) if kind == "Pooling"), "")
+        where = next((path for kind, path in named if kind == "Pooling"), "")
         config = folder / where / "config.json"
         if not where or not config.exists():
             return cls(size=size)
@@ -46,6 +49,15 @@ class CheckpointPooling:
         return cls(
             size=size, refusal=f"its checkpoint pools {shown}; only 'lasttoken' and 'mean_tokens' are computed here"
         )
+
+
+def _hidden_size(path: Path) -> int:
+    """As most call it, or as GPT-2 does."""
+    config = _read(path)
+    size = config.get("hidden_size", config.get("n_embd")) if isinstance(config, dict) else None
+    if not isinstance(size, int):
+        raise ValueError(f"{path} does not say the hidden_size of its model; fetch it again")
+    return size
 
 
 def _modes(config: dict[str, Any]) -> list[str]:

@@ -340,19 +340,24 @@ def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _Fi
     with ExitStack() as opened:
         tensors: dict[str, _FileTensor] = {}
         for path in files:
-            try:
-                file = opened.enter_context(safe_open(path, framework="pt", device=str(device)))
-            except SafetensorError as error:
-                raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+            file = opened.enter_context(_open(path, device))
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
                 tensors[name] = _FileTensor(name, path, file)
         yield from unstacked(tensors)
 
 
+def _open(path: Path, device: torch.device) -> Any:
+    """Safetensors' handle, a context. Raises ValueError for a file that is not whole."""
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+
+
 def _unpacked(files: list[Path], packing: WeightPacking) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
     """The parts of a projection become one; they may lie in different files."""
     with ExitStack() as opened:
-        handles = [opened.enter_context(safe_open(path, framework="pt")) for path in files]
+        handles = [opened.enter_context(_open(path, CPU)) for path in files]
         parts = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - not a dict
         for name, handle in parts.items():
             stem, _, kind = name.rpartition(".")

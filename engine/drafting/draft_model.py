@@ -25,6 +25,7 @@ from engine.kv.allocation import BlockAllocator
 from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan, finish_reason
 
 if TYPE_CHECKING:
+    from engine.sampling.grammar import GrammarMasks
     from engine.steps.loading import LoadedModel  # which makes one of these
 
 CATCH_UP_TOKENS: Final = 256
@@ -78,6 +79,11 @@ class DraftModel:
         self._followers: OrderedDict[Sequence, _Follower] = OrderedDict()  # first those not drawn for the longest
         self._ended: list[Sequence] = []  # whose blocks a step may use still
         self.draw = DraftFiller("the draft model", self._draw)
+
+    @property
+    def masks(self) -> GrammarMasks | None:
+        """By which it draws where a sequence follows a grammar."""
+        return self.model.runner.sampler.masks
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""

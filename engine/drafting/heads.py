@@ -36,6 +36,7 @@ from engine.sequence import UNDRAWN, DraftedSequence, ScheduledSequence, Sequenc
 from kernels.interface import Kernels, Linear
 
 if TYPE_CHECKING:
+    from engine.sampling.grammar import GrammarMasks
     from engine.steps.runner import TokenSampler
 
 _MODEL_TYPE: Final = "medusa"
@@ -268,6 +269,11 @@ class HeadDrafter:
         self._once_s: deque[float] = deque(maxlen=_RECENT)
         self._each_s: deque[float] = deque(maxlen=_RECENT)
         self.draw = DraftFiller("drawing from heads", self._draw)
+
+    @property
+    def masks(self) -> GrammarMasks | None:
+        """By which drafts are drawn where a sequence follows a grammar."""
+        return self._sampler.masks
 
     def keep(self, items: list[ScheduledSequence], hidden: Tensor) -> None:
         """`hidden [R, hidden]`: of the rows of `items` that a step samples from, good for as long as that step."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.grammar import Bits, GrammarMasks
+from engine.sampling.grammar import Bits, GrammarMasks, allowed_by
 from engine.sampling.logits import Row, TokenIds, banned_ids, is_adjusted, within_vocabulary
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, Rows
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, masks_of
@@ -34,8 +34,9 @@ from kernels.triton.sampling.rows import (
 from kernels.triton.sampling.sample import best_of_splits, sample
 
 
-def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -> Words:
-    """`[n, 2]`, each token once. Ids beyond the vocabulary name no token and change nothing."""
+def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int, mask: Bits | None) -> Words:
+    """`[n, 2]`, each token once. Ids beyond the vocabulary name no token and change nothing. `mask`: what the request's
+    grammar allows, None: anything."""
     if not is_adjusted(seq, eos_token_ids):
         return no_edits()
     params = seq.params
@@ -46,7 +47,7 @@ def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -
     # Marked in an array of the vocabulary's size: sorting a long prompt's tokens would take several times as long.
     marks = np.zeros(vocab_size, dtype=np.uint8)
     marks[repeated] = REPEATED
-    marks[_banned(seq, eos_token_ids, vocab_size)] |= BANNED
+    marks[_banned(seq, eos_token_ids, vocab_size, mask)] |= BANNED
     changed = marks != 0
     changed[biased] = changed[counted] = True
     token_ids = np.flatnonzero(changed)
@@ -60,11 +61,13 @@ def edits_of(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -
     )
 
 
-def _banned(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int) -> TokenIds:
-    """Ids of all tokens that are banned next. With `allowed_token_ids`, all others are banned too; if the other bans
-    would leave none of the allowed ones, only that list counts."""
+def _banned(seq: TokensSoFar, eos_token_ids: frozenset[int], vocab_size: int, mask: Bits | None) -> TokenIds:
+    """Ids of all tokens that are banned next. With `allowed_token_ids`, all others are banned too, unless the grammar's
+    `mask` has none of the allowed ones; if the other bans would leave none of these, only that list counts."""
     banned = within_vocabulary(banned_ids(seq, eos_token_ids), vocab_size)
     allowed = within_vocabulary(seq.params.allowed_token_ids, vocab_size)
+    if mask is not None:
+        allowed = allowed[allowed_by(mask, vocab_size)[allowed]]
     if not len(allowed):
         return banned
     others = np.delete(np.arange(vocab_size), allowed)
@@ -164,7 +167,7 @@ class DeviceSampler:
             top_p=params.top_p,
             log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             repetition=params.repetition_penalty,
-            edits=edits_of(seq, self.eos_token_ids, self.vocab_size),
+            edits=edits_of(seq, self.eos_token_ids, self.vocab_size, bits),
             mask=bits,
             num_top=-1 if params.logprobs is None else params.logprobs,
         )

@@ -435,6 +435,12 @@ class LoadedModel:
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(self.runner.config.eos_token_ids)
 
+    @property
+    def grammar_masks(self) -> list[GrammarMasks]:
+        """Those of all samplers: the model's own, and that of whoever drafts for it. Each reads a tokenizer."""
+        of_drafts = None if self.draft_model is None else self.draft_model.masks
+        return [masks for masks in (self.runner.sampler.masks, of_drafts) if masks is not None]
+
 
 def load_model(
     config: EngineConfig, host_memory: HostMemory | None = None, progress: LoadProgress | None = None

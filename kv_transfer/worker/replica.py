@@ -103,7 +103,7 @@ class WorkerReplica:
         async with telling_of_loading(identity, report, self._locate_scheduler):
             self._model = await asyncio.to_thread(self._tiers.load, progress)
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
-            if (masks := self.model.runner.sampler.masks) is not None:
+            for masks in self.model.grammar_masks:
                 # Before anybody knows the worker: it is silent meanwhile, and who is silent for long counts as gone.
                 await asyncio.to_thread(masks.read_ahead)
             self._lower = self._tiers.open(self.model, self._events)

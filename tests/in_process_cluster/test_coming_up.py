@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
+from engine.drafting.draft_model import DraftModel
 from kv_transfer.worker.base import WorkerParts
 from tests.support.mini_cluster import cluster_of
 from tests.support.mini_requests import PROMPT, tokens
 from tests.support.replica_cluster import replica_cluster
-from tests.support.small_models import SmallModel, greedy
+from tests.support.small_models import SmallModel, greedy, shallower
 from tests.support.waiting import HANGS_S, eventually
 
 
@@ -73,6 +75,23 @@ async def test_a_worker_s_tokenizer_is_read_before_anybody_knows_the_worker(llam
         return DecodeWorker(parts, cluster.config.decode)
 
     async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        await cluster.add_replica("decode", {"decode": begun})
+        assert found == [True]
+
+
+async def test_so_is_that_of_the_model_that_drafts(llama: SmallModel, tmp_path: Path) -> None:
+    """It has a tokenizer of its own to follow grammars by."""
+    found: list[bool] = []
+
+    def begun(parts: WorkerParts) -> DecodeWorker:
+        assert isinstance(parts.model.draft_model, DraftModel)
+        masks = parts.model.draft_model.masks
+        assert masks is not None and masks is not parts.model.runner.sampler.masks
+        found.append(masks.has_tokenizer)
+        return DecodeWorker(parts, cluster.config.decode)
+
+    engine = {"draft_ref": str(shallower(llama, tmp_path))}
+    async with replica_cluster(llama, num_prefill=0, num_decode=1, decode_engine=engine) as cluster:
         await cluster.add_replica("decode", {"decode": begun})
         assert found == [True]
 

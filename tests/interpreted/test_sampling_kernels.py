@@ -242,6 +242,34 @@ def test_grammars_are_the_cpus(tmp_path: Path) -> None:
         sampler.begin(logits.to(device()), rows).finish()
 
 
+def test_lists_of_tokens_give_way_to_a_grammar_one_by_one_as_on_the_cpu(tmp_path: Path) -> None:
+    """Where the grammar leaves none of the allowed tokens, or bans would leave none of those, the other list counts."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    masks, size = GrammarMasks(tmp_path, 307, [EOS]), 307
+    three, four, letter = (masks.tokenizer.tokenize_str(text)[0] for text in "34a")
+    wishes: list[dict[str, Any]] = [
+        {"allowed_token_ids": (three, letter), "bad_words": ((three,),)},
+        {
+            "allowed_token_ids": (letter,),
+            "bad_words": tuple((token,) for token in masks.tokenizer.tokenize_str("0123")),
+        },
+        {"allowed_token_ids": (three, four, letter), "bad_words": ((three,),)},
+    ]
+    rows = [
+        sequence(params_of(seed=seed, temperature=2.0, grammar="start: /[0-9]{2}/", **wish))
+        for wish in wishes
+        for seed in range(8)
+    ]
+    logits = random_logits(17, len(rows), size)
+    ours = DeviceSampler(size, [EOS], masks).begin(logits.to(device()), rows).finish()
+    assert ours == Sampler(size, [EOS], masks).sample(logits, rows)
+    tokens = [token.token_id for token in ours]
+    assert set(tokens[:8]) == {three}
+    assert not set(tokens[8:16]) & {letter, three}
+    assert set(tokens[16:]) == {four}
+
+
 def test_what_follows_drafts_is_the_cpus(tmp_path: Path) -> None:
     """The device samples after wrong ones, too: what it found there counts for nothing."""
     write_byte_tokenizer(tmp_path)

@@ -72,6 +72,24 @@ def test_what_is_not_computed_here_is_refused(
     assert said in checkpoint(tmp_path, modules, **config).refusal
 
 
+def test_gpt_2_calls_its_width_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
+    assert CheckpointPooling.from_folder(tmp_path).size == 768
+
+
+def test_a_config_without_a_width_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json does not say the hidden_size"):
+        CheckpointPooling.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("modules", [{}, [{}], ["Pooling"], 7])
+def test_modules_that_are_none_are_named(modules: Any, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps(modules or {"type": "Pooling"}))
+    with pytest.raises(ValueError, match=r"modules\.json is no list of modules"):
+        checkpoint(tmp_path, None)
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):

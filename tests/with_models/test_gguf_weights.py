@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.gguf.blocks import quantised_weight
-from engine.checkpoint.gguf.checkpoint import convert_gguf
+from engine.checkpoint.gguf.checkpoint import convert_gguf, describe_gguf
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import load_weights
@@ -262,6 +262,82 @@ def test_a_value_that_its_readers_stumble_over_is_the_file_s(
     write_gguf(tmp_path / "odd.gguf", tmp_path / "hf", model.config, {key: GGUFValue(value, kind)})
     with pytest.raises(ValueError, match=rf"odd\.gguf cannot be used .*{stumbled}"):
         resolve_model(str(tmp_path / "odd.gguf"))
+
+
+def described_llama(tmp_path: Path, **told: Any) -> ModelConfig:
+    """The config of a Llama's file that says so of its rotary embedding and its tokens, too."""
+    kinds = {str: ValueKind.STRING, float: ValueKind.FLOAT32, int: ValueKind.UINT32}
+    changes = {name.replace("__", "."): GGUFValue(value, kinds[type(value)]) for name, value in told.items()}
+    model = build_oracle("llama", tmp_path / "hf", intermediate_size=128)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config, changes)
+    return ModelConfig.from_folder(resolve_model(str(tmp_path / "model.gguf")))
+
+
+def test_positions_are_scaled_as_the_file_says(tmp_path: Path) -> None:
+    told = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    ropes = {layer.rope for layer in described_llama(tmp_path, **told).layers}
+    assert [(rope.kind, rope.factor) for rope in ropes] == [("linear", 4.0)]
+
+
+def test_a_scaling_of_positions_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="scaled by 'yarn'"):
+        described_llama(tmp_path, llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
+
+
+def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    assert described_llama(tmp_path, tokenizer__ggml__eot_token_id=7).eos_token_ids == (2, 7)
+
+
+def test_llama_2_s_tokenizer_is_not_taken_for_gemma_s(tmp_path: Path) -> None:
+    """Both are named the same, but before a text it puts a space."""
+    with pytest.raises(ValueError, match="begin with a space"):
+        described_llama(tmp_path, tokenizer__ggml__model="llama", tokenizer__ggml__pre="default")
+
+
+def described_gemma3(folder: Path, *, num_layers: int, factor: float | None = None) -> ModelConfig:
+    """The config of a file that says all of a Gemma 3, and has none of its tensors."""
+    writer = gguf.GGUFWriter(folder / "gemma.gguf", "gemma3")
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_block_count(num_layers)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(32)
+    writer.add_context_length(256)
+    writer.add_sliding_window(7)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    if factor is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", "a"])
+    writer.add_token_types([3, 3, 3, 2, 1])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "described").mkdir()
+    describe_gguf(folder / "gemma.gguf", folder / "described")
+    return ModelConfig.from_folder(folder / "described")
+
+
+def test_gemma_3_scales_the_positions_of_its_full_layers(tmp_path: Path) -> None:
+    config = described_gemma3(tmp_path, num_layers=6, factor=8.0)
+    *sliding, full = [(layer.window, layer.rope.kind, layer.rope.factor) for layer in config.layers]
+    assert full == (None, "linear", 8.0)
+    assert {(window, kind) for window, kind, _ in sliding} == {(7, "default")}
+
+
+@pytest.mark.parametrize(("num_layers", "divided_by"), [(18, 32), (62, 16)])
+def test_the_largest_gemma_3_scales_attention_by_its_width(num_layers: int, divided_by: int, tmp_path: Path) -> None:
+    assert described_gemma3(tmp_path, num_layers=num_layers).attention_scale == divided_by**-0.5
 
 
 def test_arrays_within_arrays_are_refused(tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, 
         assert torch.equal(weight, expected[name]), name
 
 
+def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    write_packed(tmp_path, GPTQ)
+    damaged = tmp_path / "model-1.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model-1\.safetensors is not a whole safetensors file"):
+        load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+
+
 def write_mxfp4(folder: Path, **changes: Any) -> Any:
     """A small gpt-oss whose experts are random blocks and scales, in two files; the model with their values, by
     transformers."""

@@ -45,6 +45,7 @@ _TENSOR_NAMES = {
 }
 
 _PROGRESS_STEPS = 4
+_GEMMA3_27B_LAYERS = 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,8 @@ def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata,
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    if (turn_end := metadata.get("tokenizer.ggml.eot_token_id")) is not None:  # of chats, beside the end of a text
+        special["eos_token_id"] = sorted({special["eos_token_id"], turn_end} - {None})
     from transformers import AutoConfig  # takes seconds to import, and only a conversion needs it
 
     config = AutoConfig.for_model(
@@ -183,12 +186,24 @@ def _shortest_float(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def _rope(metadata: Metadata, prefix: str) -> dict[str, Any]:
+    """The rotary embedding; of Gemma 3, that of its full layers. Raises ValueError for a scaling that is not known."""
+    theta = metadata[f"{prefix}.rope.freq_base"]
+    factor: float = metadata.get(f"{prefix}.rope.scaling.factor") or metadata.get(f"{prefix}.rope.scale_linear") or 1.0
+    kind = metadata.get(f"{prefix}.rope.scaling.type", "linear")  # so in llama.cpp, too
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind != "linear":
+        raise ValueError(f"its rotary embedding is scaled by {kind!r}; known are 'none' and 'linear'")
+    return {"rope_type": "linear", "factor": _shortest_float(factor), "rope_theta": theta}
+
+
 def _llama_config(metadata: Metadata) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "head_dim": metadata["llama.rope.dimension_count"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        "rope_parameters": _rope(metadata, "llama"),
         **_common_config(metadata, "llama"),
     }
 
@@ -203,21 +218,31 @@ def _llama_row_order(name: str, num_rows: int, metadata: Metadata) -> Rows | Non
 
 
 def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
-    """The GGUF file leaves out what all Gemma 3 share: five sliding layers, then a full one, and the sliding theta."""
+    """The GGUF file leaves out what all Gemma 3 share: five sliding layers, then a full one, and the sliding theta; and
+    that the largest scales attention otherwise, which llama.cpp, too, knows by its layers. Raises ValueError for other
+    rows of layers."""
+    if (pattern := metadata.get("gemma3.attention.sliding_window_pattern", 6)) != 6:
+        raise ValueError(f"its sliding_window_pattern is {pattern!r}; known is 6")
+    head_dim, num_heads = metadata["gemma3.attention.key_length"], metadata["gemma3.attention.head_count"]
+    is_27b = metadata["gemma3.block_count"] == _GEMMA3_27B_LAYERS
     return {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
-        "head_dim": metadata["gemma3.attention.key_length"],
-        "query_pre_attn_scalar": metadata["gemma3.attention.key_length"],
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": metadata["gemma3.embedding_length"] // num_heads if is_27b else head_dim,
         "sliding_window": metadata["gemma3.attention.sliding_window"],
         "layer_types": [
             "full_attention" if layer % 6 == 5 else "sliding_attention"
             for layer in range(metadata["gemma3.block_count"])
         ],
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": metadata["gemma3.rope.freq_base"]},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": _rope(metadata, "gemma3"),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.get("gemma3.rope.freq_base_swa", 10_000.0),
+            },
         },
+        "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
         **_common_config(metadata, "gemma3"),
     }
 

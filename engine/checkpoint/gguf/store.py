@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint folder: its config and tokenizer beside a link to the file, which stays where it is.
 
-Folders are kept in the cache, one for each file and time of its last change.
+Folders are kept in the cache, one for each file and time of its last change, and for what is made of files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Final
 GGUF_NAME = "model.gguf"
 """What a GGUF file is called in a checkpoint folder whose weights are in it."""
 
+_VERSION: Final = 2
+"""Raise it when a folder is given other files than before: those that were made earlier are not used any more."""
 _LONGEST_ERROR: Final = 500  # characters: some quote what they read
 
 
@@ -50,7 +52,7 @@ def gguf_folder(gguf_file: Path, cache_dir: Path) -> Path:
 
 def _digest(gguf_file: Path) -> str:
     stat = gguf_file.stat()
-    return hashlib.sha256(f"{gguf_file} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{gguf_file} {stat.st_size} {stat.st_mtime_ns} {_VERSION}".encode()).hexdigest()[:12]
 
 
 def _describe(gguf_file: Path, folder: Path) -> None:

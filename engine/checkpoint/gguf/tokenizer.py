@@ -29,6 +29,12 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> None:
     build = {"gpt2/smollm": _smollm_tokenizer, "llama/default": _gemma_tokenizer}.get(kind)
     if build is None:
         raise ValueError(f"the GGUF file names the tokenizer {kind}, whose rules are unknown here")
+    is_gemma = metadata["general.architecture"] == "gemma3"
+    if build is _gemma_tokenizer and metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma):
+        raise ValueError(  # Llama 2's goes by the same name, and mostly says nothing of it
+            f"the GGUF file names the tokenizer {kind}, and its texts begin with a space (add_space_prefix), as Gemma's"
+            " do not; its rules are unknown here"
+        )
     tokenizer = build(metadata)
     tokenizer.add_special_tokens(_added_tokens(metadata, _CONTROL))
     tokenizer.save(str(folder / "tokenizer.json"))
