@@ -109,6 +109,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ArgumentsError("name a file with --trace, or draw requests with --format synthetic")
     if arguments.trace is not None and not arguments.trace.exists():
         raise ArgumentsError(f"there is no file {arguments.trace}")
+    if arguments.trace is not None and arguments.format == SYNTHETIC:
+        raise ArgumentsError("--format synthetic draws requests: leave it out, or --trace")
     if arguments.max_gpus < 1 or arguments.limit < 2:
         raise ArgumentsError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")
     from cluster.simulation.plan.command import run
@@ -121,6 +123,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _what_if(arguments: argparse.Namespace) -> int:
+    given = [
+        name for name in ("prefill", "decode", "ttft_ms", "tpot_ms", "gap_ms") if getattr(arguments, name) is not None
+    ]
+    given += ["acceptance"] * bool(arguments.acceptance)
+    if arguments.layouts and given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ArgumentsError(f"--layouts replays what was asked, as it was, on all layouts: leave out {options}")
     from cluster.gateway.request_log import read_log
     from cluster.simulation.whatif import BestLayout, WhatIf, best_layout, what_if
 

@@ -72,8 +72,10 @@ class Autoscaler:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
     def lacking(self) -> Role | None:
-        """The role of a pool that needs more workers than this model has for it; None: neither does."""
-        return None if self.advice is None else self._sizer.lacking()
+        """The role of a pool that needs more workers than this model has for it, or is about to have, as one changes
+        its role; None: neither does."""
+        role = None if self.advice is None else self._sizer.lacking()
+        return None if any(flip.role == role for flip in self._flips) else role
 
     def spared(self, now: float, model: str) -> WorkerInfo | None:
         """The worker with least to lose of a pool that could do without one, to become one of that other model; None:

@@ -21,7 +21,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Fact, Slot
 from cluster.slo.sliding_window import SlidingWindow
 from cluster.slo.tracker import Burn, SeriesSnapshot
-from engine.cost_model.step_cost import StepCost, StepWork
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
 
 _NUM_PARTS: Final = 12
@@ -34,9 +34,10 @@ _RETURN_S: Final = 60.0  # who asks the same again within this time after it was
 
 def prefill_work_s(cost: StepCost, uncached_tokens: float, cached_tokens: float, chunk_tokens: float) -> float:
     """How much of a busy worker's time a prompt takes, in seconds. Such a worker fills its steps, so that short prompts
-    share what every step costs."""
-    work = cost.step_s(StepWork.of_prefill(uncached_tokens, cached_tokens)) - cost.base_s
-    return work + cost.base_s * min(1.0, uncached_tokens / chunk_tokens)
+    share what every step costs, and long ones take several."""
+    each_s = cost.base_s + cost.prefill_base_s
+    work = cost.prefill_s(uncached_tokens, cached_tokens) - each_s
+    return work + each_s * uncached_tokens / chunk_tokens
 
 
 def largest_batch(

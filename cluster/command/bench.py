@@ -330,12 +330,19 @@ async def _send(asker: Asker, requests: Iterator[TraceRequest], arguments: argpa
     else:
         in_time = itertools.takewhile(lambda _: ends_s is None or loop.time() < ends_s, due)
         sending = asyncio.ensure_future(keep_open(in_time, arguments.concurrency or 1, asker.ask))
-    loop.add_signal_handler(signal.SIGINT, sending.cancel)
+    num_running = 0
+
+    def interrupt() -> None:
+        nonlocal num_running
+        num_running = asker.num_running  # none is any more when all have been told
+        sending.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     telling = asyncio.create_task(_tell(asker))
     try:
         await sending
     except asyncio.CancelledError:
-        print(f"Interrupted; {asker.num_running} requests had no whole answer yet.", file=sys.stderr)
+        print(f"Interrupted; {num_running} requests had no whole answer yet.", file=sys.stderr)
     finally:
         telling.cancel()
         loop.remove_signal_handler(signal.SIGINT)

@@ -8,6 +8,7 @@ from which the same command goes on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -29,7 +30,7 @@ from engine.checkpoint.builtin_models import ModelUnavailableError
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import load_output_layer
 from engine.drafting.head_training import HeadScores, HeadTraining, Tokens, frequent_tokens
-from engine.drafting.heads import HeadDrafter, HeadsConfig, target_config
+from engine.drafting.heads import HeadDrafter, HeadsConfig, is_heads, target_config
 from engine.drafting.speculation import MOST_DRAFTS, Speculation
 from engine.model.config import ModelConfig, read_config
 from engine.sampling.params import SamplingParams
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.texts:
         if not path.exists():
             raise ArgumentsError(f"there is no file or folder {path}")
+    _require_own_folder(arguments.output)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -69,6 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
     except (ModelUnavailableError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _require_own_folder(output: Path) -> None:
+    """Check that heads may take the place of what is at `output`: nothing, an empty folder, or other heads. Raises
+    ArgumentsError: whatever else is there would be deleted."""
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    with contextlib.suppress(ValueError):  # its config.json is no JSON, hence not of ours
+        is_free |= is_heads(output)
+    if not is_free or not output.name:
+        raise ArgumentsError(
+            f"{output} is there already, and holds no heads, which get a folder of their own: name one with --output"
+            " that is not there yet"
+        )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -119,7 +134,7 @@ def _tokenised(tokenizer: Tokenizer, paths: list[Path]) -> _Texts:
     """Read the texts, and cut their tokens into windows to learn from and to hold out. Raises ValueError if there is
     too little to learn from."""
     began = time.monotonic()
-    documents = sorted({document for path in paths for document in _documents(path, tokenizer)})
+    documents = sorted({document for path in paths for document in _read(path, tokenizer)})
     random.Random(0).shuffle(documents)
     texts, num_tokens, num_read = _Texts(), 0, 0
     for document in documents:
@@ -144,6 +159,14 @@ def _tokenised(tokenizer: Tokenizer, paths: list[Path]) -> _Texts:
     return texts
 
 
+def _read(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the texts in a file or a folder that was named. Raises ValueError, with the file, where it has none."""
+    try:
+        yield from _documents(path, tokenizer)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); leave it out, or name its folder") from error
+
+
 def _windows(token_ids: Tokens) -> Iterator[Tokens]:
     """Yields the windows of a text, without a last one that is too short."""
     for start in range(0, len(token_ids), _WINDOW):
@@ -163,11 +186,11 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
                 except UnicodeDecodeError:
                     continue
         return
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` knows others, which JSON's texts may hold
         if line.strip():
             try:
                 yield _text_of(json.loads(line), tokenizer)

@@ -99,9 +99,9 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
     require_free_port(http["host"], http["port"])
     tune_environment()
     give_secret()
-    interrupted = interrupted_by_signals()
     import_module("ray")  # completely, before two threads import from it
-    fetch_models(config)
+    fetch_models(config)  # until here Ctrl-C just ends this process: a download may take hours
+    interrupted = interrupted_by_signals()
     print("Starting Ray ...", flush=True)
     # Ray's processes take seconds to come up, in which this process would only wait: it imports meanwhile.
     threading.Thread(target=import_module, args=("cluster.app",), daemon=True).start()

@@ -220,8 +220,8 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     tune_environment()
     give_secret()
+    fetch_models(config)  # until here Ctrl-C just ends this process
     interrupted = interrupted_by_signals()
-    fetch_models(config)
     with _folder() as folder:
         nodes = LocalNodes(plans, folder)
         with contextlib.ExitStack() as ends:
@@ -282,10 +282,12 @@ def describe(nodes: LocalNodes, workers: Sequence[dict[str, Any]]) -> str:
 
 def way_of_newest(nodes: LocalNodes, url: str) -> str:
     """Which workers, on which nodes, served the newest request."""
+    newest = ask(url, "/cluster/decisions?limit=1")["decisions"]
+    if not newest or not newest[0]["candidates"]:  # the first question was refused: the model has no chat template
+        return "No request has been placed yet."
     where = {worker["worker_id"]: worker["endpoint"]["node_id"] for worker in ask(url, "/cluster")["workers"]}
     names = nodes.names()
-    decision = ask(url, "/cluster/decisions?limit=1")["decisions"][0]
-    best = decision["candidates"][0]
+    best = newest[0]["candidates"][0]
     chosen = (best["prefill"] or best["decode"], best["decode"])
     prefill, decode = (names.get(where.get(worker, ""), "a node that is gone") for worker in chosen)
     if prefill == decode:
@@ -307,6 +309,9 @@ def main() -> int:
         return 1
     except BrokenPipeError:  # whoever read it has seen enough
         sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:  # before anything was started
+        print("Stopped.", file=sys.stderr)
         return 1
     return 0
 

@@ -138,9 +138,17 @@ async def _answered(reader: asyncio.StreamReader) -> tuple[int, bool]:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Yields the chunks of a chunked body. Raises asyncio.IncompleteReadError if the connection ends before it."""
-    while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+    """Yields the chunks of a chunked body. Raises asyncio.IncompleteReadError if the connection ends before it, and
+    AnswerError."""
+    while size := await _chunk_size(reader):
         yield (await reader.readexactly(size + 2))[:size]
+
+
+async def _chunk_size(reader: asyncio.StreamReader) -> int:
+    try:
+        return int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+    except (ValueError, asyncio.LimitOverrunError) as error:
+        raise AnswerError("the answer is not HTTP: a chunk has no size") from error
 
 
 async def _rest(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
@@ -184,7 +192,7 @@ def read_stream(pieces: Sequence[Piece]) -> StreamedAnswer:
             continue
         if "error" in event:
             raise AnswerError(f"the server answered {json.dumps(event)[:300]}")
-        said = "".join(map(_said, event.get("choices", [])))
+        said = "".join(map(_said, event.get("choices") or []))
         if said:
             streamed.arrivals_s.append(at_s)
             streamed.text += said

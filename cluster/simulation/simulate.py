@@ -138,6 +138,7 @@ class Simulation:
         self._live: dict[str, LiveRequest] = {}
         self._records: list[RequestRecord] = []
         self._asks_at = math.inf  # when the router is asked for answers next
+        self._over_at = 0.0  # when the last request so far was served or turned away
         self._network = Network(self._clock) if config.decode.link is not None else None
         self._prefills: dict[str, SimulatedPrefill] = {}
         self._decodes: dict[str, SimulatedDecode] = {}
@@ -180,11 +181,12 @@ class Simulation:
         return SimulationResult(self._records, summarise(self._records, self._utilisation(), router, num_preemptions))
 
     def _utilisation(self) -> dict[str, float]:
-        """The busy share of each pool's time; a worker that is dead could have computed, too."""
+        """The busy share of each pool's time until the last request was over, after which failures and timers may
+        follow; a worker that is dead could have computed, too."""
         shares = {}
         for pool in ("prefill", "decode"):
             workers = [worker for worker in (*self._alive(), *self._dead) if worker.info.role == pool]
-            time_s = len({worker.worker_id for worker in workers}) * self._clock.now
+            time_s = len({worker.worker_id for worker in workers}) * self._over_at
             if time_s:
                 shares[pool] = sum(worker.steps.busy_s for worker in workers) / time_s
         return shares
@@ -450,6 +452,7 @@ class Simulation:
 
     def _reject(self, live: LiveRequest, reason: str, retry_after_s: float | None) -> None:
         self._drop_held(live)
+        self._over_at = self._clock.now
         live.record.num_rejections += 1
         live.record.rejected, live.record.retry_after_s = reason, retry_after_s
         self._watch(live.record)
@@ -501,6 +504,7 @@ class Simulation:
         if live is None or live.key != seq.key:
             return  # of an attempt that is over
         del self._live[seq.request_id]
+        self._over_at = self._clock.now
         live.record.gaps = Gaps.between(live.token_times, live.record.slo)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None

@@ -235,6 +235,23 @@ def test_failures_are_told(bench: Bench, generator: ScriptedGenerator) -> None:
     wait_until(lambda: generator.num_open == 0, what="the client has left, and its request was not cancelled")
 
 
+@pytest.mark.parametrize("when", ["--concurrency 3 --requests 9", "--rate 1000 --requests 3"])
+def test_ctrl_c_tells_how_many_had_no_answer(target: Target, generator: ScriptedGenerator, when: str) -> None:
+    """Whoever sent them may have been the slowest of all: they are in no percentile."""
+    generator.script = Script(hang_after=1)
+    command = [sys.executable, "-m", "cluster", "bench", url_of(target), *when.split()]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: generator.num_open == 3)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=HANGS_S)
+    finally:
+        child.kill()
+        child.wait()
+    assert "Interrupted; 3 requests had no whole answer yet." in err
+    assert child.returncode == 1 and "no request has ended" in err
+
+
 def test_a_trace_is_sent_at_its_times_and_shares_its_prefixes(
     bench: Bench, generator: ScriptedGenerator, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import given, settings
@@ -36,7 +37,11 @@ def test_a_busy_prefill_worker_fills_its_steps() -> None:
     whole = prefill_work_s(COST, 1000.0, 0.0, chunk_tokens=1000.0)
     assert math.isclose(whole, COST.prefill_s(1000.0))
     assert math.isclose(10 * prefill_work_s(COST, 100.0, 0.0, chunk_tokens=1000.0), whole)
-    assert math.isclose(prefill_work_s(COST, 5000.0, 0.0, chunk_tokens=1000.0), 0.01 + 0.5)
+    assert math.isclose(prefill_work_s(COST, 5000.0, 0.0, chunk_tokens=1000.0), 5 * 0.01 + 0.5)
+    any_step = replace(COST, prefill_base_s=0.02)
+    for num_tokens in (100.0, 1000.0, 5000.0):  # so many that steps are full take as long as one prompt of them all
+        together_s = any_step.prefill_s(100 * num_tokens, chunk_tokens=1000.0)
+        assert math.isclose(100 * prefill_work_s(any_step, num_tokens, 0.0, chunk_tokens=1000.0), together_s)
 
 
 def test_as_many_decode_at_once_as_target_memory_and_limit_allow() -> None:

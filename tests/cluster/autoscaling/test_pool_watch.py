@@ -260,6 +260,36 @@ def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_
     assert [orders(float(second)) for second in range(150, 200)] == [[]] * 50, "the last one of a model stays"
 
 
+def test_nobody_is_taken_from_another_model_while_one_of_its_own_changes_its_role() -> None:
+    """It counts in neither pool until it is back, which is no reason to have two more."""
+    ledgers = {"a": Ledger(), "b": Ledger()}
+    for pid, (model, worker_id) in enumerate([("a", "p1"), ("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4")]):
+        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
+    alone = PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=FIXED, flip_hold_s=5.0)
+    plans = {"a": PoolsPlan(prefill=FIXED, decode=FIXED, flips=True, flip_hold_s=5.0), "b": alone}
+    sizing = {model: keeper(ledger, plans[model]) for model, ledger in ledgers.items()}
+    exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
+
+    def orders(now: float) -> list[tuple[str, str]]:
+        own = [order for each in sizing.values() for order in each.orders(now)]
+        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        found = [*own, *exchange.orders(workers, now)]
+        return [(order.role, order.model) for _, order in found if isinstance(order, ChangeRole)]
+
+    assert [orders(float(second)) for second in range(20)] == [[]] * 20
+    for i in range(40):
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
+    assert orders(20.0) == [("prefill", "")]
+    left = ledgers["a"].info("d1")
+    ledgers["a"].heartbeat(worker_snapshot("d1", 2, draining=True), 20.5)
+    assert orders(21.0) == []
+    ledgers["a"].unregister("d1", 22.0)
+    assert orders(22.0) == []
+    ledgers["a"].register(replace(left, worker_id="p1.1", role="prefill", home="decode"), costed_snapshot("p1.1"), 23.0)
+    assert orders(24.0) == []
+
+
 def test_after_a_worker_that_does_not_come_back_with_its_new_model_nobody_goes_for_ten_minutes() -> None:
     """It may still load a large one, or never can: then each one more would be lost, too."""
     ledgers = {"a": Ledger(), "b": Ledger()}

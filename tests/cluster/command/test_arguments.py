@@ -58,6 +58,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         (f"check {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
         (f"serve {ROOT}/pyproject.toml", "is neither a Serve config file (.yaml, .yml, .json) nor a GGUF file"),
         ("plan", "name a file with --trace, or draw requests with --format synthetic"),
+        ("plan --trace pyproject.toml --format synthetic", "leave it out, or --trace"),
+        ("whatif --log x --layouts --decode 4 --ttft-ms 500", "leave out --decode, --ttft-ms"),
         ("plan --trace nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("plan --format synthetic --max-gpus 0", "a plan needs at least one GPU (--max-gpus)"),
         ("simulate --link-gb-per-s 0", "write a number above 0, not '0'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_the_dashboard_is_started_unless_it_is_not_wanted(
     with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(Started) as started:
         main()
     assert started.value.options["include_dashboard"] is has_dashboard
+
+
+def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may take hours, and nothing is started yet that would have to end in order."""
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(local_cluster, "fetch_models", lambda config: signal.raise_signal(signal.SIGINT))
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(KeyboardInterrupt):
+            local_cluster.serve_document(
+                {"http_options": {"port": free_port()}, "applications": [{"name": "legato", "args": {}}]}
+            )
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def answering(answer: bytes) -> AbstractContextManager[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.load import LegatoConfig, load_config
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError
-from cluster.deployment.local_nodes import NodePlan, config_on_nodes, plan_nodes
+from cluster.deployment.local_nodes import LocalNodes, NodePlan, config_on_nodes, plan_nodes, way_of_newest
 from tests.cluster.config.test_config import ROOT
+from tests.support.threaded_server import QuietHandler, threaded_server
 
 QUICKSTART = load_config(ROOT / "ray_configs" / "quickstart.yaml")
 
@@ -51,3 +54,14 @@ def test_every_worker_has_its_node_and_no_node_but_the_head_anything_else(path: 
             assert (pool.num_cpus, pool.resources) == (0, {f"{role}_node": 1})
     # As `ray start` is told: CPUs, which gateways and the scheduler need, are on the head alone.
     require_room(config, [{"CPU": 4.0 if plan.is_head else 0.0, **plan.resources} for plan in plans])
+
+
+def test_a_model_that_refused_the_first_question_is_served_all_the_same(tmp_path: Path) -> None:
+    """One without a chat template: nothing was placed, so there is no way to tell."""
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b'HTTP/1.1 200 OK\r\n\r\n{"decisions": []}')
+
+    with threaded_server(Handler) as url:
+        assert way_of_newest(LocalNodes(plan_nodes(3, QUICKSTART), tmp_path), url) == "No request has been placed yet."

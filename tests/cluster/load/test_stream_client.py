@@ -116,6 +116,8 @@ async def test_an_answer_that_ends_early_is_told_from_a_whole_one() -> None:
         ([b"SSH-2.0-OpenSSH_9.6\r\n\r\n"], 200, "not HTTP"),
         ([CLOSED, event(error={"message": "out of memory"})], 200, "out of memory"),
         ([CLOSED, b"data: {oh\n\n"], 200, "no JSON"),
+        ([CHUNKED, b"oh\r\n"], 200, "a chunk has no size"),
+        ([CHUNKED, b"1" * 100_000], 200, "a chunk has no size"),
     ],
 )
 async def test_what_is_no_answer_is_said(pieces: list[bytes], status: int, told: str) -> None:

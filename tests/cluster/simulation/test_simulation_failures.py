@@ -15,7 +15,13 @@ from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import NetworkLink
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
-from cluster.simulation.routers.baselines import CacheAware, Dynamo, LeastOutstandingTokens, QueueLengthRouter
+from cluster.simulation.routers.baselines import (
+    CacheAware,
+    Dynamo,
+    LeastOutstandingTokens,
+    QueueLengthRouter,
+    RoundRobin,
+)
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.workers import WorkerShape
@@ -92,6 +98,19 @@ def test_who_is_on_its_way_to_a_dead_worker_is_told_and_goes_elsewhere() -> None
         assert worker_id not in (record.prefill, record.decode)
         assert record.ttft_s is not None
         assert record.ttft_s < prefill_s(1000) + 20 * MESSAGE_S
+
+
+@pytest.mark.parametrize(
+    "later", [Slow(worker_id="decode-0", at_s=1e4, factor=2.0), Kill(worker_id="prefill-1", at_s=0.0, back_s=1e4)]
+)
+def test_what_happens_when_all_are_served_makes_no_worker_look_idle(later: Kill | Slow) -> None:
+    config = replace(CONFIG, num_prefill=2)
+    whole = simulate(replace(config, failures=(Kill(worker_id="prefill-1", at_s=0.0),)), [one(1000, 101)], RoundRobin())
+    failures = (Kill(worker_id="prefill-1", at_s=0.0), later) if isinstance(later, Slow) else (later,)
+    result = simulate(replace(config, failures=failures), [one(1000, 101)], RoundRobin())
+    assert result.records == whole.records
+    assert result.summary.utilisation == whole.summary.utilisation
+    assert whole.summary.utilisation["decode"] > 0.2
 
 
 def test_without_anybody_left_requests_wait_for_the_next_life() -> None:

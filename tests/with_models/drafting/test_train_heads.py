@@ -110,6 +110,7 @@ def test_each_text_is_read_once_and_a_part_held_out(
         (("few.txt",), 1, "too few to learn from"),
         (("odd.jsonl",), 1, "line 2: 'prompt'; each line is an object with a text"),
         (("few.txt", "--heads", "16"), 2, "15 drafts of a sequence at most"),
+        (("picture.png",), 1, "picture.png is no text in UTF-8"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -121,7 +122,34 @@ def test_what_cannot_be_done_is_said(
     told: str,
 ) -> None:
     (tmp_path / "few.txt").write_text("a few words")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (tmp_path / "odd.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     text, *others = arguments
     assert legato("train-heads", llama, tmp_path / text, "-o", tmp_path / "heads", *others) == code
     assert told in capsys.readouterr().err
+
+
+def test_a_line_of_json_may_hold_what_ends_lines_elsewhere(llama: Path, tmp_path: Path) -> None:
+    """U+2028 and the like stand in texts of the web, unescaped."""
+    rows = [{"text": f"one\u2028two\x85 {'and so on ' * 120}{number}"} for number in range(6)]
+    (tmp_path / "web.jsonl").write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+    )
+    found = train_heads._tokenised(Tokenizer(llama), [tmp_path / "web.jsonl"])
+    assert len(found.learnt) >= 6
+
+
+def test_nothing_but_heads_is_ever_replaced(llama: Path, texts: Path, tmp_path: Path) -> None:
+    """A folder of somebody's, whether or not it has a config.json, stays as it is; an empty one is taken."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("years of work")
+    assert legato("train-heads", llama, texts, "-o", kept, "--heads", 2, "--steps", 1) == 2
+    (kept / "config.json").write_text("{}")
+    assert legato("train-heads", llama, texts, "-o", kept, "--heads", 2, "--steps", 1) == 2
+    assert legato("train-heads", llama, texts, "-o", kept / "thesis.txt", "--heads", 2, "--steps", 1) == 2
+    assert (kept / "thesis.txt").read_text() == "years of work" and not (tmp_path / "kept.partial").exists()
+    (tmp_path / "empty").mkdir()
+    with mock.patch.object(train_heads, "_measured", return_value=1.5):
+        assert legato("train-heads", llama, texts, "-o", tmp_path / "empty", "--heads", 2, "--steps", 1) == 0
+    assert is_heads(tmp_path / "empty")
