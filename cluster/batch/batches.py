@@ -14,6 +14,7 @@ All but the last of each way are passed on to the next gateway if this one ends.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sqlite3
 import time
@@ -255,6 +256,8 @@ def _finish(
         with content.open("wb") as out:
             for answer in _answers(connection, batch_id, succeeded):
                 size += out.write(answer.encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())  # the answers are forgotten below
         if size == 0:
             content.unlink()
             continue
