@@ -109,6 +109,7 @@ class BatchService:
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
+                    await self.batches.forget()  # what a gateway left that ended just then
             except Exception:
                 logger.exception("the batches could not be looked at, which is tried again")
             with suppress(TimeoutError):

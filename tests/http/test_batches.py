@@ -430,6 +430,27 @@ async def test_answers_are_on_the_disk_before_they_are_forgotten(
     database.close()
 
 
+async def test_others_have_their_turn_while_answers_are_written(tmp_path: Path) -> None:
+    """Answers may have gigabytes, and a claim that is not renewed for so long is lost."""
+    database = Database(tmp_path)
+    storage = BatchService(database, 100_000)
+    await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
+    batch = await storage.batches.claim(time.time() + 100)
+    assert batch is not None
+    await storage.batches.answer(batch, [KeptAnswer(n, True, "x" * 2**20) for n in range(60)])
+    output = storage.files.new_content()
+    finishing = asyncio.create_task(storage.batches.finish(batch, "completed", output, storage.files.new_content()))
+    await asyncio.sleep(0)
+    assert await storage.batches.renew([batch.id], until=time.time() + 100) and not finishing.done()
+    await finishing
+    assert output.stat().st_size == 60 * (2**20 + 1)
+    ended = await storage.batches.get(batch.id, "me")
+    assert (ended.status, ended.output_file_id, ended.num_succeeded) == ("completed", output.name, 60)
+    assert not await storage.batches.answered(batch)
+    assert [path.name for path in database.files.iterdir()] == [output.name]
+    database.close()
+
+
 async def stored_file(storage: BatchService) -> StoredFile:
     content = storage.files.new_content()
     content.write_text("{}")
