@@ -37,7 +37,7 @@ from cluster.deployment.ray_access import keep_replica_on_loopback, require_toke
 from cluster.deployment.worker import WorkerDeployment, locator, resolve_host
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
-from cluster.gateway.request_log import RequestRecorder
+from cluster.gateway.request_log import RequestRecorder, log_of_model
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
@@ -214,11 +214,11 @@ class Gateway:
         """The function that passes each request that has ended on to the request log and to the maker of spans, where
         there are any."""
         told = [] if self._traces is None else [self._traces.ended]
-        if config.gateway.request_log is not None:
+        if (log := config.gateway.request_log) is not None:
             for served in config.served:
                 name = served.model.name
                 recorder = RequestRecorder(
-                    Path(config.gateway.request_log + (f".{quote(name, safe='')}" if config.models else "")),
+                    log_of_model(log, name) if config.models else Path(log),
                     config.slo_classes,
                     self._orchestrator.scheduler.reports,
                     model=name,

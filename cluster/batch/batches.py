@@ -13,14 +13,17 @@ All but the last of each way are passed on to the next gateway if this one ends.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 from cluster.batch.database import Database
 from cluster.batch.files import StoredFile, insert_file, page
@@ -28,7 +31,8 @@ from cluster.errors import ConflictError, NotFoundError
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
-_READ_AT_ONCE: Final = 200  # answers that one query reads
+_WRITTEN_AT_ONCE: Final = 4 * 2**20  # characters of answers, or one answer
+_FORGOTTEN_AT_ONCE: Final = 50  # answers
 _STAMPS: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
@@ -143,8 +147,38 @@ class Batches:
 
     async def finish(self, batch: Batch, status: Status, output: Path, errors: Path) -> None:
         """Write the answers, in the order of the lines, into the contents `output` and `errors`, and end the batch. A
-        content with any answers becomes a file of the batch's. Raises LostClaimError."""
-        await self._database.transact(_finish, self.runner, batch.id, status, output, errors)
+        content with any answers becomes a file of the batch's. Raises LostClaimError.
+
+        All answers together may have gigabytes. Others have their turns meanwhile, or they would lose their claims."""
+        try:
+            contents = {
+                "output": (output, await self._write(batch, True, output)),
+                "error": (errors, await self._write(batch, False, errors)),
+            }
+            await self._database.transact(_finish, self.runner, batch.id, status, contents)
+        except LostClaimError:
+            for content in (output, errors):  # who is cancelled must leave them: the record may be written all the same
+                await asyncio.to_thread(content.unlink, missing_ok=True)
+            raise
+        while await self.forget():
+            pass
+
+    async def forget(self) -> bool:
+        """Delete some of the answers of batches that have ended. Returns whether there were any."""
+        return await self._database.transact(_forget)
+
+    async def _write(self, batch: Batch, succeeded: bool, content: Path) -> int:
+        """Write the answers that succeeded, or did not, onto the disk. Returns how many bytes they have; without any
+        there is no content."""
+        size, last = 0, -1
+        with await asyncio.to_thread(content.open, "wb") as out:
+            while rows := await self._database.transact(_answers, batch.id, succeeded, last):
+                last = rows[-1]["line"]
+                size += await asyncio.to_thread(out.write, b"".join(f"{row['answer']}\n".encode() for row in rows))
+            await asyncio.to_thread(_sync, out)
+        if not size:
+            await asyncio.to_thread(content.unlink)
+        return size
 
 
 def _of_row(connection: sqlite3.Connection, row: sqlite3.Row) -> Batch:
@@ -246,17 +280,12 @@ def _answer(connection: sqlite3.Connection, runner: str, batch_id: str, answers:
 
 
 def _finish(
-    connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, output: Path, errors: Path
+    connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, contents: dict[str, tuple[Path, int]]
 ) -> None:
     batch = _own(connection, runner, batch_id)
-    files: dict[str, str | None] = {}
-    for name, content, succeeded in (("output", output, True), ("error", errors, False)):
-        size = 0
-        with content.open("wb") as out:
-            for answer in _answers(connection, batch_id, succeeded):
-                size += out.write(answer.encode() + b"\n")
+    files: dict[str, str] = {}
+    for name, (content, size) in contents.items():
         if size == 0:
-            content.unlink()
             continue
         insert_file(
             connection,
@@ -271,15 +300,36 @@ def _finish(
         )
         files[f"{name}_file_id"] = content.name
     _save(connection, batch.turned(status, **files))
-    connection.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
 
 
-def _answers(connection: sqlite3.Connection, batch_id: str, succeeded: bool) -> Iterator[str]:
-    """Yields the kept answers of a batch that succeeded, or that did not, in the order of the lines."""
-    last = -1
-    while rows := connection.execute(
-        "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line LIMIT ?",
-        (batch_id, succeeded, last, _READ_AT_ONCE),
-    ).fetchall():
-        yield from (row["answer"] for row in rows)
-        last = rows[-1]["line"]
+def _answers(connection: sqlite3.Connection, batch_id: str, succeeded: bool, after: int) -> list[sqlite3.Row]:
+    """The next kept answers of a batch that succeeded, or that did not, in the order of the lines: those behind the
+    line `after`, as many as are written at once."""
+    found: list[sqlite3.Row] = []
+    num_chars = 0
+    with closing(
+        connection.execute(
+            "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line",
+            (batch_id, succeeded, after),
+        )
+    ) as rows:
+        for row in rows:
+            found.append(row)
+            num_chars += len(row["answer"])
+            if num_chars >= _WRITTEN_AT_ONCE:
+                break
+    return found
+
+
+def _sync(out: BinaryIO) -> None:
+    out.flush()
+    os.fsync(out.fileno())  # the answers are forgotten next
+
+
+def _forget(connection: sqlite3.Connection) -> bool:
+    deleted = connection.execute(
+        "DELETE FROM answers WHERE (batch, line) IN (SELECT batch, line FROM answers WHERE batch IN"
+        " (SELECT id FROM batches WHERE ended) LIMIT ?)",
+        (_FORGOTTEN_AT_ONCE,),
+    )
+    return deleted.rowcount > 0

@@ -92,7 +92,7 @@ class Files:
         """The owner's file of that id. Raises NotFoundError, also for one of another owner."""
         found = await self._database.transact(_find, file_id, owner)
         if found is None:
-            raise _not_found(file_id)
+            raise file_not_found(file_id)
         return found
 
     async def read(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
@@ -100,7 +100,7 @@ class Files:
         try:
             opened = await asyncio.to_thread(self.content(file).open, "rb")
         except FileNotFoundError:
-            raise _not_found(file.id) from None
+            raise file_not_found(file.id) from None
         with opened:
             while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
                 yield piece
@@ -123,7 +123,8 @@ class Files:
         await self._database.in_thread(_remove_others, self._database.files, known, now)
 
 
-def _not_found(file_id: str) -> NotFoundError:
+def file_not_found(file_id: str) -> NotFoundError:
+    """What to raise where a client has no such file, or where it has just been deleted."""
     return NotFoundError(f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
 
 

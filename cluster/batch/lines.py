@@ -5,6 +5,7 @@ As OpenAI's batches have them: a line is `{"custom_id", "method", "url", "body"}
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,11 +38,12 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineAnswer:
-    """What became of one line. `status`: HTTP's; 0: there was no answer, and `body` says why in OpenAI's shape.
+    """What became of one line. `status`: HTTP's; 0: there was no answer, and `body` says why in OpenAI's shape. `body`:
+    an object in JSON, in one line, which nobody here reads: it may have many MB, and a gateway others to answer.
     `retry_after_s`: when to ask again, if the server said that."""
 
     status: int
-    body: dict[str, Any]
+    body: str
     request_id: str = ""
     retry_after_s: float | None = None
 
@@ -49,15 +51,13 @@ class LineAnswer:
     def has_succeeded(self) -> bool:
         return self.status == 200
 
-    def describe(self, line: BatchLine) -> dict[str, Any]:
+    def written(self, line: BatchLine) -> str:
         """The line of this answer in a file of answers."""
-        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        return {
-            "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": line.custom_id,
-            "response": response if self.status else None,
-            "error": None if self.status else self.body["error"],
-        }
+        named = json.dumps({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id})[:-1]
+        if not self.status:
+            return f'{named}, "response": null, "error": {json.dumps(json.loads(self.body)["error"])}}}'
+        response = json.dumps({"status_code": self.status, "request_id": self.request_id})[:-1]
+        return f'{named}, "response": {response}, "body": {self.body}}}, "error": null}}'
 
 
 class LineError(InvalidRequestError):

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
 from cluster.batch.database import Database
-from cluster.batch.files import Files, StoredFile
+from cluster.batch.files import Files, StoredFile, file_not_found
 from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_lines
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,14 @@ class BatchService:
             self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
-        """Add a batch of the lines in `file`. The file may be deleted from then on."""
+        """Add a batch of the lines in `file`. The file may be deleted from then on. Raises NotFoundError where it has
+        been already."""
         content = self.files.content(file)
-        await self.database.in_thread(os.utime, content)  # so that no sweep takes what the batch is about to name
-        await self.database.in_thread(os.link, content, self._input(batch))
+        try:
+            await self.database.in_thread(os.utime, content)  # so that no sweep takes what the batch is about to name
+            await self.database.in_thread(os.link, content, self._input(batch))
+        except FileNotFoundError:
+            raise file_not_found(file.id) from None
         await self.batches.create(batch)
         self.wake()
 
@@ -105,6 +109,7 @@ class BatchService:
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
+                    await self.batches.forget()  # what a gateway left that ended just then
             except Exception:
                 logger.exception("the batches could not be looked at, which is tried again")
             with suppress(TimeoutError):
@@ -195,7 +200,7 @@ class BatchService:
 
     async def _give_up(self, batch: Batch, end: Status) -> None:
         """Keep, for each line without an answer, an answer that says why it has none."""
-        why = LineAnswer(status=0, body={"error": {"code": f"batch_{end}", "message": _WHY[end]}})
+        why = LineAnswer(status=0, body=json.dumps({"error": {"code": f"batch_{end}", "message": _WHY[end]}}))
         lines = await self._unanswered(batch)
         while some := await asyncio.to_thread(lambda: [_kept(line, why) for line in islice(lines, _AT_ONCE)]):
             await self.batches.answer(batch, some)
@@ -244,7 +249,7 @@ class _Run:
 
 
 def _kept(line: BatchLine, answer: LineAnswer) -> KeptAnswer:
-    return KeptAnswer(line.number, answer.has_succeeded, json.dumps(answer.describe(line)))
+    return KeptAnswer(line.number, answer.has_succeeded, answer.written(line))
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

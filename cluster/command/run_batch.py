@@ -161,9 +161,8 @@ class Answers:
         return set(self._places)
 
     def add(self, line: BatchLine, answer: LineAnswer) -> None:
-        row = answer.describe(line)
         self._places[line.custom_id] = (self._file.seek(0, os.SEEK_END), answer.has_succeeded)
-        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.write(answer.written(line).encode() + b"\n")
         self._file.flush()
 
     def sort_into(self, out: Path, names: list[str]) -> int:
@@ -198,7 +197,7 @@ async def _answer_all(source: Path, answers: Answers, server: ServerAddress, num
             if answer.status != _NOT_NOW:
                 last_answer = time.monotonic()
             elif time.monotonic() - last_answer > _PATIENCE_S:
-                told = json.dumps(answer.body)[:_TOLD_CHARS]
+                told = answer.body[:_TOLD_CHARS]
                 raise BatchFileError(
                     f"{server.url} has answered nothing for {_PATIENCE_S:.0f} s: {told}. {len(answers)} of {num_lines}"
                     f" lines are answered, in {answers.path}; the same command goes on."
@@ -236,7 +235,7 @@ def _line_answer(answer: httpx.Response) -> LineAnswer:
         body = {"error": {"message": answer.text[:_TOLD_CHARS], "code": "no_json"}}
     return LineAnswer(
         status=answer.status_code,
-        body=body,
+        body=json.dumps(body),
         request_id=answer.headers.get("x-request-id", ""),
         retry_after_s=retry_after_s,
     )
@@ -244,4 +243,5 @@ def _line_answer(answer: httpx.Response) -> LineAnswer:
 
 def _unreachable(why: str) -> LineAnswer:
     """An answer that says that the server cannot be reached, so that the line is sent again."""
-    return LineAnswer(status=_NOT_NOW, body={"error": {"message": f"It cannot be reached: {why}.", "code": "gone"}})
+    error = {"message": f"It cannot be reached: {why}.", "code": "gone"}
+    return LineAnswer(status=_NOT_NOW, body=json.dumps({"error": error}))

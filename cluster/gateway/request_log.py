@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -103,6 +104,13 @@ class LoggedRequest:
 
 _CLUSTER: Final = TypeAdapter(LoggedCluster)
 _REQUEST: Final = TypeAdapter(LoggedRequest)
+
+
+def log_of_model(log: str, model: str) -> Path:
+    """The log of one of several models, beside `log`. One that is full becomes NAME.1, which must be no other model's:
+    there are `llama-3` and `llama-3.1`."""
+    name = quote(model, safe="")
+    return Path(f"{log}.{name.removesuffix('.1')}%2E1" if name.endswith(".1") else f"{log}.{name}")
 
 
 def cluster_line(cluster: LoggedCluster) -> str:

@@ -40,18 +40,22 @@ class _Run:
 
     queued: StoredResponse
     task: asyncio.Task[None] | None = None
-    rest: bytes = b""  # the beginning of an event
+    rest: bytearray = field(default_factory=bytearray)  # the beginning of an event
     events: list[str] = field(default_factory=list)
     first: int = 0
     last: str = ""
 
     def take(self, piece: bytes) -> None:
-        """Take in a piece of the stream, which may end anywhere in an event."""
-        *whole, self.rest = (self.rest + piece).split(b"\n\n")
-        for event in whole:
+        """Take in a piece of the stream, which may end anywhere in an event. What came before is not looked at again:
+        an event may have many MB."""
+        begin = max(0, len(self.rest) - 1)  # the mark between two events may be cut in two
+        self.rest += piece
+        while (end := self.rest.find(b"\n\n", begin)) >= 0:
             if self.last:
                 self.events.append(self.last)
-            self.last = event.decode()
+            self.last = self.rest[:end].decode()
+            del self.rest[: end + 2]
+            begin = 0
 
     def taken(self) -> ResponseEvents:
         """Hand over the events that are not written yet."""

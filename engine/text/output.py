@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from engine.text.formats import ReasoningFormat, ToolFormat
 
-MAX_NAME_CHARS: Final = 64  # of a function
+MAX_NAME_CHARS: Final = 128  # of a function: Anthropic's bound; OpenAI's is 64
 _MAX_HELD_CHARS: Final = 2**16  # of a call whose function is not known yet; beyond, it is text
 _PIECE_CHARS: Final = 4_096  # taken at once, so that a long text is not copied for each of its calls
 _MAX_DEPTH: Final = 200  # of arguments, as of a request's body

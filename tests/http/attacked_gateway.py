@@ -6,8 +6,8 @@ sends each attack (whose name holds NAME) NUMBER times at once (100; a tenth whe
 row: statuses, duration, and in ms the longest waits for `/health` over a kept connection, over a new one, and for a
 token of another's stream, and silences of the loop by the wall clock and by `Heart`.
 
-`python -m tests.http.attacked_gateway serve` is that process: it prints its port, and tells at `/silence` how long its
-event loop was kept from its work since it was last asked.
+`python -m tests.http.attacked_gateway serve MODEL STORAGE` is that process, of two folders: it prints its port, and
+tells at `/silence` how long its event loop was kept from its work since it was last asked.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def fetch(port: int, path: str) -> bytes:
 def gateway(folder: Path) -> Iterator[int]:
     """Its port. Whatever goes wrong in it is an AssertionError in the end."""
     command = [sys.executable, "-m", "tests.http.attacked_gateway", "serve", str(folder)]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as storage:
+        command.append(storage)
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=log, text=True)
         assert child.stdout is not None and child.stdin is not None
         try:
@@ -213,11 +214,12 @@ class Heart:
         return told
 
 
-def _serve(folder: Path) -> None:
+def _serve(folder: Path, storage: Path) -> None:
     import uvicorn
 
     from cluster.gateway.generator import ServingLimits
     from cluster.http.app import create_app
+    from cluster.http.endpoints.batches import running_batches
     from cluster.http.server.connection import prepare_server
     from engine.text.tokenizer import Tokenizer
     from tests.support.http_server import scripted_api
@@ -227,7 +229,7 @@ def _serve(folder: Path) -> None:
     generator = ScriptedGenerator(tokenizer)
     limits = ServingLimits(max_model_len=CONTEXT, ready=True)
     generator.script = Script(reply="the sea was calm; night fell, and she said: miles", limits=limits, delay_s=0.01)
-    app = create_app(scripted_api(generator, tokenizer))
+    app = create_app(scripted_api(generator, tokenizer, storage=storage))
     heart = Heart()
 
     async def silence() -> dict[str, float]:
@@ -241,7 +243,8 @@ def _serve(folder: Path) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         asyncio.get_running_loop().run_in_executor(None, sys.stdin.read).add_done_callback(lambda _: os._exit(0))
         print(listener.getsockname()[1], flush=True)
-        await server.serve(sockets=[listener])
+        async with running_batches(app):
+            await server.serve(sockets=[listener])
         beating.cancel()
 
     gc.collect()
@@ -331,6 +334,6 @@ def _measure(number: int, only: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        _serve(Path(sys.argv[2]))
+        _serve(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         _measure(int((sys.argv[1:] or ["100"])[0]), (sys.argv[2:] or [""])[0])

@@ -16,12 +16,14 @@ from openai.types import Batch, FileObject
 
 from cluster.batch import service
 from cluster.batch.batches import Batch as StoredBatch
+from cluster.batch.batches import KeptAnswer
 from cluster.batch.database import Database
+from cluster.batch.files import StoredFile
 from cluster.batch.lines import check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
-from cluster.errors import FailedError, OverloadedError
-from cluster.http.endpoints import generation
+from cluster.errors import FailedError, NotFoundError, OverloadedError
+from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
 from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
@@ -188,7 +190,7 @@ def test_a_batch_whose_time_is_over(target: Target, generator: ScriptedGenerator
     assert answers(target, ended.error_file_id)["a"]["error"]["code"] == "batch_expired"
 
 
-def test_files(target: Target) -> None:
+def test_files(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     client = target.client
     files = [upload(target, line(f"l{n}")) for n in range(3)]
     assert files[0].purpose == "batch" and files[0].filename == "lines.jsonl" and files[0].expires_at is None
@@ -196,6 +198,10 @@ def test_files(target: Target) -> None:
     assert json.loads(client.files.content(files[1].id).text) == line("l1")
     assert [file.id for file in client.files.list()] == [file.id for file in files[::-1]]
     assert [file.id for file in client.files.list(limit=1, order="asc")] == [file.id for file in files]  # its pages
+    monkeypatch.setattr(batches, "MAX_PAGE", 2)
+    assert [file.id for file in client.files.list(limit=10_000)] == [
+        file.id for file in files[::-1]
+    ]  # OpenAI's default
     assert client.files.delete(files[0].id).deleted
     with pytest.raises(openai.NotFoundError, match="no file"):
         client.files.retrieve(files[0].id)
@@ -244,7 +250,8 @@ def test_what_is_refused(target: Target) -> None:
         assert answer.status_code == status and answer.json()["error"]["message"], answer.text
     answer = target.http.post("/v1/files", content=b"nothing", headers={"content-type": "multipart/form-data"})
     assert answer.status_code == 400
-    assert target.http.get("/v1/files", params={"limit": 0}).status_code == 400
+    for limit in (0, 10_001):
+        assert target.http.get("/v1/files", params={"limit": limit}).status_code == 400
 
 
 def test_a_file_that_is_too_large_is_refused_as_it_comes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +298,17 @@ def test_a_line_longer_than_any_request(generator: ScriptedGenerator, tokenizer:
         ended = end(target, begin(target, line("l0", user="x" * 30_000)))
         (error,) = (ended.errors and ended.errors.data) or []
         assert (ended.status, error.code, error.line) == ("failed", "line_too_long", 1)
+
+
+def test_a_line_may_have_as_many_bytes_as_a_request(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Whichever letters they are: on its way to the application it gets no longer."""
+    settings = GatewaySettings(max_body_bytes=10_000)
+    given = json.dumps(line("l0", max_tokens=2, user="é" * 4_500), ensure_ascii=False)
+    with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
+        ended = end(target, begin(target, given))
+        assert ended.request_counts is not None and ended.request_counts.completed == 1
 
 
 def test_a_line_that_makes_the_server_fail_does_not_hold_up_others(
@@ -348,35 +366,95 @@ def test_forms_that_are_none(target: Target, content_type: str, body: bytes) -> 
     assert answer.status_code == 400 and "Send multipart/form-data." in answer.json()["error"]["message"], answer.text
 
 
-def test_a_file_s_name_may_be_no_text(target: Target) -> None:
+@pytest.mark.parametrize(("purpose", "status"), [(b"purpose", 200), (b"purpose\\ud800", 400)])
+def test_names_in_a_form_may_be_no_text(target: Target, purpose: bytes, status: int) -> None:
     body = (
-        b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\ncontent-disposition: form-data; name="%b"\r\n\r\nbatch\r\n'
         b'--b\r\ncontent-disposition: form-data; name="file"; filename="a\\ud800"\r\n\r\n{}\r\n--b--\r\n'
     )
     headers = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
-    answer = target.http.post("/v1/files", content=body, headers=headers)
-    assert answer.status_code < 500, answer.text
+    answer = target.http.post("/v1/files", content=body % purpose, headers=headers)
+    assert answer.status_code == status, answer.text
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:
     """Those of a file that was sent long ago, between the link and the record."""
     database = Database(tmp_path)
-    batches = BatchService(database, 100_000)
-    content = batches.files.new_content()
-    content.write_text("{}")
-    file = await batches.files.add(content, "me", filename="f", purpose="batch")
-    os.utime(content, (0, 0))
+    storage = BatchService(database, 100_000)
+    file = await stored_file(storage)
+    os.utime(storage.files.content(file), (0, 0))
     made = asyncio.Event()
 
     async def create(batch: Any) -> None:
-        await batches.files.sweep(time.time())
+        await storage.files.sweep(time.time())
         made.set()
 
-    batches.batches.create = create  # type: ignore[method-assign]
+    storage.batches.create = create  # type: ignore[method-assign]
     batch = stored_batch(owner="me", input_file_id=file.id)
-    await batches.add(batch, file)
+    await storage.add(batch, file)
     assert made.is_set() and (database.files / batch.id).read_text() == "{}"
     database.close()
+
+
+async def test_a_file_that_goes_while_a_batch_is_made_of_it_is_not_found(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    storage = BatchService(database, 100_000)
+    file = await stored_file(storage)
+    await storage.files.delete(file.id, "me")
+    with pytest.raises(NotFoundError) as missing:
+        await storage.add(stored_batch(owner="me", input_file_id=file.id), file)
+    assert missing.value.code == "file_not_found"
+    database.close()
+
+
+async def test_answers_are_on_the_disk_before_they_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[Path(f"/proc/self/fd/{descriptor}").readlink().name] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", noted)
+    database = Database(tmp_path)
+    storage = BatchService(database, 100_000)
+    await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
+    batch = await storage.batches.claim(time.time() + 100)
+    assert batch is not None
+    await storage.batches.answer(batch, [KeptAnswer(1, True, "good"), KeptAnswer(2, False, "bad")])
+    output, errors = storage.files.new_content(), storage.files.new_content()
+    await storage.batches.finish(batch, "completed", output, errors)
+    assert synced == {output.name: len("good\n"), errors.name: len("bad\n")}
+    database.close()
+
+
+async def test_others_have_their_turn_while_answers_are_written(tmp_path: Path) -> None:
+    """Answers may have gigabytes, and a claim that is not renewed for so long is lost."""
+    database = Database(tmp_path)
+    storage = BatchService(database, 100_000)
+    await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
+    batch = await storage.batches.claim(time.time() + 100)
+    assert batch is not None
+    await storage.batches.answer(batch, [KeptAnswer(n, True, "x" * 2**20) for n in range(60)])
+    output = storage.files.new_content()
+    finishing = asyncio.create_task(storage.batches.finish(batch, "completed", output, storage.files.new_content()))
+    await asyncio.sleep(0)
+    assert await storage.batches.renew([batch.id], until=time.time() + 100) and not finishing.done()
+    await finishing
+    assert output.stat().st_size == 60 * (2**20 + 1)
+    ended = await storage.batches.get(batch.id, "me")
+    assert (ended.status, ended.output_file_id, ended.num_succeeded) == ("completed", output.name, 60)
+    assert not await storage.batches.answered(batch)
+    assert [path.name for path in database.files.iterdir()] == [output.name]
+    database.close()
+
+
+async def stored_file(storage: BatchService) -> StoredFile:
+    content = storage.files.new_content()
+    content.write_text("{}")
+    return await storage.files.add(content, "me", filename="f", purpose="batch")
 
 
 def stored_batch(**fields: Any) -> StoredBatch:

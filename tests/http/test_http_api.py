@@ -78,6 +78,9 @@ def test_web_pages_of_some_origins_may_ask(target: Target, generator: ScriptedGe
     assert target.http.options("/v1/completions", headers=asked).status_code == 405  # nobody may, by default
     answer = target.http.post("/v1/completions", json=body, headers={"origin": ORIGIN})
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+    for headers, status in (({}, 200), ({"origin": ORIGIN}, 400)):  # which a browser would send without asking
+        answer = target.http.post("/v1/completions", content=json.dumps(body).encode(), headers=headers)
+        assert answer.status_code == status, answer.text
     with pytest.raises(ValueError, match="without a path"):
         GatewaySettings(cors_origins=("https://chat.example.com/",))
 

@@ -127,6 +127,10 @@ def test_reasoning_and_refusals_of_earlier_turns(
         target.chat(messages=[*MESSAGES, {"role": "assistant", "content": refusal, name: "Hm."}], max_tokens=1)
         prompt = tokenizer.decode(generator.requests.pop().prompt_token_ids, skip_special_tokens=False)
         assert "<|im_start|>assistant:<think>Hm.</think>I will not.<|im_end|>" in prompt
+    for said in ({"content": None, "refusal": "I will not."}, {"refusal": "I will not."}, {"reasoning": "I will not."}):
+        target.chat(messages=[*MESSAGES, {"role": "assistant", **said}], max_tokens=1)
+        prompt = tokenizer.decode(generator.requests.pop().prompt_token_ids, skip_special_tokens=False)
+        assert "I will not." in prompt
     wrong: dict[str, Any] = {"role": "user", "content": "x", "reasoning": "y"}
     assert refused(target, messages=[wrong])["param"] == "messages[0].reasoning"
     wrong = {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_content": "z"}
@@ -250,6 +254,23 @@ def test_fields_out_of_bounds(
 
 
 # Token ids, log probabilities of prompts, usage.
+
+
+def test_what_is_null_is_not_given(target: Target) -> None:
+    """A field that is not known stays a mistake."""
+    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}"}}
+    chat = {"model": MODEL, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    thought = {"type": "reasoning", "summary": None, "content": "Hm."}
+    response = {"model": MODEL, "input": [thought, {"type": None, "role": "user", "content": "x"}]}
+    for path, body in (
+        ("/tokenize", {"prompt": "x", "add_special_tokens": None}),
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", {**response, "max_output_tokens": 1}),
+    ):
+        answer = target.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        answer = target.http.post(path, json={**body, "stranger": None})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unknown_parameter"
 
 
 def test_ids_of_prompts(target: Target, generator: ScriptedGenerator) -> None:

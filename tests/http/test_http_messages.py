@@ -159,6 +159,35 @@ def test_how_it_stopped(client: anthropic.Anthropic, generator: ScriptedGenerato
     assert whole.stop_reason == "max_tokens" and whole.content[-1].type == "tool_use"
 
 
+@pytest.mark.parametrize("reply", ["It rains. <", "<think>Hm. </thi", "It rains.\n<tool_call>\nnow, I say "])
+def test_a_whole_answer_has_the_blocks_of_a_stream(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, reply: str
+) -> None:
+    """Also where its end might have been the beginning of a mark."""
+    generator.script.reply = reply
+    whole, streamed = (
+        [(block.type, block.thinking if block.type == "thinking" else block.text) for block in answer.content]
+        for answer in both(client, tools=[WEATHER])
+    )
+    assert whole == streamed and len(whole) == 1
+
+
+def test_a_call_that_cannot_be_read_is_none(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    """Nor does the answer say that it waits for a result."""
+    generator.script.reply = '<tool_call>\n{"name": "weather", "arguments": {place: Paris}}\n</tool_call>'
+    answer = client.messages.create(**asked(tools=[WEATHER]))
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "weather({place: Paris})"}]
+    assert answer.stop_reason == "end_turn"
+
+
+def test_a_function_may_have_a_long_name(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+    """Anthropic's bound, which names of functions behind MCP come near to."""
+    name = "mcp__" + "a" * 123
+    generator.script.reply = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    for answer in both(client, tools=[{**WEATHER, "name": name}]):
+        assert answer.content[0].name == name
+
+
 def test_what_is_generated_is_what_was_asked_for(
     client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
 ) -> None:
@@ -265,6 +294,7 @@ def test_errors_of_the_cluster(
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]}, "input"),
         ({"system": 5}, "system"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "name"),
+        ({"tools": [{**WEATHER, "name": "a" * 129}]}, "name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),

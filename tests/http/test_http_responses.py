@@ -5,9 +5,12 @@ The client validates strictly: whatever does not fit the API's own types, whole 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,13 +18,17 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, ResponseStreamEvent
+from starlette.types import Receive, Scope, Send
 
 from cluster.batch.database import Database
 from cluster.batch.stored_responses import KEPT_S, Responses, StoredResponse
 from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
+from cluster.http.background import StoredResponses
+from cluster.http.server.unread import PIECE_BYTES
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
+from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -532,6 +539,35 @@ async def test_what_is_kept(tmp_path: Path) -> None:
     await kept.sweep(4e9 + KEPT_S)
     assert await database.transact(rows) == []
     database.close()
+
+
+def test_a_large_event_in_the_background_is_read_once(tmp_path: Path) -> None:
+    """Its pieces are small, and what came before is not looked at again with each."""
+    large = json.dumps({"type": "response.completed", "response": {"output": ["x" * 2**25]}})
+    event = f"event: response.completed\ndata: {large}\n\n".encode()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for at in range(0, len(event), PIECE_BYTES):
+            piece, more = event[at : at + PIECE_BYTES], at + PIECE_BYTES < len(event)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def scenario() -> None:
+        database = Database(tmp_path)
+        responses = StoredResponses(database, 2**30)
+        known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+        async with responses.running():
+            await responses.begin(
+                StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known), answer
+            )
+            async with aclosing(responses.follow("r", "o", -1)) as followed:
+                async for _ in followed:  # to its end
+                    pass
+            found = await responses.kept.get("r", "o")
+        assert found.status == "completed" and len(found.response) > 2**25
+        database.close()
+
+    assert in_loop_turns(lambda: asyncio.run(scenario())) < 20e6
 
 
 def test_without_a_folder(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:

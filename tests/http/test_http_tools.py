@@ -457,7 +457,7 @@ def test_a_budget_that_cannot_be_kept(thinker: Target, target: Target, generator
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f",
           "arguments": "{}"}}]}]}, "messages[0]", "assistant"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "send a text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "missing"),
     ],
 )  # fmt: skip
 def test_refusals(target: Target, fields: dict[str, Any], param: str, mention: str) -> None:

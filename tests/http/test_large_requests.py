@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import uvicorn
 import uvloop
@@ -22,16 +23,18 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.gateway.generator import Tokens
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.http.app import create_app
-from cluster.http.openai.schemas import CompletionBody
+from cluster.http.endpoints.service import tokenize
+from cluster.http.openai.schemas import CompletionBody, TokenizeBody
 from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
 from cluster.http.server.connection import prepare_server
-from cluster.http.server.turns import Turns
+from cluster.http.server.turns import MOST_WAITING, Turns
 from cluster.json_text import MAX_VALUES, require_few_values
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
 from tests.support.http_server import MODEL, scripted_api
+from tests.support.processor_time import Stepped, turn_s
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
 
@@ -53,6 +56,21 @@ def test_one_client_cannot_silence_a_gateway(port: int, name: str) -> None:
     statuses = attack(port, data, 1 if name in TAKE_SECONDS else 3)
     assert set(statuses) == {status}
     assert get(port, "/silence")["longest_s"] <= LONGEST_SILENCE_S
+
+
+@pytest.mark.model
+def test_a_batch_of_large_answers_silences_nobody(port: int) -> None:
+    url = "/v1/completions"
+    body = {"model": MODEL, "prompt": [1_000] * 3_100, "n": 4, "prompt_logprobs": 20, "max_tokens": 2}
+    line = {"custom_id": "1", "method": "POST", "url": url, "body": body}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=HANGS_S) as client:
+        lines = client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        get(port, "/silence")
+        batch = client.batches.create(input_file_id=lines.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        assert get(port, "/silence")["longest_s"] <= LONGEST_SILENCE_S
+        (row,) = client.files.content(str(client.batches.retrieve(batch.id).output_file_id)).text.splitlines()
+    assert len(json.loads(row)["response"]["body"]["choices"][3]["prompt_logprobs"]) == 3_100
 
 
 @pytest.mark.model
@@ -172,6 +190,37 @@ async def test_a_thread_begins_nothing_while_the_loop_is_kept() -> None:
     assert done == [0]
     await asyncio.gather(*working)
     assert done == [*range(10)]
+
+
+@pytest.mark.model
+async def test_the_texts_of_a_million_tokens_are_looked_up_off_the_loop(smollm2_folder: Path) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    api = scripted_api(ScriptedGenerator(tokenizer), tokenizer)
+    body = TokenizeBody(prompt="1 23 a word " * 140_000, return_token_strs=True)
+
+    async def ask() -> None:
+        await tokenize(body, api)
+
+    await (asked := Stepped(ask()))
+    assert max(asked.steps_s) / turn_s() < 1e6  # they alone take five times as many
+
+
+async def test_what_waits_for_a_thread_is_bounded() -> None:
+    """Whatever its size, one request is read; and long ones turn no short one away."""
+    turns, may_end = Turns(), threading.Event()
+    held = asyncio.create_task(turns.reading(2 * MOST_WAITING, may_end.wait))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await turns.reading(MOST_WAITING, str)
+    assert await turns.reading(1, str) == ""
+    may_end.set()
+    await held
+    waiting = [asyncio.create_task(turns.reading(MOST_WAITING // 2, str)) for _ in range(3)]
+    assert [type(done) for done in await asyncio.gather(*waiting, return_exceptions=True)] == [
+        str,
+        str,
+        OverloadedError,
+    ]
 
 
 @pytest.mark.model

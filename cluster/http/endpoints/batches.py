@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "batch"
 FILES_PATH: Final = "/v1/files"
 MAX_FILE_BYTES: Final = 200 * 2**20  # OpenAI's bound for a batch
-MAX_PAGE: Final = 1_000
+MAX_PAGE: Final = 1_000  # objects in one answer; more may be asked for, and then it says that there are more
+_MAX_LIMIT: Final = 10_000  # OpenAI's, of files
 _MAX_FIELD_BYTES: Final = 4_096
 _MAX_FILENAME: Final = 255
 _WINDOW: Final = re.compile(r"(\d{1,5})([smhd])")
@@ -71,12 +72,17 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
         content = service.files.new_content()
         try:
             await service.files.copy(upload.file, content)
-            filename = (upload.filename or "file")[:_MAX_FILENAME].encode(errors="replace").decode()
+            filename = _text((upload.filename or "file")[:_MAX_FILENAME])
             file = await service.files.add(content, owner, filename=filename, purpose=PURPOSE, expires_at=expires_at)
         except BaseException:
             content.unlink(missing_ok=True)
             raise
     return file.describe()
+
+
+def _text(read: str) -> str:
+    """What a form said in an encoding of its own, which may read half of a surrogate pair: no JSON can hold that."""
+    return read.encode(errors="replace").decode()
 
 
 @asynccontextmanager
@@ -93,7 +99,8 @@ def _checked_fields(form: FormData) -> int | None:
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:
-            raise InvalidRequestError(f"There is no field {name[:100]!r} here. Leave it out.", param=name[:100])
+            shown = _text(name[:100])
+            raise InvalidRequestError(f"There is no field {shown!r} here. Leave it out.", param=shown)
     if form.get("purpose") != PURPOSE:
         raise InvalidRequestError(f'purpose must be "{PURPOSE}": files are for batches here.', param="purpose")
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
@@ -219,9 +226,9 @@ def owner_of(request: Request, api: Api, secret: bytes) -> str:
 
 
 def _checked_limit(limit: int) -> int:
-    if not 0 < limit <= MAX_PAGE:
-        raise InvalidRequestError(f"limit lies between 1 and {MAX_PAGE}.", param="limit")
-    return limit
+    if not 0 < limit <= _MAX_LIMIT:
+        raise InvalidRequestError(f"limit lies between 1 and {_MAX_LIMIT}.", param="limit")
+    return min(limit, MAX_PAGE)
 
 
 def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
@@ -253,13 +260,13 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
         except Exception:  # it has been answered with 500, and is raised for a server to log
             logger.exception("line %d of batch %s failed", line.number, batch.id)
             error = FailedError("The server failed to answer; the fault is its own. Try again.")
-            return LineAnswer(status=error.status, body=error.body())
+            return LineAnswer(status=error.status, body=json.dumps(error.body()))
         retry_after_s = None
         with suppress(KeyError, ValueError):
             retry_after_s = float(answered.headers["retry-after"])
         return LineAnswer(
             status=answered.status,
-            body=json.loads(answered.body),
+            body=answered.body.decode(),
             request_id=answered.headers.get("x-request-id", ""),
             retry_after_s=retry_after_s,
         )

@@ -321,7 +321,7 @@ class MessagesShape(AnswerShape):
                 sent.append(_sse("content_block_delta", index=self._num_blocks - 1, delta=_piece(event)))
         if delta.finish_reason is not None:
             sent += self._closed()
-            self._ending = self._stopped(delta)
+            self._ending = self._stopped(delta, calls=self._choice.has_calls)
         return b"".join(sent)
 
     def _opened(self, event: OutputEvent) -> bytes:
@@ -339,17 +339,18 @@ class MessagesShape(AnswerShape):
         return _sse("message_delta", delta=self._ending, usage=self._usage()) + _sse("message_stop")
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The whole message of an answer that is not streamed."""
-        blocks: list[dict[str, Any]] = []
-        arguments: list[list[str]] = []  # of each block
+        """The whole message of an answer that is not streamed: the blocks that a stream would open, with all of each.
+        A call whose arguments cannot be read becomes a text."""
+        blocks: list[tuple[dict[str, Any], list[str]]] = []  # each as it is opened, and what it then gets
         for event in self._choice.read(delta):
-            if event.kind == "arguments":
-                arguments[-1].append(event.text)
-            else:
-                blocks.append({**_block(event), **({} if event.kind == "call" else {_MEMBER[event.kind]: event.text})})
-                arguments.append([])
-        whole = [_with_input(block, "".join(text)) for block, text in zip(blocks, arguments, strict=True)]
-        return self._message(whole, self._stopped(delta))
+            if event.kind != self._open:
+                self._open = "arguments" if event.kind == "call" else event.kind
+                blocks.append((_block(event), []))
+            if event.kind != "call":
+                blocks[-1][1].append(event.text)
+        whole = [_filled(block, "".join(texts)) for block, texts in blocks]
+        calls = any(block["type"] == "tool_use" for block in whole)
+        return self._message(whole, self._stopped(delta, calls=calls))
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         return self.choice(0, deltas[0])
@@ -364,14 +365,14 @@ class MessagesShape(AnswerShape):
         named = {"id": self.job.id, "type": "message", "role": "assistant", "model": self.job.model}
         return {**named, "content": content, **ending, "usage": self._usage()}
 
-    def _stopped(self, delta: Delta) -> dict[str, Any]:
+    def _stopped(self, delta: Delta, *, calls: bool) -> dict[str, Any]:
         found = delta.stop_reason if isinstance(delta.stop_reason, str) else None
         if found is not None:
             reason = "stop_sequence"
         elif delta.finish_reason == "length":
             reason = "max_tokens"
         else:
-            reason = "tool_use" if self._choice.has_calls else "end_turn"
+            reason = "tool_use" if calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": found}
 
     def _usage(self) -> dict[str, Any]:
@@ -384,7 +385,7 @@ class MessagesShape(AnswerShape):
         }
 
 
-_MEMBER: Final = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
+_MEMBER: Final = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}  # of a delta, by its event
 _DELTA: Final = {"text": "text_delta", "reasoning": "thinking_delta", "arguments": "input_json_delta"}
 
 
@@ -406,14 +407,15 @@ def _block(event: OutputEvent) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": event.text, "input": {}}
 
 
-def _with_input(block: dict[str, Any], arguments: str) -> dict[str, Any]:
-    """Put a call's arguments, as far as they came, into its block. If they cannot be read, the call becomes a text."""
-    if block["type"] != "tool_use":
-        return block
+def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
+    """A block with all that it got: its text, or a call's arguments as far as they came."""
+    kind: str = block["type"]
+    if kind in _TEXTS:
+        return {**block, _TEXTS[kind]: text}
     try:
-        value = jiter.from_json(arguments.encode() or b"{}", partial_mode="trailing-strings")
+        value = jiter.from_json(text.encode() or b"{}", partial_mode="trailing-strings")
     except ValueError:
         value = None
-    if isinstance(value, dict):
-        return {**block, "input": value}
-    return {"type": "text", "text": f"{block['name']}({arguments})"}
+    return (
+        {**block, "input": value} if isinstance(value, dict) else {"type": "text", "text": f"{block['name']}({text})"}
+    )

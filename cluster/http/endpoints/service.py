@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -72,21 +73,26 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
         tokens = await text_token_ids(body.prompt or "", asked, add_special_tokens=body.add_special_tokens)
     limits = asked.model.limits()
     context = None if limits is None else limits.max_model_len
-    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
-    if body.return_token_strs:
-        answer["token_strs"] = [asked.model.tokenizer.token_name(token_id) for token_id in tokens]
+
+    def answer() -> dict[str, Any]:
+        told: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+        if body.return_token_strs:
+            told["token_strs"] = [asked.model.tokenizer.token_name(token_id) for token_id in tokens]
+        return told
+
     return await _json(answer, api)
 
 
-async def _json(answer: dict[str, Any], api: Api) -> Response:
-    """An answer of any size."""
-    return ReadResponse.of_json(api, await api.turns.writing(dumps_large, answer))
+async def _json(answer: Callable[[], dict[str, Any]], api: Api) -> Response:
+    """An answer of any size, which `answer` makes in a thread."""
+    return ReadResponse.of_json(api, await api.turns.writing(lambda: dumps_large(answer())))
 
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     asked = await api.find(body.model)
-    return await _json({"prompt": await token_text(body.tokens, asked)}, api)
+    text = await token_text(body.tokens, asked)
+    return await _json(lambda: {"prompt": text}, api)
 
 
 @router.get("/ping", response_model=None)

@@ -30,6 +30,7 @@ from cluster.http.openai.fields import (
 )
 from cluster.http.openai.structured import ResponseFormat, StructuredOutputs
 from engine.sampling.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from engine.text.output import MAX_NAME_CHARS
 from kv_transfer.messages.fields import Role
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -37,7 +38,7 @@ INT32_MAX = 2**31 - 1
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 2**18  # of their schemas and descriptions
 MAX_MESSAGES = 2**14  # of a chat: to work on more would take too long at a stretch
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class Body(BaseModel):
@@ -45,10 +46,16 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_stranger(cls, fields: Any) -> Any:
-        """Drop all unknown fields but one, which is enough to refuse a body:
-        a million must not cost a million error reports."""
-        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+    def _given(cls, fields: Any) -> Any:
+        """Drop known fields that are null, and all unknown ones but one, which is enough to refuse a body: a million
+        must not cost a million error reports."""
+        if not isinstance(fields, dict):
+            return fields
+        if None in fields.values():
+            fields = {
+                name: value for name, value in fields.items() if value is not None or name not in cls.model_fields
+            }
+        if len(fields) <= len(cls.model_fields):
             return fields
         stranger = next(name for name in fields if name not in cls.model_fields)
         return {name: fields[name] for name in (*cls.model_fields, stranger) if name in fields}
@@ -177,10 +184,12 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_content(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("tool_calls"):
-            return {**fields, "content": fields.get("content") or ""}
-        return fields
+    def _an_assistant_need_not_say_anything(cls, fields: Any) -> Any:
+        """Who called, refused or only thought has no content. What it refused with is what it said."""
+        if not isinstance(fields, dict) or fields.get("role") != "assistant" or fields.get("content") is not None:
+            return fields
+        said = [fields.get(name) for name in ("refusal", "tool_calls", "reasoning", "reasoning_content")]
+        return {**fields, "content": said[0] or ""} if any(said) else fields
 
     @model_validator(mode="after")
     def _calls_in_their_place(self) -> Self:

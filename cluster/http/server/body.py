@@ -204,6 +204,11 @@ class JsonRoute(APIRoute):
         model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle_checked(request: Request) -> Response:
+            if model is not None and not request.headers.get("content-type") and "origin" in request.headers:
+                # Browsers let a page of any origin send that; before it says that it sends JSON, they ask.
+                raise InvalidRequestError(
+                    "A web page must send the header Content-Type: application/json.", code="invalid_json"
+                )
             return await handle(_JsonRequest(request.scope, request.receive, model))
 
         return handle_checked

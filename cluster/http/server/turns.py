@@ -15,9 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from cluster.errors import OverloadedError
+
 T = TypeVar("T")
 
 _LONG: Final = 64 * 2**10  # characters, or bytes, from which on reading takes tens of milliseconds
+MOST_WAITING: Final = 256 * 2**20  # characters, or bytes, that wait for one thread: all of them are in memory
 
 
 # uvloop takes the interpreter's lock anew for each socket that has something to say. With Python's 5 ms a hundred of
@@ -47,12 +50,12 @@ class Turns:
 
     async def reading(self, size: int, work: Callable[..., T], *args: Any) -> T:
         """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. If the
-        caller is cancelled while it waits, `work` is not called."""
-        return await (self._short if size <= _LONG else self._long).call(work, *args)
+        caller is cancelled while it waits, `work` is not called. Raises OverloadedError where too much waits."""
+        return await (self._short if size <= _LONG else self._long).call(size, work, *args)
 
     async def writing(self, work: Callable[..., T], *args: Any) -> T:
         """Call `work` on something large of an answer, in a thread once that is free, as `reading` does."""
-        return await self._answers.call(work, *args)
+        return await self._answers.call(0, work, *args)  # what waits of answers is bounded where they are made
 
 
 class _Thread:
@@ -63,7 +66,18 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._free = asyncio.Lock()  # given in the order of asking
+        self._waiting = 0  # bytes, with those that are worked on
 
-    async def call(self, work: Callable[..., T], *args: Any) -> T:
-        async with self._free:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+    async def call(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Raises OverloadedError if so much waits already that `size` bytes more would be too much."""
+        if self._waiting and self._waiting + size > MOST_WAITING:
+            raise OverloadedError(
+                f"{self._waiting >> 20} MiB of requests wait to be read here already. Try again shortly.",
+                retry_after_s=1.0,
+            )
+        self._waiting += size
+        try:
+            async with self._free:
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        finally:
+            self._waiting -= size
