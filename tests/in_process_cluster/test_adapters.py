@@ -18,7 +18,7 @@ from engine.sequence import SequenceKey, StepPlan
 from kernels.adapters import Adapter
 from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.adapters import merged, merged_tokens, write_adapter
+from tests.support.adapters import merged_tokens, write_adapter
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, busy, tokens_of
 from tests.support.one_pool import split
@@ -178,7 +178,6 @@ async def test_one_that_was_replaced_is_another_one_and_who_runs_keeps_the_old(
             new = ref_of(folder)
             assert new.digest != old.digest
         assert await running == before
-        merged.cache_clear()
         assert await generated(cluster, "new", PROMPT, new, 40) == expected(model, new, PROMPT, 40)
         assert await generated(cluster, "again", PROMPT, new, 40) == expected(model, new, PROMPT, 40)
 

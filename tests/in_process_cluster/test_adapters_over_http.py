@@ -16,7 +16,7 @@ import pytest
 from cluster.gateway.adapter_folder import AdapterFolder
 from cluster.http.api import Api
 from engine.text.tokenizer import Tokenizer
-from tests.support.adapters import merged, merged_tokens, write_adapter
+from tests.support.adapters import merged_tokens, write_adapter
 from tests.support.http_server import MODEL, clients_of, scripted_api
 from tests.support.mini_cluster import cluster_of
 from tests.support.scripted_generator import ScriptedGenerator
@@ -59,7 +59,6 @@ async def completed(client: openai.AsyncOpenAI, name: str, **fields: Any) -> lis
 
 
 def expected(model: SmallModel, adapter: Path | None) -> list[int]:
-    merged.cache_clear()
     return merged_tokens(model.folder, adapter, Tokenizer(model.folder).encode(PROMPT, True), NUM_TOKENS)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME
+from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest
 from engine.checkpoint.weights import expected_shapes
 from engine.model.config import ModelConfig
 
@@ -50,8 +50,26 @@ def write_adapter(
     return folder
 
 
+def merged_tokens(model: Path, adapter: Path | None, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy, of the merged model; None: of the model alone. Once for each content of the adapter's folder."""
+    digest = None if adapter is None else adapter_digest(adapter)
+    return list(_merged_tokens(model, adapter, digest, tuple(prompt), num_tokens))
+
+
+@functools.cache
+def _merged_tokens(
+    model: Path, adapter: Path | None, digest: str | None, prompt: tuple[int, ...], num_tokens: int
+) -> list[int]:
+    with torch.inference_mode():
+        output = _merged(model, adapter, digest).generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
 @functools.lru_cache(maxsize=8)
-def merged(model: Path, adapter: Path | None) -> Any:
+def _merged(model: Path, adapter: Path | None, digest: str | None) -> Any:
     """Hugging Face's model in float32 with `W + scale * B A` in place of each W, as PEFT merges."""
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     made.generation_config.eos_token_id = None
@@ -69,13 +87,3 @@ def merged(model: Path, adapter: Path | None) -> Any:
         with torch.no_grad():
             made.get_submodule(module).weight += scale * up.float() @ down.float()
     return made
-
-
-def merged_tokens(model: Path, adapter: Path | None, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy, of the merged model; None: of the model alone."""
-    with torch.inference_mode():
-        output = merged(model, adapter).generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-        )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens

@@ -66,6 +66,7 @@ class SmallModel:
         self.folder = folder
         self.dtype = dtype
         self._oracle = (build_oracle if family in FAMILIES else build_decoder)(family, folder, **changes)
+        self._generated = functools.cache(self._generate)  # many tests ask for the same prompts
         write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:
@@ -76,6 +77,9 @@ class SmallModel:
 
     def hugging_face(self, prompt: list[int], num_tokens: int, grammar: str | None = None) -> list[int]:
         """Greedy tokens; with a grammar up to the end of sequence, if that comes."""
+        return list(self._generated(tuple(prompt), num_tokens, grammar))
+
+    def _generate(self, prompt: tuple[int, ...], num_tokens: int, grammar: str | None) -> list[int]:
         mask = [] if grammar is None else [MaskProcessor(self.folder, VOCAB_SIZE, EOS, len(prompt), grammar)]
         with torch.inference_mode():
             output = self._oracle.generate(
