@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.checkpoint.adapters import adapter_digest, read_adapter
 from engine.model.adapters import AdapterSlot
@@ -113,12 +112,10 @@ def test_so_does_any_other_set_of_kernels(adapted: Adapted, kernels: ModuleType)
 def test_a_sequences_bits_are_the_same_in_any_company(adapted: Adapted, library: object, dtype: torch.dtype) -> None:
     """Alone, beside others with and without adapters, in any chunks, in one call of the layers or in several."""
     lengths = [3, 17, 40, 1, 25, 33, 9, 20, 5, 12]
-    alone: dict[str, Tensor] = {}
-    for number in range(len(lengths)):
-        stepper, sampler, found = drive(adapted, dtype)
-        seq = with_adapters(stepper, found, lengths)[number]
+    stepper, sampler, found = drive(adapted, dtype)
+    for seq in with_adapters(stepper, found, lengths):
         stepper.generate(seq, NUM_NEW_TOKENS)
-        alone[seq.request_id] = torch.stack(sampler.sampled[seq.request_id])
+    alone = {request_id: torch.stack(rows) for request_id, rows in sampler.sampled.items()}
     for fused in (True, False):
         stepper, sampler, found = drive(adapted, dtype, fused=fused)
         stepper.generate_mixed(with_adapters(stepper, found, lengths), NUM_NEW_TOKENS)

@@ -34,6 +34,13 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return request.param
 
 
+@pytest.fixture(scope="module", params=WITH_HEADS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    build_oracle(request.param, made)
+    return made
+
+
 class QuantisingKernels(NativeCpuKernels):
     """Every weight in 8 bits."""
 
@@ -72,10 +79,8 @@ def _assert_same(folder: Path, kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", WITH_HEADS)
-def test_the_same_bits_as_separate_calls(library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    build_oracle(family, tmp_path)
-    _assert_same(tmp_path, NativeCpuKernels(library), dtype)
+def test_the_same_bits_as_separate_calls(library: ctypes.CDLL, folder: Path, dtype: torch.dtype) -> None:
+    _assert_same(folder, NativeCpuKernels(library), dtype)
 
 
 def test_the_same_bits_with_quantised_weights(library: ctypes.CDLL, tmp_path: Path) -> None:
@@ -102,17 +107,16 @@ def _logits_of_many_rows(
     return torch.stack(sampler.sampled["r"])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", WITH_HEADS)
 def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
-    library: ctypes.CDLL, tmp_path: Path, family: str, dtype: torch.dtype, num_threads: int
+    library: ctypes.CDLL, folder: Path, dtype: torch.dtype
 ) -> None:
-    build_oracle(family, tmp_path)
     kernels = NativeCpuKernels(library)
-    apart = _logits_of_many_rows(tmp_path, kernels, dtype, fused=True, num_threads=num_threads)
-    assert torch.equal(apart, _logits_of_many_rows(tmp_path, kernels, dtype, fused=False))
-    assert apart.isfinite().all()
+    expected = _logits_of_many_rows(folder, kernels, dtype, fused=False)
+    assert expected.isfinite().all()
+    for num_threads in (1, 2, 3):
+        apart = _logits_of_many_rows(folder, kernels, dtype, fused=True, num_threads=num_threads)
+        assert torch.equal(apart, expected), f"{num_threads} threads"
 
 
 def test_the_same_bits_with_quantised_weights_and_many_rows(library: ctypes.CDLL, tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def _check(oracle: Oracle, index: int, seq: Sequence, sampler: RecordingSampler)
     assert seq.output_token_ids[:NUM_NEW_TOKENS] == oracle.continuations[index]
 
 
-@pytest.mark.parametrize("layers_per_group", [1, 2, 3, 4])
-def test_whole_prompts_one_after_the_other(oracle: Oracle, layers_per_group: int) -> None:
-    runner, sampler = recording_runner(oracle.folder, layers_per_group=layers_per_group)
+def test_whole_prompts_one_after_the_other(oracle: Oracle) -> None:
+    """In groups of layers that are not equal; equal ones are below."""
+    runner, sampler = recording_runner(oracle.folder, layers_per_group=3)
     stepper = Stepper(runner)
     for index, prompt in enumerate(oracle.prompts):
         seq = stepper.add(prompt, str(index))
