@@ -113,11 +113,11 @@ def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
     _nobody_runs_jobs_here(quickstart)
 
 
-# Others than that one, than the one for nodes that fetch Legato from where it says, and than cpu_2p2d.yaml, which is
-# slo.yaml without its classes (tests/cluster/deployment/test_cluster_files.py).
+# Others than that one, than the one for nodes that fetch Legato from where it says, and than those of which another one
+# has all that they have (tests/cluster/deployment/test_cluster_files.py): cpu_2p2d.yaml and auto.yaml.
 @pytest.mark.parametrize(
     "path",
-    [path for path in CPU_FILES if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d")],
+    [path for path in CPU_FILES if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d", "auto")],
     ids=lambda path: str(path.stem),
 )
 def test_a_file_in_its_place_answers_and_says_where(quickstart: ServeRun, path: Path) -> None:

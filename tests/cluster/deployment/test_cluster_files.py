@@ -145,6 +145,13 @@ def test_the_classes_are_all_that_slo_adds_to_two_of_each_worker() -> None:
     assert classes == plain
 
 
+def test_workers_of_one_type_are_what_the_first_of_two_models_has() -> None:
+    """Who has seen models.yaml answer for it need not see auto.yaml."""
+    several, alone = document(CONFIGS / "models.yaml"), document(CONFIGS / "auto.yaml")
+    several["applications"][0]["args"] = several["applications"][0]["args"]["models"][0]
+    assert several == alone
+
+
 def test_nodes_fetch_the_wheel_that_is_built() -> None:
     """It is quickstart.yaml, and the wheel has the name that pip gives it."""
     fetched, quickstart = document(CONFIGS / "runtime_env.yaml"), document(CONFIGS / "quickstart.yaml")
