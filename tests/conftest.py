@@ -28,6 +28,8 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile("repeatable")
 
 RAY_TESTS = "tests/ray/"
+# Files of a few seconds at most: at the end they leave no process alone with a long one.
+SHORT_TESTS = ("tests/kernels/", "tests/kv_transfer/", "tests/prefill_workers/", "tests/tree/")
 # What needs programs or packages that Legato's own environment has not.
 ASKED_FOR = tuple(Path(__file__).with_name(name) for name in ("clients", "operators"))
 ON_GPU = Path("/dev/nvidiactl").exists()
@@ -74,8 +76,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray comes first, for it takes longest: the other processes run the rest meanwhile."""
-    items.sort(key=lambda item: not item.nodeid.startswith(RAY_TESTS))
+    """What starts Ray comes first, for it takes longest: others run the rest meanwhile; short files last."""
+    items.sort(key=lambda item: item.nodeid.startswith(SHORT_TESTS) - item.nodeid.startswith(RAY_TESTS))
 
 
 def _one_torch_thread() -> None:
