@@ -19,8 +19,9 @@ from cluster.slo.classes import CLASS_HEADER
 
 def create_app(api: Api) -> FastAPI:
     """Make the application of a gateway, whose endpoints use what `api` holds."""
-    # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere.
-    app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False)
+    # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere. A slash
+    # too many at a path's end is a 404: whom Starlette sends elsewhere gets a 500 where the query is no UTF-8.
+    app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False, redirect_slashes=False)
     app.state.api = api
     app.state.board = board.Board(api)
     app.state.others = OtherGateways(api)

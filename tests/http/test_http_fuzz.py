@@ -230,6 +230,12 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
         send("/{odd}", method, 30)
 
 
+@pytest.mark.parametrize("query", [b"", b"accept=Bearer \xff", b"%ff"])
+def test_a_slash_too_many_is_told_whatever_the_query_is(gateway: Gateway, query: bytes) -> None:
+    for method, path in (("POST", "/v1/files/"), ("POST", "/v1/completions/"), ("GET", "/v1/models/")):
+        assert gateway.call(method, path, Sent(b"{}", JSON), query).status == 404
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
