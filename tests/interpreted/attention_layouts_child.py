@@ -25,7 +25,7 @@ _PRODUCT = re.compile(r"tt\.dot .* : (tensor.*?)(?: loc\(.*\))?$", re.MULTILINE)
 
 
 def gpu_ir_of(shipped: Shipped) -> str:
-    """As `triton.compile` makes it, which would then go on to the machine's code: that takes longest, and nobody looks."""
+    """As `triton.compile` makes it on its way to the machine's code, which takes longest and which nobody looks at."""
     source = ASTSource(shipped.kernel, dict(shipped.signature), constexprs=dict(shipped.constants))
     backend = make_backend(_TARGET)
     options = backend.parse_options({"num_warps": shipped.num_warps, "num_stages": shipped.num_stages})
