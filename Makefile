@@ -30,7 +30,8 @@ NODES ?= 3
 cluster: setup
 	$(BIN)/python -m cluster.deployment.local_nodes $(CONFIG) --nodes $(NODES) $(if $(PORT),--port $(PORT))
 
-# On each core a process that runs whole files, and one of them all that starts Ray (tests/conftest.py).
+# On each core a process that runs whole files, and in `test` one more: one of them runs all that starts Ray, and mostly
+# waits for it (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 test: setup

@@ -43,15 +43,17 @@ if not ON_GPU:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers() -> int:
-    """How many processes run tests side by side with `-n auto`: one a core, as far as memory goes; one on a GPU."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run tests side by side with `-n auto`, as far as memory goes: one a core, and for all tests
+    one more, since who starts Ray's clusters waits for them most of the time. One on a GPU."""
     import psutil
 
     if ON_GPU:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rooms = psutil.virtual_memory().available // _WORKER_BYTES
-    return max(1, min(cores, rooms, _MOST_WORKERS))
+    is_whole: bool = config.args == config.getini("testpaths")
+    return max(1, min(cores + is_whole, rooms, _MOST_WORKERS))
 
 
 @pytest.hookimpl(optionalhook=True)
