@@ -118,7 +118,7 @@ class WorkerShape:
 
     def cautious_cost(self) -> StepCost:
         """What nearly all of its steps with prompts stay below, as `StepCosts` has it of real ones."""
-        margin = 1 + 2 * self.step_noise
+        margin = 1 + 3 * self.step_noise
         return replace(scaled(self.cost, margin * max(1.0, self.stretch("prefill"))), margin=margin)
 
     def report(self) -> StepCostReport:

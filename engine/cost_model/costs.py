@@ -11,16 +11,13 @@ from dataclasses import replace
 from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of, scaled
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.row_costs import RowCosts
-from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost, StepWork, margin_of
 
 # Enough that one which pays for what libraries make once is seen through, too few to tell much more than the speed.
 _SCALING_STEPS = TELLING_STEPS - 1
 # Learnt from together: a step leaves nothing of the fit in the processor's caches, so that the first one after it costs
 # ten times as much as the next.
 _STEPS_AT_ONCE = 16
-# Of typical errors, which are medians, so many above what is predicted are two standard deviations; beyond this share
-# of it steps are long for reasons of their own, that shorter ones would not change.
-_NEARLY_ALL, _MOST_SCATTER = 3.0, 0.5
 
 
 class StepCosts:
@@ -127,9 +124,9 @@ class StepCosts:
         """
         if self._cautious is None and self._learnt is not None:
             error = self._learnt.error("prefill")
-            scatter = min(_NEARLY_ALL * (self._seed_error if error is None else error), _MOST_SCATTER)
+            margin = margin_of(self._seed_error if error is None else error)
             stretch = max(1.0, self._learnt.stretch("prefill"))
-            self._cautious = replace(scaled(self._learnt.cost(), stretch * (1 + scatter)), margin=1 + scatter)
+            self._cautious = replace(scaled(self._learnt.cost(), stretch * margin), margin=margin)
         return self._cautious
 
     def error(self, kind: StepKind) -> float:

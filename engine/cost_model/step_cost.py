@@ -14,6 +14,10 @@ DECODES_PART: Final = 0.05
 """Of a step with decodes, what it costs without prompts, where longer ones would save little."""
 KEPT: Final = 0.95
 """Of what was promised, what steps are planned for: a token has a way to go to its client."""
+_NEARLY_ALL: Final = 4.5
+"""Of typical errors, so many above what is predicted: three standard deviations, as typical ones are medians. Where
+each step is as long as may be, two make one in a hundred late, which is all that a P99 allows."""
+_MOST_SCATTER: Final = 0.5  # beyond it, steps are long for reasons of their own, that shorter ones would not change
 STILL_S: Final = 1.0
 """So long nobody's tokens stand still for others' prompts, unless prompts would get less time than decodes."""
 
@@ -78,6 +82,12 @@ class StepWork:
 
 
 NOTHING: Final = StepWork()
+
+
+def margin_of(relative_error: float) -> float:
+    """So many times what steps take in the mean, nearly all stay below. `relative_error`: typical
+    |actual / predicted - 1|."""
+    return 1.0 + min(_NEARLY_ALL * relative_error, _MOST_SCATTER)
 
 
 def tokens_within(room_s: Any, prefill_token_s: Any, prefill_pair_s: Any, num_cached: Any) -> Any:

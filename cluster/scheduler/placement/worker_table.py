@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cost_model.step_cost import KEPT, StepCost, StepWork
+from engine.cost_model.step_cost import KEPT, StepCost, StepWork, margin_of
 from kv_transfer.messages.workers import WorkerInfo
 
 RESIDUAL_STEP: Final = 0.125
@@ -199,7 +199,8 @@ class WorkerTable:
         step_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * context
         share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
         num_tokens = facts[Fact.TOKENS_PER_STEP]
-        targets = np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], slots[Slot.GAP_TARGET_S])
+        gaps_s = slots[Slot.GAP_TARGET_S] / margin_of(float(facts[Fact.RELATIVE_ERROR]))  # which nearly all keep
+        targets = np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], gaps_s)
         facts[Fact.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
         facts[Fact.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
         facts[Fact.STEP_S] = step_s * facts[Fact.STRETCH] / num_tokens

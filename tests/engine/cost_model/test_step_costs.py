@@ -122,7 +122,7 @@ def test_nearly_all_steps_stay_below_the_cautious_cost() -> None:
     costs.seed(dataclasses.replace(TRUTH, relative_error=0.1))
     cautious = costs.cautious_cost()
     assert cautious is not None
-    assert cautious.step_s(PROMPT) == pytest.approx(1.3 * TRUTH.step_s(PROMPT)), (
+    assert cautious.step_s(PROMPT) == pytest.approx(1.45 * TRUTH.step_s(PROMPT)), (
         "by what the calibration says of itself"
     )
     rng = random.Random(3)
@@ -134,7 +134,7 @@ def test_nearly_all_steps_stay_below_the_cautious_cost() -> None:
         assert cautious is not None
         late += number >= 100 and seconds > cautious.step_s(work)
         costs.observe(work, seconds)
-    assert 0 < late <= 0.04 * 500
+    assert late <= 0.01 * 500, "a P99 is promised"
     assert cautious.step_s(PROMPT) < 1.3 * TRUTH.step_s(PROMPT)
     for _ in range(64):
         costs.observe(PROMPT, 2 * TRUTH.step_s(PROMPT))
