@@ -7,6 +7,7 @@ picked, and decides what happens to those for whom nothing good was found: they 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -338,8 +339,9 @@ class TenantShares:
 
 
 def _length_class(query: Place) -> Hashable:
-    """Prompts of one class differ by less than twice."""
-    return query.num_tokens.bit_length()
+    """Prompts of one class differ by less than a fifth: else its shorter half, which is placed more easily, keeps all
+    of it above its floor."""
+    return int(4 * math.log2(max(1, query.num_tokens)))
 
 
 def _is_unattainable(query: Place, found: Filtered) -> bool:

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
+from cluster.scheduler.placement.admission import (
+    Admission,
+    AdmissionOutcome,
+    AdmissionPolicy,
+    Verdict,
+    _length_class,
+)
 from cluster.scheduler.placement.estimates import Attainment
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
@@ -89,7 +95,7 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
     long = {"num_tokens": 4000, "ttft_s": 15.0}  # it would have waited for 12 s
     assert _ask(admission, "first", now, **long).outcome is not AdmissionOutcome.PLACED
     for _ in range(100):
-        admission.attainment.observe([(4000).bit_length()], 0.0)
+        admission.attainment.observe([_length_class(query_of(num_tokens=4000))], 0.0)
     admission.attainment.overall = 0.4
     assert _ask(admission, "second", now, **long).outcome is AdmissionOutcome.PLACED
 
@@ -118,7 +124,7 @@ def test_a_length_below_its_floor_leaves_no_room_to_another_tenant_either() -> N
     assert _ask(admission, "first", 0.0, **long).outcome is not AdmissionOutcome.PLACED
     admission.attainment.overall = 0.4
     for _ in range(30):
-        admission.attainment.observe([(4000).bit_length()], 0.0)
+        admission.attainment.observe([_length_class(query_of(num_tokens=4000))], 0.0)
     assert _ask(admission, "second", 0.0, **long).outcome is AdmissionOutcome.PLACED
 
 
