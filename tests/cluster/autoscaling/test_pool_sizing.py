@@ -20,7 +20,7 @@ RULES = PoolRules(max_workers=20, hold_s=60.0)
 
 
 def view(demand: float, live: int, *, burns: bool = False) -> PoolView:
-    return PoolView(demand=demand, burns=burns, live=live)
+    return PoolView(demand=demand, bounds=(demand, demand), burns=burns, live=live)
 
 
 def look(pool: PoolSize, now: float, demand: float, *, burns: bool = False) -> int:
