@@ -93,7 +93,6 @@ class WorkerReplica:
 
     async def start(self) -> None:
         """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
-        gc.freeze()  # what libraries have made stays for ever: a change of the model need not look through it
         await self._load(time.monotonic(), None)
 
     async def _load(self, wanted_at: float, step_cost: StepCostReport | None) -> None:
