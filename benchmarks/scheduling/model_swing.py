@@ -25,6 +25,7 @@ from typing import Final
 
 from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
+from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
 from benchmarks.scheduling.goodput_setting import Layout, Setting, config_of
 from benchmarks.scheduling.shifting import endless
@@ -82,7 +83,7 @@ def _until(requests: Iterator[TraceRequest], end_s: float) -> Iterator[TraceRequ
     return takewhile(lambda request: request.arrival_s < end_s, requests)
 
 
-def told(result: ModelsResult) -> Json:
+def told(result: ModelsResult) -> Report:
     shares = {
         name: fmean(record.is_met and not record.num_rejections for record in found.records)
         for name, found in result.by_model.items()
@@ -105,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> Json:
         *(("sudden", drawn(seed), sudden) for seed in range(1, 1 + arguments.seeds)),
         ("traces", traces(arguments.mooncake, arguments.azure), swing),
     ]
-    found: dict[str, dict[str, list[Json]]] = {}
+    found: dict[str, dict[str, list[Report]]] = {}
     for name, demand, shape in plans:
         for row in ROWS:
             if name not in (arguments.only or (name,)):
@@ -123,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> Json:
     }
 
 
-def _spread(runs: list[Json]) -> str:
+def _spread(runs: list[Report]) -> str:
     shares = [run["in_time"] for run in runs]
     return f"{median(shares):.1%} [{min(shares):.1%}–{max(shares):.1%}]"
 

@@ -16,7 +16,7 @@ from cluster.batch.service import BatchService
 from tests.support.waiting import eventually
 
 MODELS = ("gone", "here")
-NO_WORKER = LineAnswer(status=503, body={"error": {}}, retry_after_s=0.01)
+NO_WORKER = LineAnswer(status=503, body="{}", retry_after_s=0.01)
 
 
 async def begun(batches: BatchService, *models: str) -> Batch:
@@ -46,7 +46,7 @@ class Server:
         if line.body["model"] == "gone":
             return NO_WORKER
         self.answered.append((batch.id, line.body["model"]))
-        return LineAnswer(status=200, body={})
+        return LineAnswer(status=200, body="{}")
 
 
 async def test_lines_of_a_model_without_workers_hold_up_no_others(tmp_path: Path) -> None:
