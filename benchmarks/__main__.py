@@ -47,6 +47,7 @@ PARTS = {
     "simulator_honesty_automatic": ("benchmarks.serving.simulator_honesty --layout automatic", 1200),
     "decisions": ("benchmarks.scheduling.decisions", 600),
     "goodput": ("benchmarks.scheduling.goodput", 7200),
+    "model_swing": ("benchmarks.scheduling.model_swing", 3600),
 }
 STOP_TIMEOUT_S = 60.0
 

@@ -1,4 +1,4 @@
-"""The reports of `goodput` and `decisions` as tables, and the numbers that aims are set for."""
+"""The reports of `goodput`, `decisions` and `model_swing` as tables, and the numbers that aims are set for."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _MISSED: Final = {
     "gaps": "with late gaps",
 }
 _PROMISED: Final = {"tpot": "a mean of {ms:g} ms between tokens", "gap": "99 of 100 gaps within {ms:g} ms"}
+_SWING_COUNTS: Final = ("turned_away", "changes", "moved")
 OLD: Final = (
     "What was stored here before 2026-11-23 does not compare with what is measured now, and is gone. It counted 90 % of"
     " the requests alone. No published router ran without prefill workers or with limits of its own choice. Clients who"
@@ -60,6 +61,31 @@ def decisions_table(results: Report) -> str:
 def decisions_headline(results: Report) -> Json:
     """Placed ones' where it was stored before all were told together."""
     return {"p99_ms": results["all" if "all" in results else "placed"]["p99"]}
+
+
+def swing_table(results: Report) -> str:
+    rows: list[list[object]] = [
+        [
+            demand,
+            row,
+            results["in_time"][demand][row],
+            f"{min(min(run['by_model'].values()) for run in runs):.1%}",
+            *(f"{min(run[name] for run in runs)}–{max(run[name] for run in runs)}" for name in _SWING_COUNTS),
+            len(runs),
+        ]
+        for demand, kept in results["runs"].items()
+        for row, runs in kept.items()
+    ]
+    head = (
+        f"{results['workers']} workers of one type, two models, {results['load']:.0%} of the workers' time in the mean,"
+        f" a swing of {results['period_s']:g} s; changing a model takes {results['change_s']:g} s beside draining.\n\n"
+    )
+    columns = ["demand", "workers", "in time", "of the model served least", "turned away", "changes", "moved", "runs"]
+    return head + table(columns, rows)
+
+
+def swing_headline(results: Report) -> Json:
+    return {name: rows["changing"] for name, rows in results["in_time"].items()}
 
 
 def _whole_trace(simulated: Report) -> str:

@@ -18,6 +18,8 @@ from benchmarks.report.goodput import (
     decisions_table,
     goodput_headline,
     goodput_tables,
+    swing_headline,
+    swing_table,
 )
 from benchmarks.report.peers import peers_headline, peers_tables
 from benchmarks.report.plots import plot_layerkv
@@ -553,6 +555,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     **dict.fromkeys(HONESTY, honesty_tables),
     **dict.fromkeys(GOODPUT, goodput_tables),
     "decisions": decisions_table,
+    "model_swing": swing_table,
     "peers": peers_tables,
 }
 _HEADLINES: dict[str, Callable[[Report], Json]] = {
@@ -584,6 +587,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     **dict.fromkeys(HONESTY, honesty_headline),
     **dict.fromkeys(GOODPUT, goodput_headline),
     "decisions": decisions_headline,
+    "model_swing": swing_headline,
     "peers": peers_headline,
     "transports": lambda results: {"largest_slab": results["rows"][-1]},
 }

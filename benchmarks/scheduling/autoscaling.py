@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Final
@@ -28,7 +28,7 @@ from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig
 from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
-from cluster.simulation.workload.traces import TraceRequest
+from cluster.simulation.workload.traces import TraceRequest, paced
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, kv_capacity_tokens, roofline_cost
 
@@ -63,15 +63,10 @@ class Plan:
 
 def requests(plan: Plan) -> Iterator[TraceRequest]:
     """The drawn arrivals on a clock that runs faster while the demand is higher; up to the profile's end."""
-    passed = done = 0.0  # seconds of the profile, and of the drawn arrivals
-    for request in draw_requests(WORKLOAD, plan.seed):
-        while done < request.arrival_s:
-            if passed >= PERIOD_S * (len(PROFILE) - 1):
-                return
-            step_s = min(1.0, (request.arrival_s - done) / (plan.load * demand_at(passed)))
-            done += step_s * plan.load * demand_at(passed)
-            passed += step_s
-        yield replace(request, arrival_s=passed)
+    for request in paced(draw_requests(WORKLOAD, plan.seed), lambda passed: plan.load * demand_at(passed)):
+        if request.arrival_s >= PERIOD_S * (len(PROFILE) - 1):
+            return
+        yield request
 
 
 def demand_at(seconds: float) -> float:

@@ -8,15 +8,13 @@ by that. Then the one with the fewest requests goes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
-from cluster.simulation.simulate import LiveRequest, Simulation, SimulationConfig, SimulationResult
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker
-from cluster.simulation.workload.traces import TraceRequest
+from cluster.simulation.simulate import LiveRequest, Simulation, SimulationConfig
+from cluster.simulation.workers import SimulatedWorker
 from engine.sequence import Sequence
 from kv_transfer.messages.fields import Role
 
@@ -74,19 +72,11 @@ class ElasticSimulation(Simulation):
         super().__init__(config, router)
         self._sizing = sizing
         self._elasticity = elasticity
-        self._all_came = False
         self._num_ordered = config.num_prefill + config.num_decode
         workers: list[SimulatedWorker] = [*self._prefills.values(), *self._decodes.values()]
         self._members = [_Member(worker.info.role, 0.0, worker) for worker in workers]
         self.samples: list[SizeSample] = []
         self._clock.after(0.0, self._tick)
-
-    def run(self, requests: Iterator[TraceRequest]) -> SimulationResult:
-        def followed() -> Iterator[TraceRequest]:
-            yield from requests
-            self._all_came = True
-
-        return super().run(followed())
 
     def worker_seconds(self, role: Role) -> float:
         ends = ((m.ordered_at, min(m.ended_at, self._clock.now)) for m in self._members if m.role == role)
@@ -108,7 +98,7 @@ class ElasticSimulation(Simulation):
             self._resize("prefill", sizes[0])
             self._resize("decode", sizes[1])
         self.samples.append(SizeSample(self._clock.now, len(self._counted("prefill")), len(self._counted("decode"))))
-        if not self._all_came or self._live:
+        if not self.is_over:
             self._clock.after(self._elasticity.period_s, self._tick)
 
     def _serving(self, role: Role) -> list[SimulatedWorker]:
@@ -143,17 +133,8 @@ class ElasticSimulation(Simulation):
     def _start(self, member: _Member) -> None:
         if not member.counts:
             return
-        epoch = self._config.seed + 2 * self._num_ordered
-        worker_id = f"{member.role}-{self._num_ordered}"
+        member.worker = self.join(f"{member.role}-{self._num_ordered}", number=self._num_ordered)
         self._num_ordered += 1
-        if member.role == "prefill":
-            prefill = SimulatedPrefill(worker_id, self._config.prefill, self._clock, self, epoch=epoch)
-            member.worker = self._prefills[worker_id] = prefill
-        else:
-            decode = SimulatedDecode(worker_id, self._config.decode, self._clock, self, epoch=epoch + 1)
-            member.worker = self._decodes[worker_id] = decode
-        phase_s = self._clock.now % self._config.heartbeat_s
-        member.worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s)
 
     def _num_requests(self, worker_id: str) -> int:
         """How many requests a worker computes or will, as far as the gateway knows."""

@@ -253,7 +253,7 @@ def play(
     setting: Setting, router: str, layout: Layout, load: float, first: int, watch: Watch = lambda record: None
 ) -> SimulationResult:
     requests = setting.requests(first, load)
-    return simulate(_config(setting, router, layout), requests, _router(router, layout), watch)
+    return simulate(config_of(setting, router, layout), requests, _router(router, layout), watch)
 
 
 def counted(setting: Setting, router: str, layout: Layout, load: float, first: int) -> Counts:
@@ -268,7 +268,8 @@ def _router(name: str, layout: Layout) -> Router:
     return LIMITS[name][layout.limits]() if layout.limits else _ROUTERS[name]()
 
 
-def _config(setting: Setting, router: str, layout: Layout) -> SimulationConfig:
+def config_of(setting: Setting, router: str, layout: Layout) -> SimulationConfig:
+    """The cluster of that layout under a router of that name."""
     model, num_devices = DEVICES[setting.model]
     layer_token_s = model.kv_bytes_per_token / model.num_layers / LINK_BYTES_PER_S
 

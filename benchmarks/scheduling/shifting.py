@@ -58,7 +58,7 @@ class Shifting(Setting):
     def requests(self, first: int, load: float) -> Iterator[TraceRequest]:
         """`load`: of each kind's bound."""
         come = {
-            name: _endless(list(kind.requests(begin, load * _bound(kind, begin))))
+            name: endless(list(kind.requests(begin, load * _bound(kind, begin))))
             for name, (kind, begin) in self.kinds.items()
         }
         waiting: dict[str, tuple[float, TraceRequest]] = {}
@@ -87,7 +87,7 @@ def _bound(kind: Setting, first: int) -> float:
     return bounds(kind, first)[0]
 
 
-def _endless(requests: Sequence[TraceRequest]) -> Iterator[tuple[float, TraceRequest]]:
+def endless(requests: Sequence[TraceRequest]) -> Iterator[tuple[float, TraceRequest]]:
     """Yields the requests again and again, under other names, each with when it comes."""
     lasts_s = requests[-1].arrival_s * (1.0 + 1.0 / len(requests))
     for turn in count():

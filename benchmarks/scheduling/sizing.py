@@ -13,7 +13,7 @@ from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.workers import SimulatedWorker
 from cluster.slo.classes import SloConfig
-from cluster.slo.report import Served, SloOutcome, SloReport
+from cluster.slo.report import SloReport
 from cluster.slo.tracker import SloTracker
 
 Sizes = tuple[int, int]
@@ -100,14 +100,4 @@ class PredictedSizes:
         return None if advice is None else (advice.num_prefill, advice.num_decode)
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        served = Served(slo=record.slo, model="simulated")
-        is_served = record.end_s is not None
-        self._news.ended(
-            served,
-            SloOutcome.FINISHED if is_served else SloOutcome.REJECTED,
-            e2e_s=now - record.arrival_s,
-            ttft_s=record.ttft_s if is_served else None,
-            tpot_s=record.tpot_s,
-            gap_p99_s=record.gaps.p99_s,
-            num_tokens=record.output_tokens if is_served else 0,
-        )
+        record.report(self._news, now)

@@ -71,16 +71,16 @@ class Autoscaler:
             if scales[home]:
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
 
-    def lacking(self) -> Role | None:
+    def lacking(self) -> tuple[Role, float] | None:
         """The role of a pool that needs more workers than this model has for it, or is about to have, as one changes
-        its role; None: neither does."""
-        role = None if self.advice is None else self._sizer.lacking()
-        return None if any(flip.role == role for flip in self._flips) else role
+        its role, and how busy demand keeps each of those; None: neither does."""
+        lacks = None if self.advice is None else self._sizer.lacking()
+        return None if lacks is None or any(flip.role == lacks[0] for flip in self._flips) else lacks
 
-    def spared(self, now: float, model: str) -> WorkerInfo | None:
-        """The worker with least to lose of a pool that could do without one, to become one of that other model; None:
-        there is none."""
-        role = None if self.advice is None else self._sizer.sparing(now)
+    def spared(self, load: float, model: str) -> WorkerInfo | None:
+        """The worker with least to lose of a pool that would be less busy without one than workers of that other model,
+        of that load, are; None: there is none."""
+        role = None if self.advice is None else self._sizer.sparing(load)
         able = [(i, s) for i, s in self._ledger.workers() if i.role == role and model in i.models and not s.draining]
         chosen = min(able, key=_to_lose, default=None)
         return None if chosen is None else chosen[0]
@@ -128,9 +128,9 @@ class Autoscaler:
 
 
 class ModelExchange:
-    """Decides who goes from a model that can do without it to one that lacks workers: one at a time, which has to have
-    come back before the next one goes. Where none comes back, as the other model cannot be loaded there, ten minutes
-    pass before one more is lost. `autoscalers`: by model; each must have been asked for its own orders."""
+    """Decides who goes from a model whose workers are less busy to one that lacks workers: one at a time, which has to
+    have come back before the next one goes. Where none comes back, as the other model cannot be loaded there, ten
+    minutes pass before one more is lost. `autoscalers`: by model; each must have been asked for its own orders."""
 
     def __init__(self, autoscalers: Mapping[str, Autoscaler]) -> None:
         self._autoscalers = autoscalers
@@ -144,10 +144,12 @@ class ModelExchange:
                 return
             self._gone = None
         for model, gains in self._autoscalers.items():
-            role = gains.lacking()
-            for gives in self._autoscalers.values() if role is not None else ():
-                worker = None if gives is gains else gives.spared(now, model)
-                if role is not None and worker is not None:
+            if (lacks := gains.lacking()) is None:
+                continue
+            role, load = lacks
+            for gives in self._autoscalers.values():
+                worker = None if gives is gains else gives.spared(load, model)
+                if worker is not None:
                     self._gone = worker, model, now + _EXCHANGE_S
                     logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
                     yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)

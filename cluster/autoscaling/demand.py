@@ -97,6 +97,13 @@ class WorkRate:
         long = sum(part.work for part in self._long.parts(now)) / long_s
         return max(long, short - error) + _rise(short - long, error, short_s, long_s, lead_s)
 
+    def bounds(self, now: float) -> tuple[float, float]:
+        """Between what the demand surely is now, whatever is usual and whatever is to come."""
+        short_s = max(self._short.covered_s(now), self._short.window_s / 2)
+        recent = self._short.parts(now)
+        work, error = sum(part.work for part in recent), math.sqrt(sum(part.squares for part in recent))
+        return max(0.0, work - error) / short_s, (work + error) / short_s
+
 
 def _rise(difference: float, error: float, short_s: float, long_s: float, lead_s: float) -> float:
     """How much the demand rises from the middle of the short window to `lead_s` from now, if it goes on growing as it
@@ -181,9 +188,20 @@ class DemandMonitor:
         prefill, decode = self.forecasts(now)
         decode = max(decode, self._held)
         prefill_is_busier = prefill * num_decode > decode * num_prefill
+        least, most = self._decode.bounds(now)
         return (
-            PoolView(demand=prefill, burns=burning.ttft or (burning.other and prefill_is_busier), live=num_prefill),
-            PoolView(demand=decode, burns=burning.tpot or (burning.other and not prefill_is_busier), live=num_decode),
+            PoolView(
+                demand=prefill,
+                bounds=self._prefill.bounds(now),
+                burns=burning.ttft or (burning.other and prefill_is_busier),
+                live=num_prefill,
+            ),
+            PoolView(
+                demand=decode,
+                bounds=(max(self._held, least), max(self._held, most)),
+                burns=burning.tpot or (burning.other and not prefill_is_busier),
+                live=num_decode,
+            ),
         )
 
     def _count(self, query: Place, verdict: Verdict, now: float) -> None:

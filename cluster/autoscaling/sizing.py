@@ -4,6 +4,7 @@
             although it should not
     down    by one, where one fewer would still be below the target with a margin, and that held for `hold_s`
     flip    a worker changes its role instead, where one pool needs more and the other can do with one fewer
+    lend    a worker changes its model, where another needs more and has less for each of its workers with it
 
 What a pool should be is compared with what it should be with one fewer, never with what its workers are busy with now:
 so a size that was just left is not taken again at once. A queue's length alone changes nothing. Knows no workers, no
@@ -70,10 +71,12 @@ class PoolsPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """How a pool stands now. `demand`: workers that predicted demand keeps busy; `burns`: the error budget of its
-    targets is used up too fast, over both windows; `live`: workers that take requests."""
+    """How a pool stands now. `demand`: workers that predicted demand keeps busy; `bounds`: between what it surely is at
+    present; `burns`: the error budget of its targets is used up too fast, over both windows; `live`: workers that take
+    requests."""
 
     demand: float
+    bounds: tuple[float, float]
     burns: bool
     live: int
 
@@ -99,6 +102,8 @@ class PoolSize:
     learned: float = math.inf  # the target that was learned at `learned_at`
     learned_at: float = -math.inf
     needed: int = field(default=0, init=False)
+    load: float = field(default=0.0, init=False)  # of each of its workers at present, at least
+    load_of_fewer: float = field(default=math.inf, init=False)  # of each of the others, were there one fewer, at most
 
     def observe(self, now: float, view: PoolView) -> None:
         """Note how many workers the pool needs now, and whether one fewer would do. Changes no size."""
@@ -113,6 +118,8 @@ class PoolSize:
             self.fits_since = None
         elif self.fits_since is None:
             self.fits_since = now
+        self.load = view.bounds[0] / max(1, self.size)
+        self.load_of_fewer = view.bounds[1] / (self.size - 1) if self.size > 1 else math.inf
 
     def scale(self, now: float) -> None:
         """Raise the size to what is needed, or lower it by one."""
@@ -179,16 +186,19 @@ class PoolSizer:
         self._decode.scale(now)
         return PoolAdvice(num_prefill=self._prefill.size, num_decode=self._decode.size, flip=flip)
 
-    def lacking(self) -> Role | None:
-        """The role of a pool that needs more workers than it has; None: neither does."""
+    def lacking(self) -> tuple[Role, float] | None:
+        """The role of a pool that needs more workers than it has, and the load of those; None: neither does."""
         pools: tuple[tuple[Role, PoolSize], ...] = (("decode", self._decode), ("prefill", self._prefill))
-        return next((role for role, pool in pools if pool.needed > pool.size < pool.rules.max_workers), None)
+        return next(
+            ((role, pool.load) for role, pool in pools if pool.needed > pool.size < pool.rules.max_workers), None
+        )
 
-    def sparing(self, now: float) -> Role | None:
-        """The role of a pool that could do without one of its workers; None: neither could."""
+    def sparing(self, load: float) -> Role | None:
+        """The role of a pool that, with one worker fewer, would surely be less busy than `load`, that of workers of
+        another model; None: neither would. So none goes to and fro: only other demand makes it the other way round."""
         pools: tuple[tuple[Role, PoolSize], ...] = (("prefill", self._prefill), ("decode", self._decode))
-        hold_s = self._plan.flip_hold_s
-        return next((role for role, pool in pools if pool.size > 1 and pool.could_spare(now, hold_s)), None)
+        role, pool = min(pools, key=lambda known: known[1].load_of_fewer)
+        return role if pool.load_of_fewer < load * (1 - pool.rules.margin) else None
 
     def _flip(self, now: float) -> Role | None:
         """The role that a worker should change to now, with both sizes changed for it; None: none should."""

@@ -13,9 +13,9 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,13 +35,16 @@ _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 CLAIM_S: Final = 10.0  # how long a gateway that is gone keeps its batches from others
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
-_BATCHES: Final = 4  # run at a time by one gateway, so that a small one need not wait for a large one
-_LINES: Final = 64  # lines of all these batches that are in flight at a time
+_BATCHES: Final = 4  # run at a time by one gateway, so that a small one need not wait for a large one,
+_MOST_BATCHES: Final = 32  # beside those that wait for a model without workers, say: up to so many together
+_STALLED_S: Final = 60.0  # a batch of which nothing was answered for so long is one of these
+_LINES: Final = 64  # lines of all these batches, for one model, that are in flight at a time
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
 _TRIES: Final = 4  # of a line that fails by the server's fault
 _NOT_NOW: Final = (429, 503)  # statuses that do not count as a try
 _WAIT_S: Final = 1.0  # before a line is sent again, if the server does not say how long; doubles each time
 _LONGEST_WAIT_S: Final = 30.0
+_ANY: Final = ""  # the lane of lines that name no model of several: adapters, for one
 _WHY: Final[dict[Status, str]] = {
     "expired": "The batch's completion window was over before this line was answered.",
     "cancelled": "The batch was cancelled before this line was answered.",
@@ -60,15 +63,17 @@ class BatchService:
         self._longest_line = longest_line
         self._runs: dict[str, _Run] = {}
         self._woken = asyncio.Event()
+        self._lanes = {_ANY: asyncio.Semaphore(_LINES)}  # by model: what bounds its lines
 
     @asynccontextmanager
-    async def running(self, send: SendFor) -> AsyncIterator[None]:
-        """Run batches until the end of the block, and send their lines by `send`.
-        What is not done then is left to other gateways."""
-        slots = asyncio.Semaphore(_LINES)
+    async def running(self, send: SendFor, models: Collection[str] = ()) -> AsyncIterator[None]:
+        """Run batches until the end of the block, and send their lines by `send`. Lines for one of several `models`
+        wait for no other's. What is not done then is left to other gateways."""
+        if len(models) > 1:
+            self._lanes.update({model: asyncio.Semaphore(_LINES) for model in models})
 
         async def send_in_turn(batch: Batch, line: BatchLine) -> LineAnswer:
-            async with slots:
+            async with self._lanes[self._lane(line)]:
                 return await send(batch, line)
 
         looking = asyncio.create_task(self._look(send_in_turn), name="batches")
@@ -126,21 +131,31 @@ class BatchService:
                 run.task.cancel()
             elif statuses[batch_id] == "cancelling":
                 run.is_cancelled.set()
-        while len(self._runs) < _BATCHES and (batch := await self.batches.claim(time.time() + CLAIM_S)):
-            is_cancelled = asyncio.Event()
-            running = asyncio.create_task(self._run_safely(batch, send, is_cancelled), name=batch.id)
-            self._runs[batch.id] = _Run(running, is_cancelled)
+        while self._may_claim() and (batch := await self.batches.claim(time.time() + CLAIM_S)):
+            run = _Run()
+            run.task = asyncio.create_task(self._run_safely(batch, send, run), name=batch.id)
+            self._runs[batch.id] = run
 
-    async def _run_safely(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
+    def _may_claim(self) -> bool:
+        """Whether one more batch may run here."""
+        lively = sum(time.monotonic() - run.answered_at < _STALLED_S for run in self._runs.values())
+        return lively < _BATCHES and len(self._runs) < _MOST_BATCHES
+
+    def _lane(self, line: BatchLine) -> str:
+        """The model whose lines this one waits with."""
+        name = line.body.get("model")
+        return name if isinstance(name, str) and name in self._lanes else _ANY
+
+    async def _run_safely(self, batch: Batch, send: SendFor, run: _Run) -> None:
         """Run a batch. An error is logged, and leaves the batch to whoever claims it once this claim has run out."""
         try:
-            await self._run(batch, send, is_cancelled)
+            await self._run(batch, send, run)
         except* LostClaimError:
             logger.warning("batch %s is run by another gateway by now", batch.id)
         except* Exception:
             logger.exception("batch %s could not go on, which is tried again", batch.id)
 
-    async def _run(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> None:
+    async def _run(self, batch: Batch, send: SendFor, run: _Run) -> None:
         """Take a batch from the status that it is in to its end. Raises LostClaimError."""
         if batch.status == "validating":
             batch = await self._validated(batch)
@@ -149,7 +164,7 @@ class BatchService:
                 return
         end: Status = "completed"
         if batch.status == "in_progress":
-            end = await self._answered(batch, send, is_cancelled)
+            end = await self._answered(batch, send, run)
         elif batch.status == "cancelling":
             end = "cancelled"
         if end == "completed":
@@ -173,16 +188,22 @@ class BatchService:
             return await self.batches.turn(batch, "failed", errors=[error.describe() for error in errors])
         return await self.batches.turn(batch, "in_progress", num_lines=num_lines)
 
-    async def _answered(self, batch: Batch, send: SendFor, is_cancelled: asyncio.Event) -> Status:
+    async def _answered(self, batch: Batch, send: SendFor, run: _Run) -> Status:
         """Answer the lines that have no answer yet. Returns how the batch ends: with an answer to each line, cancelled,
         or too late."""
 
         async def keep(line: BatchLine, answer: LineAnswer) -> None:
             await self.batches.answer(batch, [_kept(line, answer)])
+            run.answered_at = time.monotonic()
 
-        lines = await self._unanswered(batch)
-        working = asyncio.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
-        cancelled = asyncio.create_task(is_cancelled.wait())
+        async def work() -> None:
+            async with asyncio.TaskGroup() as group:
+                for lane in self._lanes:  # each reads the file once, so that nobody keeps the lines of the others
+                    lines = await self._unanswered(batch, lane)
+                    group.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
+
+        working = asyncio.create_task(work())
+        cancelled = asyncio.create_task(run.is_cancelled.wait())
         try:
             timeout_s = max(0.0, batch.expires_at - time.time())
             await asyncio.wait({working, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -193,10 +214,12 @@ class BatchService:
         finally:
             await _cancel(working, cancelled)
 
-    async def _unanswered(self, batch: Batch) -> Iterator[BatchLine]:
+    async def _unanswered(self, batch: Batch, lane: str | None = None) -> Iterator[BatchLine]:
+        """The lines that have no answer yet; of one lane, where it is named."""
         answered = await self.batches.answered(batch)
         lines = read_lines(self._input(batch), batch.endpoint, self._longest_line)
-        return (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
+        left = (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
+        return (line for line in left if lane in (None, self._lane(line)))
 
     async def _give_up(self, batch: Batch, end: Status) -> None:
         """Keep, for each line without an answer, an answer that says why it has none."""
@@ -240,12 +263,13 @@ async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
         wait_s *= 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
     """One batch that this gateway runs."""
 
-    task: asyncio.Task[None]
-    is_cancelled: asyncio.Event  # set when the batch's owner has cancelled it
+    task: asyncio.Task[None] = field(init=False)
+    is_cancelled: asyncio.Event = field(default_factory=asyncio.Event)  # set when the batch's owner has cancelled it
+    answered_at: float = field(default_factory=time.monotonic)  # when the last one of its lines was, or it began
 
 
 def _kept(line: BatchLine, answer: LineAnswer) -> KeptAnswer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -51,6 +52,7 @@ class WorkerDeployment:
                 host=resolve_host(config.network.host),
                 secret=cluster_secret(drawn_secret),
             )
+            gc.freeze()  # what libraries have made stays: who gives up a model need not look through it for cycles
             self._replica = worker_replica(role, config, others, site, locator(scheduler))
             await self._replica.start()
 

@@ -21,8 +21,9 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.recovery import RecoveredRequests
 from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
+from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
-from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
 WAKE_COUNT: Final = 4  # so many of them,
@@ -95,6 +96,21 @@ class GlobalScheduler:
         self.block_index.forget(worker_id)
         self._recovered.on_worker_lost(worker_id, now)
         return self.ledger.unregister(worker_id, now)
+
+    def expect_worker(self, at: float) -> None:
+        """Note that a worker is on its way here, to take requests from `at` on: who is turned away until then is told
+        of that."""
+        self.ledger.joins_at = at
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that this model takes to be there, by the quickest of those who told; inf: nobody did."""
+        return min((info.load_s for info, _ in self.ledger.workers() if info.load_s), default=math.inf)
+
+    def step_cost(self, role: Role) -> StepCostReport | None:
+        """What a worker of that role says of its steps; None: nobody does."""
+        told = (snapshot.step_cost for info, snapshot in self.ledger.workers() if info.role == role)
+        return next((cost for cost in told if cost is not None), None)
 
     def expire(self, now: float) -> list[str]:
         """Drop and name the workers that have been silent too long."""

@@ -101,6 +101,7 @@ class SchedulerServer:
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
         self._role_changes = RoleChanges()
+        self._changing: dict[str, tuple[GlobalScheduler, float]] = {}  # whose they become, and how long that takes
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
         self._workers: dict[str, tuple[Connection, GlobalScheduler]] = {}  # each one's newest connection, and its model
@@ -209,6 +210,8 @@ class SchedulerServer:
             return  # it has come back on another one since
         del self._workers[worker_id]
         self._role_changes.gone(worker_id)
+        if (change := self._changing.pop(worker_id, None)) is not None:
+            change[0].expect_worker(time.monotonic() + change[1])
         if scheduler.unregister(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
@@ -302,8 +305,15 @@ class SchedulerServer:
         answer = self._role_changes.ask(request, workers, now)
         if answer.outcome == "ordered":
             assert connection is not None, "a worker that is known has a connection"
-            connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model))
             (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
+            becomes = self.of_model(request.model) if request.model else scheduler
+            cost = None if becomes is None or becomes is scheduler else becomes.step_cost(request.role)
+            connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model, step_cost=cost))
+            if becomes is not None:  # else it is a model that workers know of, and this scheduler does not
+                load_s = 0.0 if becomes is scheduler else becomes.load_s
+                drained_at = min(scheduler.ledger.idle_at(worker_id, now), now + request.drain_s)
+                becomes.expect_worker(drained_at + load_s)
+                self._changing[worker_id] = becomes, load_s
             leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
             scheduler.heartbeat(leaving, now)
             self._broadcast()

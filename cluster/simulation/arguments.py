@@ -32,17 +32,42 @@ SYNTHETIC: Final = "synthetic"
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests")
-    trace.add_argument("--trace", type=Path, help="a file in --format; without one, requests are drawn")
-    trace.add_argument("--format", choices=TRACE_FORMATS, default="mooncake")
+    trace.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        help="a file in --format; without one, requests are drawn; of several models, one for each",
+    )
+    trace.add_argument(
+        "--format", choices=TRACE_FORMATS, action="append", help="default: mooncake; of several traces, one for each"
+    )
     trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
     trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument("--first", type=whole(0), default=0, help="requests to leave out at the start")
     trace.add_argument("--limit", type=int, help="requests to play")
+    trace.add_argument(
+        "--swing",
+        type=positive,
+        metavar="SECONDS",
+        help="of several models: from one to the next and back in so many seconds, most of the requests are for one",
+    )
     _add_drawn(trace)
     workers = parser.add_argument_group("workers")
-    workers.add_argument("--prefill", type=whole(0), default=1)
-    workers.add_argument("--decode", type=whole(0), default=1)
-    workers.add_argument("--model", choices=MODEL_NAMES, default="llama-3.1-8b")
+    workers.add_argument("--prefill", type=whole(0), default=1, help="of each model")
+    workers.add_argument("--decode", type=whole(0), default=1, help="of each model")
+    workers.add_argument(
+        "--model",
+        choices=MODEL_NAMES,
+        action="append",
+        help="default: llama-3.1-8b; given several times: so many models at the same time, each with requests and"
+        " workers of its own",
+    )
+    workers.add_argument(
+        "--model-flips",
+        type=at_least_zero,
+        metavar="SECONDS",
+        help="workers go where another model lacks one (scheduler.model_flips), which takes so long; default: none",
+    )
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
     workers.add_argument("--devices-per-worker", type=whole(1), default=1, help="tensor parallel")
     workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")

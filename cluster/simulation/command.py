@@ -16,6 +16,7 @@ from typing import Final
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.links import NetworkLink
+from cluster.simulation.models import simulate_models
 from cluster.simulation.records import RequestRecord, Summary
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
@@ -33,7 +34,7 @@ from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.workers import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
+from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import (
     A100_SXM,
@@ -70,6 +71,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError, with advice, for what cannot be simulated."""
     if arguments.plot is not None or arguments.plot_loads is not None:
         _require_plots(arguments)
+    each = _of_each_model(arguments)
+    if len(each) > 1:
+        _run_models(arguments, each)
+        return
+    [(_, arguments)] = each.items()
     records: dict[str, list[RequestRecord]] = {}
     summaries: dict[str, list[tuple[float, Summary]]] = {}
     for name in arguments.router or ["legato"]:
@@ -82,6 +88,60 @@ def run(arguments: argparse.Namespace) -> None:
             summaries.setdefault(name, []).append((arguments.load * load, summary))
     if arguments.plot is not None:
         _plot(arguments, records, summaries)
+
+
+def _of_each_model(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """The arguments of each model, as if it were alone, by a name of its own. Raises ValueError where they do not fit
+    together."""
+    models = arguments.model or ["llama-3.1-8b"]
+    traces, formats = arguments.trace or [None] * len(models), arguments.format or ["mooncake"]
+    if len(traces) != len(models) or len(formats) not in (1, len(traces)):
+        raise ValueError(
+            f"for {len(models)} models there are {len(traces)} traces in {len(formats)} formats: give each model a"
+            " --trace, or none, and each trace a --format, or one for all"
+        )
+    if len(models) == 1 and (arguments.swing is not None or arguments.model_flips is not None):
+        raise ValueError("--swing and --model-flips are between models: give --model several times")
+    each: dict[str, argparse.Namespace] = {}
+    for number, model in enumerate(models):
+        own = {
+            "model": model,
+            "trace": traces[number],
+            "format": formats[number % len(formats)],
+            "seed": arguments.seed + number,
+        }
+        earlier = models[:number].count(model)
+        each[f"{model}#{earlier + 1}" if earlier else model] = argparse.Namespace(**{**vars(arguments), **own})
+    return each
+
+
+def _run_models(arguments: argparse.Namespace, each: dict[str, argparse.Namespace]) -> None:
+    """Play several models at the same time, with each router. Raises ValueError for what is told of one alone."""
+    names = arguments.router or ["legato"]
+    for option in ("plot", "worker", "kill", "slow"):
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} is not there for several models; leave it out, or simulate one")
+    if other := set(names) - {"legato", "legato-auto"}:
+        raise ValueError(f"--router {min(other)} knows one model; of several there are legato and legato-auto")
+    for router in names:
+        one_pool = router in _ONE_POOL
+        result = simulate_models(
+            {name: _config(own, one_pool=one_pool) for name, own in each.items()},
+            {name: _swinging(own, number / len(each)) for number, (name, own) in enumerate(each.items())},
+            change_s=arguments.model_flips,
+            decision=DecisionPolicy(one_pool=one_pool),
+        )
+        for name, found in result.by_model.items():
+            summary = replace(found.summary, model=name)
+            print(summary.json_line() if arguments.json else summary.table(), flush=True)
+        if not arguments.json:
+            print(f"all models: {result.in_time:.1%} in time, {len(result.changes)} workers changed their model")
+
+
+def _swinging(arguments: argparse.Namespace, phase: float) -> Iterator[TraceRequest]:
+    """The requests for one of several models. `phase`: where its demand begins, as a share of the swing's period."""
+    requests, period_s = _requests(arguments, 1.0), arguments.swing
+    return requests if period_s is None else paced(requests, swing(period_s, phase))
 
 
 def _require_plots(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from cluster.slo.classes import SloClass
 from cluster.slo.countings import MeasuredRequest, Shares, count, table_rows
 from cluster.slo.histogram import Histogram, histogram_of, quantiles
-from cluster.slo.report import gap_p99
+from cluster.slo.report import Served, SloOutcome, SloReport, gap_p99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +115,21 @@ class RequestRecord:
             and self.slo.meets_gaps(self.gaps.num_late, self.gaps.num)
         )
 
+    def report(self, news: SloReport, now: float, model: str = "simulated") -> None:
+        """Add what its gateway would report of it as of now, if it has ended or was turned away."""
+        is_served = self.end_s is not None
+        if not is_served and (not self.rejected or self.first_token_s is not None):
+            return
+        news.ended(
+            Served(slo=self.slo, model=model),
+            SloOutcome.FINISHED if is_served else SloOutcome.REJECTED,
+            e2e_s=now - self.arrival_s,
+            ttft_s=self.ttft_s if is_served else None,
+            tpot_s=self.tpot_s if is_served else None,
+            gap_p99_s=self.gaps.p99_s if is_served else None,
+            num_tokens=self.output_tokens if is_served else 0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
@@ -159,7 +174,7 @@ class ClassSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`utilisation`: by pool, the share of the time from second 0 to the last end in which its workers computed.
-    `offered_per_s` counts a client that comes back once. `countings`: see `count`."""
+    `offered_per_s` counts a client that comes back once. `countings`: see `count`. `model`: of several, which."""
 
     router: str
     offered_per_s: float
@@ -171,6 +186,7 @@ class Summary:
     utilisation: dict[str, float]
     classes: tuple[ClassSummary, ...]
     countings: dict[str, Shares]
+    model: str = ""
 
     @property
     def overall(self) -> ClassSummary:
@@ -186,8 +202,9 @@ class Summary:
         lines = [*aligned(rows), *aligned(table_rows(self.countings))]
         pools = ", ".join(f"{pool} {share:.0%}" for pool, share in self.utilisation.items())
         retries = f", {self.num_retries} retries" if self.num_retries else ""
+        name = ", ".join(filter(None, (self.model, self.router)))
         lines.append(
-            f"{self.router}: {self.offered_per_s:.2f} requests/s offered, {self.output_tokens_per_s:.0f} output"
+            f"{name}: {self.offered_per_s:.2f} requests/s offered, {self.output_tokens_per_s:.0f} output"
             f" tokens/s, {self.cached_share:.0%} of prompt tokens found, {self.num_preemptions} preemptions{retries};"
             f" busy: {pools}"
         )

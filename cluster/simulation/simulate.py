@@ -31,6 +31,7 @@ from engine.sequence import Sequence, SequenceKey
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 
 _NOTHING: Final = SloClass(name="nothing is promised")
+_LOOK_S: Final = 0.05  # whether a worker that drains has
 _GATEWAY: Final = OrchestratorConfig()  # how a request is tried again
 
 
@@ -48,6 +49,7 @@ class SimulationConfig:
     client has: their KV and the prompt's are computed again, unless found cached.
 
     `shapes`: of workers that are unlike the others of their pool, by name: `prefill-0`, `prefill-1`..., `decode-0`...
+    `first_number`: of both pools' first workers, where others have the numbers below it.
     """
 
     num_prefill: int
@@ -65,6 +67,7 @@ class SimulationConfig:
     promises_steps: bool = True
     reserves_late: bool = False
     seed: int = 0  # of the noise in steps
+    first_number: int = 0
 
     def __post_init__(self) -> None:
         if self.num_prefill < 0 or self.num_decode < 1:
@@ -79,7 +82,7 @@ class SimulationConfig:
     @property
     def worker_ids(self) -> list[str]:
         pools = {"prefill": self.num_prefill, "decode": self.num_decode}
-        return [f"{pool}-{index}" for pool, number in pools.items() for index in range(number)]
+        return [f"{pool}-{self.first_number + index}" for pool, size in pools.items() for index in range(size)]
 
     def shape_of(self, worker_id: str) -> WorkerShape:
         pool = self.prefill if worker_id.startswith("prefill-") else self.decode
@@ -130,11 +133,21 @@ def simulate(
 
 
 class Simulation:
-    def __init__(self, config: SimulationConfig, router: Router, watch: Watch = lambda record: None) -> None:
+    """`clock`: that of others which are played at the same time; None: its own."""
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        router: Router,
+        watch: Watch = lambda record: None,
+        clock: VirtualClock | None = None,
+    ) -> None:
         self._config = config
         self._router = router
         self._watch = watch
-        self._clock = VirtualClock()
+        self._clock = VirtualClock() if clock is None else clock
+        self._all_came = False
+        self._was_here: dict[str, tuple[float, float]] = {}  # from when to when, by worker; a dead one could have been
         self._live: dict[str, LiveRequest] = {}
         self._records: list[RequestRecord] = []
         self._asks_at = math.inf  # when the router is asked for answers next
@@ -144,7 +157,7 @@ class Simulation:
         self._decodes: dict[str, SimulatedDecode] = {}
         self._dead: list[SimulatedWorker] = []
         for worker_id in config.worker_ids:
-            self._make_worker(worker_id, life=0)
+            self._make_worker(worker_id, number=int(worker_id.partition("-")[2]))
         workers: list[SimulatedWorker] = [*self._prefills.values(), *self._decodes.values()]
         for index, worker in enumerate(workers):
             phase_s = config.heartbeat_s * index / len(workers)
@@ -152,11 +165,11 @@ class Simulation:
         for failure in config.failures:
             self._clock.at(failure.at_s, partial(self._fail, failure))
 
-    def _make_worker(self, worker_id: str, *, life: int) -> SimulatedWorker:
-        """Make a worker whose `epoch` tells it from all others, and from its earlier lives."""
-        shape, pool, index = self._config.shape_of(worker_id), *worker_id.split("-")
-        epoch = self._config.seed + 2 * (int(index) + life * len(self._config.worker_ids))
-        if pool == "prefill":
+    def _make_worker(self, worker_id: str, *, number: int, life: int = 0) -> SimulatedWorker:
+        """Make a worker. Its `number` tells it from all others of its role, and from its earlier lives."""
+        shape, epoch = self._config.shape_of(worker_id), self._config.seed + 2 * number
+        self._was_here.setdefault(worker_id, (self._clock.now, math.inf))
+        if worker_id.startswith("prefill-"):
             prefill = SimulatedPrefill(
                 worker_id, shape, self._clock, self, epoch=epoch, network=self._network, life=life
             )
@@ -167,9 +180,22 @@ class Simulation:
         return decode
 
     def run(self, requests: Iterator[TraceRequest]) -> SimulationResult:
-        self._await_next(requests)
+        self.begin(requests)
         while self._clock.step():
             pass
+        return self.result()
+
+    def begin(self, requests: Iterator[TraceRequest]) -> None:
+        """Have the requests come as the clock goes on. Raises ValueError, also later, where they are not in order."""
+        self._await_next(requests)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all requests have come, and none of them is here or will come back."""
+        return self._all_came and not self._live
+
+    def result(self) -> SimulationResult:
+        """What became of the requests, once the clock has nothing left. Raises ValueError where there were none."""
         assert not self._live, f"{len(self._live)} requests are stuck, such as {next(iter(self._live.values()))}"
         for worker in (*self._prefills.values(), *self._decodes.values()):
             worker.pool.check_idle()
@@ -186,10 +212,50 @@ class Simulation:
         shares = {}
         for pool in ("prefill", "decode"):
             workers = [worker for worker in (*self._alive(), *self._dead) if worker.info.role == pool]
-            time_s = len({worker.worker_id for worker in workers}) * self._over_at
+            here = [self._was_here[worker_id] for worker_id in {worker.worker_id for worker in workers}]
+            time_s = sum(max(0.0, min(until, self._over_at) - since) for since, until in here)
             if time_s:
                 shares[pool] = sum(worker.steps.busy_s for worker in workers) / time_s
         return shares
+
+    # --- who comes and goes ---
+
+    def join(self, worker_id: str, *, number: int) -> SimulatedWorker:
+        """Have one more worker from now on; its role is in its name. `number`: no other worker's."""
+        worker = self._make_worker(worker_id, number=number)
+        phase_s = self._clock.now % self._config.heartbeat_s
+        worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s, neighbours=self._alive)
+        return worker
+
+    def drain(self, worker_id: str, drain_s: float, left: Callable[[], None]) -> None:
+        """Have a worker take nothing new, and be gone when it is done, or after `drain_s`: what runs on then goes on
+        elsewhere. `left` is called when it is gone, unless it died before."""
+        worker = self._worker(worker_id)
+        assert worker is not None, f"{worker_id} is not here"
+        worker.draining = True
+        worker.break_silence()
+        self._router.heartbeat(worker.snapshot(), self._clock.now)
+        self._await_drained(worker, self._clock.now + drain_s, left)
+
+    def _await_drained(self, worker: SimulatedWorker, until: float, left: Callable[[], None]) -> None:
+        if worker.is_dead:
+            return
+        is_needed = not worker.is_quiet or any(self._concerns(worker, live) for live in self._live.values())
+        if is_needed and self._clock.now < until:
+            self._clock.after(_LOOK_S, lambda: self._await_drained(worker, until, left))
+            return
+        self._was_here[worker.worker_id] = (self._was_here[worker.worker_id][0], self._clock.now)
+        self._end(worker)
+        left()
+
+    def _end(self, worker: SimulatedWorker) -> None:
+        """End a worker with all that it has: a message later that is seen."""
+        keys = [live.key for live in self._live.values() if self._concerns(worker, live)]
+        worker.die()
+        self._prefills.pop(worker.worker_id, None)
+        self._decodes.pop(worker.worker_id, None)
+        self._dead.append(worker)
+        self._clock.after(self._config.message_s, lambda: self._lost(worker, keys))
 
     # --- what goes wrong ---
 
@@ -200,17 +266,11 @@ class Simulation:
         if isinstance(failure, Slow):
             worker.slow_down(failure.factor)
             return
-        gone_s = self._config.message_s  # then its connections are seen to break
-        concerned = [live for live in self._live.values() if self._concerns(worker, live)]
-        worker.die()
-        self._prefills.pop(worker.worker_id, None)
-        self._decodes.pop(worker.worker_id, None)
-        self._dead.append(worker)
-        keys = [live.key for live in concerned]
-        self._clock.after(gone_s, lambda: self._lost(worker, keys))
+        self._end(worker)
         if failure.back_s is not None:
             life = worker.info.pid + 1
-            self._clock.after(gone_s + failure.back_s, lambda: self._come_back(worker.worker_id, life))
+            after_s = self._config.message_s + failure.back_s  # its connections are seen to break, and then
+            self._clock.after(after_s, lambda: self._come_back(worker.worker_id, life))
 
     def _alive(self) -> list[SimulatedWorker]:
         return [*self._prefills.values(), *self._decodes.values()]
@@ -236,7 +296,8 @@ class Simulation:
 
     def _come_back(self, worker_id: str, life: int) -> None:
         phase_s = self._config.heartbeat_s * self._config.worker_ids.index(worker_id) / len(self._config.worker_ids)
-        worker = self._make_worker(worker_id, life=life)
+        number = int(worker_id.partition("-")[2]) + life * len(self._config.worker_ids)
+        worker = self._make_worker(worker_id, number=number, life=life)
         worker.join(self._router, period_s=self._config.heartbeat_s, phase_s=phase_s, neighbours=self._alive)
 
     def _retry(self, live: LiveRequest, lost: str) -> None:
@@ -278,6 +339,7 @@ class Simulation:
     def _await_next(self, requests: Iterator[TraceRequest]) -> None:
         request = next(requests, None)
         if request is None:
+            self._all_came = True
             return
         if request.arrival_s < self._clock.now:
             raise ValueError(f"request {request.request_id} arrives before the one that it follows in the trace")

@@ -93,6 +93,12 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
     return cost
 
 
+def is_calibrated(model: LoadedModel) -> bool:
+    """Whether it is known what its steps cost, and those of a model that drafts for it: by these steps, or before."""
+    draft = model.draft_model
+    return model.costs.is_seeded and (not isinstance(draft, DraftModel) or draft.model.costs.is_seeded)
+
+
 class Scratch:
     """Free blocks of the model's device pool, and sequences over them that need not have been computed."""
 

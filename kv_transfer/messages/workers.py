@@ -36,6 +36,7 @@ class WorkerInfo:
     home: Role | None = None  # of the pool that it was started in; None: its role
     home_model: Text | None = None  # of that pool; None: its model
     models: Items[Text] = field(default_factory=list)  # others that it may become a worker of
+    load_s: NonNegative = 0.0  # that its model took to be there, from when it was wanted; 0: unknown
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model are its own; "": for whichever there is."""
@@ -227,8 +228,9 @@ class PoolTarget(Message):
 @message
 class ChangeRole(Message):
     """Scheduler to worker: go on in this role, with the same weights, or those of `model`. What runs after `drain_s`
-    goes elsewhere."""
+    goes elsewhere. `step_cost`: of one who is what it becomes; None: nobody is, or none is known."""
 
     role: Role
     drain_s: NonNegative
     model: Text = ""  # "": the one that it has
+    step_cost: StepCostReport | None = None

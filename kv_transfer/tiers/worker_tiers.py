@@ -65,7 +65,8 @@ class WorkerTiers:
         host_bytes = _host_bytes(self._config.host)
         model = load_model(replace(self._engine, host_bytes=host_bytes), self._host_memory, progress)
         if model.host_pool is not None and self.segment is not None:
-            model.host_pool.restore(self.segment.restored())
+            if self.segment.adopted:
+                model.host_pool.restore(self.segment.restored())
             model.host_pool.observe(self.segment)
         return model
 

@@ -18,7 +18,7 @@ from engine.kv.allocation import BlockAllocator
 from engine.memory.streams import queued_on
 from engine.model.adapters import AdapterSlot, Need
 from engine.sequence import FinishReason, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
-from engine.steps.calibration import calibrate
+from engine.steps.calibration import calibrate, is_calibrated
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop, StepSkippedError
@@ -49,7 +49,7 @@ class WorkerParts:
 
     `lower_tiers` and `events` are of the model's own pools. `on_order` gets what the scheduler sends. `home` and
     `home_model`: the role and model of the pool that it belongs to, whatever its own; None: its own. `models`: others
-    that it may become a worker of. `digest_kind`: what it would have for itself.
+    that it may become a worker of. `load_s`: that the model took. `digest_kind`: what it would have for itself.
     """
 
     model: LoadedModel
@@ -63,6 +63,7 @@ class WorkerParts:
     home: Role | None = None
     home_model: str | None = None
     models: Collection[str] = ()
+    load_s: float = 0.0
     digest_kind: DigestKind = "xxh3_64"
 
 
@@ -71,7 +72,8 @@ class WorkerConfig:
     """`max_waiting` requests wait at most, further ones are refused; a snapshot goes out every `heartbeat_s`.
     `max_slab_bytes`: the most KV announced at a time, of a prompt that is computed for another worker.
 
-    `calibration_s`: how long steps are tried out before the worker takes requests; 0: they are learnt from requests.
+    `calibration_s`: how long steps are tried out before the worker takes requests, unless it is known what they cost;
+    0: they are learnt from requests.
     `overdue_s`: see `StepLoop`; gateways are told.
     """
 
@@ -177,7 +179,7 @@ class Worker(ABC):
             mark_queued=queued_on(self.model.kv_cache.tensor.device),
         )
         self.steps = await self._open()
-        if calibration_s := self._config.calibration_s:
+        if (calibration_s := self._config.calibration_s) and not is_calibrated(self.model):
             await self.steps.calibrate(lambda: calibrate(self.model, budget_s=calibration_s))
         endpoint = await self._port.start(self.parts.host)
         self.info = self._introduction(endpoint)
@@ -353,6 +355,7 @@ class Worker(ABC):
             home=self.parts.home,
             home_model=self.parts.home_model,
             models=list(self.parts.models),
+            load_s=self.parts.load_s,
         )
 
     def _tiers_report(self) -> TiersReport:

@@ -13,20 +13,22 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from engine.checkpoint.weights import LoadProgress
+from engine.cost_model.costs import StepCosts
 from engine.steps.loading import LoadedModel
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.messages.workers import ChangeRole, LoadingReport, PoolTarget
+from kv_transfer.messages.workers import ChangeRole, LoadingReport, PoolTarget, StepCostReport
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import Worker, WorkerParts, WorkerRole
+from kv_transfer.worker.cost_report import reported_cost
 from kv_transfer.worker.port import telling_of_loading, warn_of_order, worker_identity
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class WorkerReplica:
         self._kits = kits
         self._tiers: WorkerTiers | None = None
         self._model: LoadedModel | None = None
+        self._load_s = 0.0  # that it took, from when it was wanted
+        self._costs: dict[tuple[str, Role], StepCosts] = {}  # of steps here, by the model and the role it was loaded in
         self._site = site
         self._locate_scheduler = locate_scheduler
         self._events: BlockEventLog | None = None
@@ -89,10 +93,11 @@ class WorkerReplica:
 
     async def start(self) -> None:
         """Load the model and begin to work; the scheduler is told how far that is. Returns when requests can come."""
-        await self._load()
+        await self._load(time.monotonic(), None)
 
-    async def _load(self) -> None:
-        """Load the model that is wanted, and make its worker."""
+    async def _load(self, wanted_at: float, step_cost: StepCostReport | None) -> None:
+        """Load the model that is wanted since then, and make its worker. What its steps cost is known from before, or
+        else `step_cost`, where it is told."""
         progress, site = LoadProgress(), self._site
         self._tiers = self._kits[self.model_name].tiers(self.role)
         identity = Identity(worker_id=self._worker_id, node_id=site.node_id, secret=site.secret, compatibility={})
@@ -101,12 +106,17 @@ class WorkerReplica:
             return LoadingReport(worker_id=self._worker_id, role=self.role, pid=os.getpid(), **asdict(progress))
 
         async with telling_of_loading(identity, report, self._locate_scheduler):
-            self._model = await asyncio.to_thread(self._tiers.load, progress)
+            loaded = await asyncio.to_thread(self._tiers.load, progress)
+            costs = self._costs.setdefault((self.model_name, self.role), loaded.costs)
+            self._model = replace(loaded, costs=costs)
+            if not costs.is_seeded and (told := reported_cost(self.role, step_cost)) is not None:
+                costs.seed(told)
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)
             for masks in self.model.grammar_masks:
                 # Before anybody knows the worker: it is silent meanwhile, and who is silent for long counts as gone.
                 await asyncio.to_thread(masks.read_ahead)
             self._lower = self._tiers.open(self.model, self._events)
+            self._load_s = time.monotonic() - wanted_at
             self._worker = await self._begin()
 
     async def _unload(self) -> None:
@@ -141,9 +151,9 @@ class WorkerReplica:
             return None
         return self._pool_target[0]
 
-    def change_role(self, role: Role, drain_s: float, model: str = "") -> bool:
+    def change_role(self, role: Role, drain_s: float, model: str = "", step_cost: StepCostReport | None = None) -> bool:
         """Begin to become a worker of that role and model ("": the one that it has); requests that run on after
-        `drain_s` go elsewhere.
+        `drain_s` go elsewhere. `step_cost`: what steps of the other model cost others.
 
         False, and nothing happens, if it is one, is becoming another one, is about to end, or cannot be one.
         """
@@ -152,7 +162,7 @@ class WorkerReplica:
         is_able = not (self.is_changing or self._is_ending or self._failure) and kit is not None and role in kit.roles
         if not is_able or (role, model) == (self.role, self.model_name):
             return False
-        self._change = asyncio.create_task(self._change_to(role, model, drain_s), name="role-change")
+        self._change = asyncio.create_task(self._change_to(role, model, drain_s, step_cost), name="role-change")
         self._change.add_done_callback(self._on_changed)
         return True
 
@@ -195,6 +205,7 @@ class WorkerReplica:
             home_model=self._home_model,
             digest_kind=kit.transfer.digest_kind(self.model.kv_cache.tensor.device),
             models=[name for name in self._kits if name != self.model_name],
+            load_s=self._load_s,
         )
         worker = kit.roles[self.role](parts)
         await worker.start()
@@ -205,11 +216,11 @@ class WorkerReplica:
             self._pool_target = (message.num_workers, time.monotonic())
         elif not isinstance(message, ChangeRole):
             warn_of_order(message)
-        elif not self.change_role(message.role, message.drain_s, message.model):
+        elif not self.change_role(message.role, message.drain_s, message.model, message.step_cost):
             told = (self.role, message.role, message.model or self.model_name)
             logger.warning("a %s worker was told to become a %s worker of %s, and cannot now", *told)
 
-    async def _change_to(self, role: Role, model: str, drain_s: float) -> None:
+    async def _change_to(self, role: Role, model: str, drain_s: float, step_cost: StepCostReport | None) -> None:
         """Drain and stop the worker, then start one of the other role over the same model and tiers, or over those of
         another model. Raises RuntimeError or TimeoutError if the old worker does not give its blocks back, and whatever
         starting the new one raises."""
@@ -236,7 +247,7 @@ class WorkerReplica:
             self._model = self._tiers = self._events = self._lower = None
             await asyncio.to_thread(gc.collect)  # the next one may need the room of what is in cycles
             self.model_name = model
-            await self._load()  # for as long as a model takes: the scheduler hears how far that is
+            await self._load(drained, step_cost)  # for as long as a model takes: the scheduler hears how far that is
         logger.info(
             "%s became %s of %s: %.2f s to drain, %.0f ms from the old worker to the new one",
             old_id,

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.errors import ConflictError, UnavailableError
 from cluster.http.served_model import ServedModel
+from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sequence import StepPlan
 from engine.text.tokenizer import Tokenizer
@@ -188,6 +189,31 @@ async def test_an_operator_may_order_another_model_but_not_the_last_worker_of_on
             await scheduler.change_role(last_id, "decode", 5.0, "none")
         with pytest.raises(ConflictError, match="is a decode worker already"):
             await scheduler.change_role(last_id, "decode", 5.0, MODEL)
+
+
+async def test_steps_are_tried_out_where_nobody_knows_what_they_cost(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that had the model before knows, and one that is ordered to take it is told by the scheduler."""
+    caplog.set_level("INFO", logger="engine.steps.calibration")
+    config = DecodeWorkerConfig(calibration_s=0.01)
+    async with replicas_of(models, num_prefill=0, num_decode=2, decode=config) as cluster:
+        first, second = of_model(cluster, MODEL)
+        assert len(caplog.records) == 4
+        await cluster.change(first, "decode", model=OTHER)
+        assert len(caplog.records) == 5, "of nobody's order: it is told nothing"
+        costs = first.model.costs
+        await cluster.change(first, "decode", model=MODEL)
+        await cluster.change(first, "decode", model=OTHER)
+        assert first.model.costs is costs and costs.is_seeded
+        await cluster.change(first, "decode", model=MODEL)
+        await cluster.orchestrator.scheduler.change_role(info_of(second).worker_id, "decode", 5.0, OTHER)
+        await eventually(lambda: second.model_name == OTHER)
+        await cluster.changed(second)
+        assert len(caplog.records) == 5
+        assert second.worker is not None and second.worker.snapshot().step_cost is not None
+        assert info_of(second).load_s > 0.0
+        assert await generated(cluster, "r", OTHER, PROMPT) == expected(models, OTHER, PROMPT)
 
 
 # --- over HTTP ---

@@ -272,7 +272,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
         )
 
     assert api.responses is not None
-    async with api.batches.running(send), api.responses.running():
+    models = [model.name for model in api.models]
+    async with api.batches.running(send, models), api.responses.running():
         yield
 
 

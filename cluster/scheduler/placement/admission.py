@@ -162,7 +162,10 @@ class Admission:
         if decision.action is Action.PLACE:
             return self._place(decision, now)
         if candidates is None:
-            come_back = MIN_RETRY_AFTER_S if may_ever_fit(self._ledger.table, query) else None
+            come_back = None
+            if may_ever_fit(self._ledger.table, query):
+                joins_at = self._ledger.joins_at
+                come_back = max(MIN_RETRY_AFTER_S, joins_at - now if joins_at < math.inf else 0.0)
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 
@@ -226,7 +229,7 @@ class Admission:
         excess = self._ledger.queued_tokens(computing) - self._rules.max_queued_tokens
         if excess > 0 and query.attempt == 0:
             later_s = self._ledger.table.cost(self._ledger.table.row(computing)).prefill_s(excess)
-            come_back = max(MIN_RETRY_AFTER_S, later_s)
+            come_back = max(MIN_RETRY_AFTER_S, self._ledger.or_joined(now + later_s, now) - now)
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         bind(self._ledger, decision)
         self._calendar.served(query.question)
@@ -263,7 +266,7 @@ class Admission:
             return self._place(place_anyway(decision), now)
         comes_then = -np.array(LATER_S)[:, None]
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
-        retry_at = now + (LATER_S[-1] if retry_s is None else retry_s)
+        retry_at = self._ledger.or_joined(now + (LATER_S[-1] if retry_s is None else retry_s), now)
         if query.has_targets:
             pool = self._ledger.table.pools()[self._ledger.table.decodes(decision.best.computing)]
             num_workers = max(1, int(pool.stop - pool.start))

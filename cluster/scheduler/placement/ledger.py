@@ -8,10 +8,13 @@ decided here.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
 from cluster.scheduler.placement.worker_table import Fact, Slot, WorkerTable
@@ -107,7 +110,8 @@ class BookedWorker:
 class Ledger:
     """What the scheduler believes to be placed where, in numbers (`table`) and by request and worker.
 
-    `lengths`, `overhead` and `demand` are learned here, from what ends and what comes. `now` never goes back."""
+    `lengths`, `overhead` and `demand` are learned here, from what ends and what comes. `joins_at`: when a worker is
+    expected that is on its way here; inf: none is. `now` never goes back."""
 
     def __init__(self) -> None:
         self.table = WorkerTable()
@@ -116,12 +120,14 @@ class Ledger:
         self.demand = PromptDemand()
         self._workers: dict[str, BookedWorker] = {}
         self._bookings: dict[str, Booking] = {}
+        self.joins_at = math.inf
 
     # --- workers ---
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         """Begin a worker's new life. What was booked on an earlier one is void."""
         self.unregister(info.worker_id, now)
+        self.joins_at = math.inf
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
@@ -155,6 +161,22 @@ class Ledger:
         twice."""
         worker = self._workers.get(worker_id)
         return [] if worker is None else [*worker.queue.values(), *worker.decoding]
+
+    def idle_at(self, worker_id: str, now: float) -> float:
+        """When all that was placed there will have ended, as predicted."""
+        row = self.table.row(worker_id)
+        self.table.advance(row, now)
+        facts = self.table.facts[:, row]
+        slots = self.table.slots[:, row, : int(facts[Fact.BOOKED])]
+        emitted = np.maximum(facts[Fact.STEPS] - slots[Slot.JOINED_STEP], 0.0)  # of those yet to join: none
+        ends = (
+            np.maximum(slots[Slot.FIRST_AT], now) + np.maximum(slots[Slot.OUTPUT] - emitted, 1.0) * facts[Fact.STEP_S]
+        )
+        return max(now, float(facts[Fact.DRAINED_AT]), float(ends.max(initial=now)))
+
+    def or_joined(self, at: float, now: float) -> float:
+        """`at`, or when a worker joins that is on its way here, if that is sooner."""
+        return min(at, self.joins_at) if self.joins_at > now else at
 
     def silent(self, now: float, stale_after_s: float) -> list[str]:
         """The workers that were not heard of for so long."""

@@ -14,7 +14,8 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -124,3 +125,22 @@ def _scaled(requests: Iterable[TraceRequest], load: float, length: float) -> Ite
             output_tokens=max(1, round(request.output_tokens * length)),
             content_tokens=max(1, round(request.content_tokens * length)),
         )
+
+
+def paced(requests: Iterable[TraceRequest], times: Callable[[float], float]) -> Iterator[TraceRequest]:
+    """The requests on a clock that runs `times(now)` times as fast as theirs, followed in steps of a second: so many
+    times as many come per second. `now`: in seconds since its start; at no time may it stand still."""
+    now = theirs = 0.0
+    for request in requests:
+        while theirs < request.arrival_s:
+            pace = times(now)
+            step_s = min(1.0, (request.arrival_s - theirs) / pace)
+            theirs += step_s * pace
+            now += step_s
+        yield replace(request, arrival_s=now)
+
+
+def swing(period_s: float, phase: float, depth: float = 0.8) -> Callable[[float], float]:
+    """How many times as many requests as in the mean come at a time, where demand swings: from `1 + depth` to
+    `1 - depth` and back in `period_s`, from that share of it on."""
+    return lambda now: 1.0 + depth * math.cos(2.0 * math.pi * (now / period_s + phase))

@@ -20,7 +20,7 @@ RULES = PoolRules(max_workers=20, hold_s=60.0)
 
 
 def view(demand: float, live: int, *, burns: bool = False) -> PoolView:
-    return PoolView(demand=demand, burns=burns, live=live)
+    return PoolView(demand=demand, bounds=(demand, demand), burns=burns, live=live)
 
 
 def look(pool: PoolSize, now: float, demand: float, *, burns: bool = False) -> int:
@@ -261,3 +261,40 @@ def test_roles_do_not_swing_with_the_demand(total: int, share: float, load: floa
     assert all(after - before >= 60 for before, after in itertools.pairwise(flipped_at))
     if swing == 0.0:
         assert not [second for second in flipped_at if second > 700]
+
+
+# --- workers for another model ---
+
+FIXED = PoolsPlan(
+    prefill=PoolRules(min_workers=0, initial=0, max_workers=0, scales=False),
+    decode=PoolRules(min_workers=0, initial=2, max_workers=9, scales=False),
+)
+
+
+def sizer_of(live: int, bounds: tuple[float, float], demand: float) -> PoolSizer:
+    """Of a model whose decode workers have this demand."""
+    sizer, nothing = PoolSizer(FIXED, 0.0), view(0.0, 0)
+    sizer.advise(10.0, nothing, PoolView(demand=demand, bounds=bounds, burns=False, live=live))
+    return sizer
+
+
+def test_a_model_lends_a_worker_where_its_own_stay_less_busy() -> None:
+    lacks = sizer_of(1, (1.2, 1.5), 1.4).lacking()
+    assert lacks == ("decode", 1.2)
+    assert sizer_of(3, (1.0, 1.4), 2.0).sparing(1.2) == "decode", "what was usual does not matter"
+    assert sizer_of(3, (1.0, 2.1), 1.1).sparing(1.2) is None, "it may be as busy then"
+    assert sizer_of(1, (0.0, 0.0), 0.0).sparing(1.2) is None, "a model keeps one"
+    assert sizer_of(2, (0.9, 1.2), 1.3).lacking() is None
+
+
+@given(st.integers(1, 6), st.integers(2, 6), *[st.floats(0.0, 8.0) for _ in range(6)])
+@settings(max_examples=200, deadline=None)
+def test_who_was_lent_does_not_come_back_unless_demand_changes(
+    num_a: int, num_b: int, low_a: float, more_a: float, ahead_a: float, low_b: float, more_b: float, ahead_b: float
+) -> None:
+    bounds_a, bounds_b = (low_a, low_a + more_a), (low_b, low_b + more_b)
+    lacks = sizer_of(num_a, bounds_a, ahead_a).lacking()
+    if lacks is None or sizer_of(num_b, bounds_b, ahead_b).sparing(lacks[1]) is None:
+        return
+    lacks = sizer_of(num_b - 1, bounds_b, ahead_b).lacking()
+    assert lacks is None or sizer_of(num_a + 1, bounds_a, ahead_a).sparing(lacks[1]) is None

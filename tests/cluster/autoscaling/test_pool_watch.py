@@ -324,7 +324,7 @@ def test_whom_another_model_has_lent_goes_back_before_anybody_else() -> None:
     sizing = keeper(ledger, plan)
     for second in range(20):
         assert not list(sizing.orders(float(second)))
-    lent = sizing.spared(20.0, "b")
+    lent = sizing.spared(0.5, "b")
     assert lent is not None and lent.worker_id == "d2"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import (
+    ChangeRole,
     Heartbeat,
     KnownWorker,
     LoadingReport,
@@ -32,6 +35,7 @@ from kv_transfer.transports.base import Identity, LinkClosedError
 from kv_transfer.worker.port import telling_of_loading
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
 from tests.support.waiting import HANGS_S, eventually
+from tests.support.worker_reports import REPORT
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +259,40 @@ async def test_a_new_scheduler_is_believed_once_it_knows_workers_of_each_model(m
         await second.send(Register(info=small_info("d3", model="b"), snapshot=small_snapshot("d3")))
         await eventually(lambda: set(client.workers) == {"d1", "d3"})
         assert (await client.place(place("r3", model="b"))).decode == "d3"
+
+
+async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_it_will_be_there() -> None:
+    admission = AdmissionPolicy(max_queued_tokens=10)
+    async with _server(["a", "b"], admission=admission) as server, _client(server) as client:
+        links: dict[str, Connection] = {}
+
+        async def register(name: str, model: str, **snapshot: Any) -> None:
+            links[name] = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+            info = small_info(name, model=model, models=["a"] if model == "b" else ["b"], load_s=600.0)
+            await links[name].send(Register(info=info, snapshot=small_snapshot(name, **snapshot)))
+
+        async def told(request_id: str) -> float:
+            with pytest.raises(OverloadedError) as overloaded:
+                await client.place(place(request_id, model="a"))
+            assert overloaded.value.retry_after_s is not None
+            return overloaded.value.retry_after_s
+
+        await register("d1", "a", queued_prefill_tokens=9_000_000, step_cost=REPORT)
+        await register("d2", "b")
+        await register("d3", "b")
+        await eventually(lambda: len(client.workers) == 3)
+        assert await told("r1") > 700.0
+        await client.change_role("d2", "decode", 90.0, "a")
+        order = await links["d2"].receive()
+        assert order == ChangeRole(role="decode", drain_s=90.0, model="a", step_cost=REPORT)
+        assert 500.0 < await told("r2") <= 600.0, "nothing runs there: it has drained"
+        links["d2"].close("it loads the other model")
+        await eventually(lambda: len(client.workers) == 2)
+        assert 500.0 < await told("r3") <= 600.0
+        await register("d2.1", "a")
+        await eventually(lambda: len(client.workers) == 3)
+        assert (await client.place(place("r4", model="a"))).decode == "d2.1"
+        assert server.scheduler.ledger.joins_at == math.inf
 
 
 async def test_a_model_that_is_not_served_is_nobodys() -> None:

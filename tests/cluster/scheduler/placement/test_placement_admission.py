@@ -159,6 +159,24 @@ def test_a_rejected_client_that_comes_back_when_told_is_served() -> None:
     assert _ask(_admission(ledger), now=at).outcome is AdmissionOutcome.PLACED
 
 
+def test_who_is_turned_away_is_told_of_a_worker_that_joins_sooner() -> None:
+    """Not of one that should have been there by now, nor where there is room before."""
+    ledger = ledger_of("p1", "d1")
+    for number in range(60):
+        book(ledger, f"r{number}", prefill_s=1.0)
+    book(ledger, "local", prefill=None, prefill_s=60.0)
+    full = _ask(_admission(ledger)).retry_after_s or 0.0
+    assert full > 50.0
+    for joins_at, retry_after_s in ((5.0, 5.0), (0.0, full), (200.0, full), (0.3, 1.0)):
+        ledger.joins_at = joins_at
+        verdict = _ask(_admission(ledger))
+        assert verdict.outcome is AdmissionOutcome.REJECTED
+        assert verdict.retry_after_s == pytest.approx(retry_after_s)
+    none = Ledger()
+    none.joins_at = 7.0
+    assert _ask(_admission(none)).retry_after_s == 7.0
+
+
 def test_what_never_fits_and_what_has_no_worker_yet() -> None:
     assert _ask(_admission(ledger_of("p1"))).retry_after_s == 1.0
     verdict = _ask(_admission(ledger_of("p1", "d1")), num_tokens=9_999, max_new_tokens=2)

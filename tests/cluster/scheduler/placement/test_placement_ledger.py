@@ -54,6 +54,20 @@ def test_an_overdue_prompt_delays_those_behind_from_now_on() -> None:
     assert book(ledger, "b", 5.0).computed_at == 6.0
 
 
+def test_a_worker_is_idle_when_its_prompts_are_computed_and_its_answers_have_come() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    assert ledger.idle_at("d1", 4.0) == 4.0
+    book(ledger, "a", 0.0, prefill_s=2.0, max_new_tokens=100)
+    step_s = COST.base_s + COST.decode_s + 1000 * COST.context_token_s
+    decodes_s = 100 * COST.base_s  # nobody decodes there yet
+    assert ledger.idle_at("p1", 0.0) == 2.0
+    assert ledger.idle_at("d1", 0.0) == pytest.approx(2.0 + decodes_s)
+    ledger.first_token("a", 3.0)
+    assert ledger.idle_at("d1", 3.0) == pytest.approx(3.0 + 100 * step_s)
+    assert ledger.idle_at("d1", 3.0 + 50 * step_s) == pytest.approx(3.0 + 100 * step_s), "half of them have come"
+    assert ledger.idle_at("d2", 3.0) == 3.0
+
+
 def test_a_prompt_in_two_parts_takes_its_time_on_each_worker() -> None:
     ledger = ledger_of("p1", "d1")
     booking = book(ledger, "a", 1.0, prefill_s=2.0, rest_tokens=400, rest_s=1.0)

@@ -1,0 +1,73 @@
+"""Batches whose lines are for several models: where one model has no workers, the lines of the others are answered."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.batch import service
+from cluster.batch.batches import Batch
+from cluster.batch.database import Database
+from cluster.batch.lines import BatchLine, LineAnswer
+from cluster.batch.service import BatchService
+from tests.support.waiting import eventually
+
+MODELS = ("gone", "here")
+NO_WORKER = LineAnswer(status=503, body="{}", retry_after_s=0.01)
+
+
+async def begun(batches: BatchService, *models: str) -> Batch:
+    """A batch with a line for each of these models."""
+    lines = [
+        {"custom_id": f"l{n}", "method": "POST", "url": "/v1/completions", "body": {"model": model, "prompt": "x"}}
+        for n, model in enumerate(models)
+    ]
+    content = batches.files.new_content()
+    content.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file = await batches.files.add(content, owner="o", filename="f", purpose="batch")
+    batch = Batch(
+        owner="o", tenant="t", salt="", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h",
+        expires_at=int(time.time()) + 86_400,
+    )  # fmt: skip
+    await batches.add(batch, file)
+    return batch
+
+
+class Server:
+    """Has no workers of the model `gone`; remembers what it answered."""
+
+    def __init__(self) -> None:
+        self.answered: list[tuple[str, object]] = []
+
+    async def send(self, batch: Batch, line: BatchLine) -> LineAnswer:
+        if line.body["model"] == "gone":
+            return NO_WORKER
+        self.answered.append((batch.id, line.body["model"]))
+        return LineAnswer(status=200, body="{}")
+
+
+async def test_lines_of_a_model_without_workers_hold_up_no_others(tmp_path: Path) -> None:
+    """Neither those behind them in the same batch nor another batch's."""
+    server, batches = Server(), BatchService(Database(tmp_path), 10**6)
+    async with batches.running(server.send, MODELS):
+        mixed = await begun(batches, *["gone"] * 100, "here")
+        other = await begun(batches, "here", "an adapter")
+        await eventually(lambda: len(server.answered) == 3)
+    expected = [(mixed.id, "here"), (other.id, "here"), (other.id, "an adapter")]
+    assert sorted(server.answered, key=repr) == sorted(expected, key=repr)
+
+
+async def test_batches_that_stand_still_keep_no_other_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_STALLED_S", 0.1)
+    monkeypatch.setattr(service, "_LOOK_S", 0.02)
+    server, batches = Server(), BatchService(Database(tmp_path), 10**6)
+    async with batches.running(server.send, MODELS):
+        for _ in range(6):
+            await begun(batches, "gone")
+        other = await begun(batches, "here")
+        await eventually(lambda: server.answered == [(other.id, "here")])
