@@ -26,7 +26,7 @@ from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules,
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig
-from cluster.simulation.workers import WorkerShape, measured
+from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, paced
 from cluster.slo.classes import SloClass, SloConfig

@@ -14,7 +14,7 @@ from typing import Protocol
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
 from cluster.simulation.simulate import LiveRequest, Simulation, SimulationConfig
-from cluster.simulation.workers import SimulatedWorker
+from cluster.simulation.workers.worker import SimulatedWorker
 from engine.sequence import Sequence
 from kv_transfer.messages.fields import Role
 

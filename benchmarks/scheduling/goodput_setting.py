@@ -21,7 +21,7 @@ from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import CacheAware, Dynamo, LlmdHeadroom, Mooncake
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
-from cluster.simulation.workers import WorkerShape, measured
+from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig

@@ -11,7 +11,7 @@ from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
 from cluster.autoscaling.sizing import PoolSizer, PoolsPlan
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
-from cluster.simulation.workers import SimulatedWorker
+from cluster.simulation.workers.worker import SimulatedWorker
 from cluster.slo.classes import SloConfig
 from cluster.slo.report import SloReport
 from cluster.slo.tracker import SloTracker

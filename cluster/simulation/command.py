@@ -15,7 +15,6 @@ from typing import Final
 
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
-from cluster.simulation.links import NetworkLink
 from cluster.simulation.models import simulate_models
 from cluster.simulation.records import RequestRecord, Summary
 from cluster.simulation.routers.base import Router
@@ -32,7 +31,8 @@ from cluster.simulation.routers.baselines import (
 )
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape, measured
+from cluster.simulation.workers.links import NetworkLink
+from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.synthetic import Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig

@@ -20,7 +20,7 @@ from cluster.simulation.clock import VirtualClock
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import Simulation, SimulationConfig, SimulationResult
-from cluster.simulation.workers import SimulatedWorker
+from cluster.simulation.workers.worker import SimulatedWorker
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.report import SloReport
 from cluster.slo.tracker import SloTracker

@@ -19,10 +19,10 @@ from typing import Final
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.failures import Kill, Slow
-from cluster.simulation.links import Network
 from cluster.simulation.records import Gaps, RequestRecord, Summary, summarise
 from cluster.simulation.routers.base import Router
-from cluster.simulation.workers import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
+from cluster.simulation.workers.links import Network
+from cluster.simulation.workers.worker import SimulatedDecode, SimulatedPrefill, SimulatedWorker, WorkerShape
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig

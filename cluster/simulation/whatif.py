@@ -16,7 +16,7 @@ from cluster.simulation.plan.search import Layout, OutOfTime
 from cluster.simulation.records import Quantiles, RequestRecord, aligned
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.countings import MeasuredRequest, Shares, count, length_groups, table_rows

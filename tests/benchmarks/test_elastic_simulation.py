@@ -14,7 +14,7 @@ from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult
-from cluster.simulation.workers import SimulatedWorker, WorkerShape
+from cluster.simulation.workers.worker import SimulatedWorker, WorkerShape
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost

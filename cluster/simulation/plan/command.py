@@ -21,7 +21,7 @@ from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.workers import WorkerShape, measured
+from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost

@@ -20,7 +20,7 @@ from cluster.simulation.routers.base import PlacedRequest, turned_away
 from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest

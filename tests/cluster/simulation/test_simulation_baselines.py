@@ -21,7 +21,7 @@ from cluster.simulation.routers.baselines import (
     RoundRobin,
 )
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import Workload, draw_requests
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot

@@ -12,7 +12,6 @@ import pytest
 from cluster.__main__ import main
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
-from cluster.simulation.links import NetworkLink
 from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
@@ -24,7 +23,8 @@ from cluster.simulation.routers.baselines import (
 )
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.links import NetworkLink
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from engine.cost_model.step_cost import StepCost

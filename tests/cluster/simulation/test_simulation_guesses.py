@@ -12,7 +12,7 @@ from cluster.__main__ import main
 from cluster.simulation.routers.baselines import QueueLengthRouter
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.links import Flow, Network, NetworkLink
 from cluster.simulation.routers.base import PlacedRequest
 from cluster.simulation.routers.baselines import QueueLengthRouter, RoundRobin
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.links import Flow, Network, NetworkLink
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 from engine.cost_model.step_cost import StepCost

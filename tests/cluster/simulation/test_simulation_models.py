@@ -16,7 +16,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.models import ModelsResult, simulate_models
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from cluster.slo.classes import SloClass, SloConfig

@@ -24,7 +24,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
 from cluster.simulation.whatif import best_layout, replay, what_if
-from cluster.simulation.workers import WorkerShape
+from cluster.simulation.workers.worker import WorkerShape
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
 from cluster.slo.classes import INTERACTIVE, SloConfig
 from engine.cost_model.step_cost import StepCost

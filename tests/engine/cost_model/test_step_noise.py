@@ -12,8 +12,8 @@ import pytest
 
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
 from cluster.simulation.records import RequestRecord
-from cluster.simulation.steps import observed_factors, step_factors
 from cluster.simulation.whatif import replay
+from cluster.simulation.workers.steps import observed_factors, step_factors
 from cluster.slo.classes import NO_TARGETS
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import StepKind

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.simulation.steps import TrueCost
+from cluster.simulation.workers.steps import TrueCost
 from cluster.simulation.workload.prompts import TOKEN
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.row_costs import RowCosts
