@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, get_args
@@ -43,6 +42,7 @@ from benchmarks.scheduling.goodput_setting import (
     Layout,
     ModelName,
     Setting,
+    add_trace_paths,
 )
 from cluster.simulation.workload.traces import TraceFormat
 from cluster.slo.countings import COUNTINGS, HEADLINE, SHARES
@@ -155,9 +155,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for trace in WORKLOADS:
-        default = os.environ.get(f"LEGATO_{trace.upper()}_TRACE")
-        parser.add_argument(f"--{trace}", type=Path, default=default and Path(default), help="the trace's file")
+    add_trace_paths(parser)
     parser.add_argument("--trace", action="append", choices=list(WORKLOADS), help="default: both")
     parser.add_argument("--full", action="store_true", help="both models, 8 and 64 workers: hours")
     parser.add_argument("--workers", type=int, action="append", help=f"in all; default: {SMALL}")

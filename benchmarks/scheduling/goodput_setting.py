@@ -5,6 +5,8 @@ Rows of the tables are named in `ROWS`; each may choose among its `candidates`: 
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -81,6 +83,14 @@ WORKLOADS: Final[dict[TraceFormat, Workload]] = {
         follow_up=0.0,
     ),
 }
+
+
+def add_trace_paths(parser: argparse.ArgumentParser) -> None:
+    """Add `--mooncake` and `--azure`, which name the published traces: by default as LEGATO_MOONCAKE_TRACE and
+    LEGATO_AZURE_TRACE do; None: requests are drawn."""
+    for trace in WORKLOADS:
+        default = os.environ.get(f"LEGATO_{trace.upper()}_TRACE")
+        parser.add_argument(f"--{trace}", type=Path, default=default and Path(default), help="the trace's file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ between tokens. In time is who was, the first time that it came.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -27,7 +26,7 @@ from benchmarks.common.part import note, run_part
 from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
-from benchmarks.scheduling.goodput_setting import Layout, Setting, config_of
+from benchmarks.scheduling.goodput_setting import Layout, Setting, add_trace_paths, config_of
 from benchmarks.scheduling.shifting import endless
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.models import ModelsResult, simulate_models
@@ -135,9 +134,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for trace in ("mooncake", "azure"):
-        default = os.environ.get(f"LEGATO_{trace.upper()}_TRACE")
-        parser.add_argument(f"--{trace}", type=Path, default=default and Path(default), help="the trace's file")
+    add_trace_paths(parser)
     parser.add_argument("--load", type=float, default=0.38, help="of four workers' time; default: %(default)s")
     parser.add_argument("--period-s", type=float, default=1200.0, help="of the swing; default: %(default)s")
     parser.add_argument("--change-s", type=float, default=1.0, help="that changing a model takes; default: %(default)s")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -27,7 +26,7 @@ from benchmarks.common.summary import Json
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
-from benchmarks.scheduling.goodput_setting import SMALL, Layout, Setting, counted, length_class
+from benchmarks.scheduling.goodput_setting import SMALL, Layout, Setting, add_trace_paths, counted, length_class
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.countings import HEADLINE, SHARES
 
@@ -166,9 +165,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for trace in ("mooncake", "azure"):
-        default = os.environ.get(f"LEGATO_{trace.upper()}_TRACE")
-        parser.add_argument(f"--{trace}", type=Path, default=default and Path(default), help="the trace's file")
+    add_trace_paths(parser)
     parser.add_argument("--tpot-ms", type=float, default=30.0, help="promised mean; default: %(default)s")
     parser.add_argument("--load", type=float, action="append", required=True, help="share of the bound of each kind")
     parser.add_argument("--prefill", type=int, action="append", help=f"of the fixed layouts; default: {NUM_PREFILL}")

@@ -215,36 +215,34 @@ def test_a_segment_that_does_not_fit_is_refused_with_advice(scope: str) -> None:
     assert not segment_paths(SHARED_MEMORY, scope)
 
 
-def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_no_signal(scope: str) -> None:
-    script = f"""
-import resource
-from pathlib import Path
-from kv_transfer.tiers.host.segment import HostSegment, SegmentError
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, 4)
-except SegmentError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert "bytes cannot be made in /dev/shm: File too large. Give the host tier less memory" in done.stdout
-    assert not segment_paths(SHARED_MEMORY, scope)
-
-
-def test_a_new_segment_that_cannot_be_mapped_leaves_no_file(scope: str) -> None:
+def refusal_under(limit: str, scope: str, num_blocks: int) -> str:
+    """What a process says that cannot make a segment of so many blocks of a MiB, once it has run the line `limit`."""
     script = f"""
 import resource
 from pathlib import Path
 from kv_transfer.tiers.host.segment import HostSegment, SegmentError
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), mapped + (32 << 20)))
+{limit}
 try:
-    HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, 64)
+    HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, {num_blocks})
 except SegmentError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert "cannot be mapped: [Errno 12] Cannot allocate memory. Give the host tier less memory" in done.stdout
+    return done.stdout
+
+
+def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_no_signal(scope: str) -> None:
+    told = refusal_under("resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))", scope, 4)
+    assert "bytes cannot be made in /dev/shm: File too large. Give the host tier less memory" in told
+    assert not segment_paths(SHARED_MEMORY, scope)
+
+
+def test_a_new_segment_that_cannot_be_mapped_leaves_no_file(scope: str) -> None:
+    told = refusal_under(
+        "resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), mapped + (32 << 20)))", scope, 64
+    )
+    assert "cannot be mapped: [Errno 12] Cannot allocate memory. Give the host tier less memory" in told
     assert not segment_paths(SHARED_MEMORY, scope)
 
 
