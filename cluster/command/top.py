@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from queue import Empty, SimpleQueue
 from typing import Any, Final, TextIO
 
 from cluster.command.arguments import ArgumentsError
@@ -64,27 +65,22 @@ def _show_once(server: ServerAddress) -> int:
 
 def _watch(server: ServerAddress, every_s: float) -> int:
     """Draw the cluster every `every_s` until Ctrl-C, and at once when the terminal has another size."""
-    wake, ended = threading.Event(), False
-
-    def end(*_: object) -> None:
-        nonlocal ended
-        ended = True
-        wake.set()
-
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGWINCH, lambda *_: wake.set())
+    # Of signals. A handler may run while this thread holds the lock of whatever it waits for: a queue bears that.
+    heard = SimpleQueue[int]()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH):
+        signal.signal(number, lambda number, _: heard.put(number))
     lines: list[Line] = [[(f"Legato at {server.url} ...", "title")]]
     sys.stdout.write(_ENTER)
     try:
         next_s = 0.0
-        while not ended:
+        signalled: int = signal.SIGWINCH
+        while signalled == signal.SIGWINCH:
             if time.monotonic() >= next_s:
                 lines = _lines(server)
                 next_s = time.monotonic() + every_s
             _draw(lines, sys.stdout)
-            wake.wait(max(0.0, next_s - time.monotonic()))
-            wake.clear()
+            with contextlib.suppress(Empty):
+                signalled = heard.get(timeout=max(0.0, next_s - time.monotonic()))
     finally:
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()

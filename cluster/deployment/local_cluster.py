@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 import yaml
@@ -124,18 +125,40 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
             interrupted.wait()
 
 
-def interrupted_by_signals() -> threading.Event:
-    """An event that Ctrl-C and a polite kill set, so that Ray can be taken down in order."""
-    interrupted = threading.Event()
+class Interruption:
+    """Set by Ctrl-C and a polite kill, so that Ray can be taken down in order. A handler may set it while this very
+    thread is about to wait for it, where it would wait forever for the lock of a `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._signals = SimpleQueue[int]()
+        self._is_set = False
+
+    def set(self, number: int = 0, *_: object) -> None:
+        self._is_set = True
+        self._signals.put(number)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is set, or that many seconds have passed. Returns whether it is set."""
+        if not self._is_set:
+            with contextlib.suppress(Empty):
+                self._signals.get(timeout=timeout_s)
+        return self._is_set
+
+
+def interrupted_by_signals() -> Interruption:
+    interrupted = Interruption()
     heed_signals(interrupted)
     return interrupted
 
 
-def heed_signals(interrupted: threading.Event) -> None:
+def heed_signals(interrupted: Interruption) -> None:
     """Have SIGINT and SIGTERM set `interrupted`. Call it again once Ray is up: as it starts it takes SIGTERM for
     itself, and then prints where each thread stands."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda *_: interrupted.set())
+        signal.signal(signal_number, interrupted.set)
 
 
 def start_ray(**options: Any) -> None:
@@ -343,7 +366,7 @@ def why_it_failed(messages: Sequence[str]) -> str:
     return longest.splitlines()[-1].strip() if "Traceback" in longest or '  File "' in longest else longest
 
 
-def wait_until_ready(states: StartStates, interrupted: threading.Event, silence_s: float = START_TIMEOUT_S) -> None:
+def wait_until_ready(states: StartStates, interrupted: Interruption, silence_s: float = START_TIMEOUT_S) -> None:
     """Wait until `/health` says that a request could be served and all workers are there, or until `interrupted` is
     set.
 

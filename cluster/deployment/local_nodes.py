@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from cluster.config.load import ConfigError, LegatoConfig, give_secret, load_con
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.local_cluster import (
     START_TIMEOUT_S,
+    Interruption,
     StartError,
     StartStates,
     fetch_models,
@@ -115,7 +115,7 @@ class LocalNodes:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, interrupted: threading.Event) -> None:
+    def start(self, interrupted: Interruption) -> None:
         """Start the nodes and join them; returns when all are there, or when `interrupted` is set.
         Raises StartError."""
         import ray
@@ -176,7 +176,7 @@ class LocalNodes:
         shown = [word for word in command[1:] if not word.startswith(("--block", "--disable", "--object", "--temp"))]
         print("  ray", *shown, flush=True)
 
-    def _wait(self, holds: Callable[[], bool], what: str, interrupted: threading.Event) -> None:
+    def _wait(self, holds: Callable[[], bool], what: str, interrupted: Interruption) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not interrupted.is_set() and not holds():
             for plan, process in zip(self.plans, self._processes, strict=False):

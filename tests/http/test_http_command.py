@@ -35,6 +35,7 @@ pytestmark = pytest.mark.model
 
 ROOT = Path(__file__).parents[2]
 CLASSES = SloConfig(classes=(SloClass(name="chat", ttft_s=600.0, tpot_s=600.0), SloClass(name="batch")), default="chat")
+NUM_SIZES = 20_000  # of a terminal that is drawn out by its corner
 
 
 @pytest.fixture
@@ -318,7 +319,7 @@ def test_top_of_what_is_no_legato(
 
 
 def test_top_in_a_terminal(target: Target) -> None:
-    """Drawn anew until Ctrl-C; the terminal is left as it was."""
+    """Drawn anew until Ctrl-C, also one that comes while its size is told; the terminal is left as it was."""
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "cluster", "top", url_of(target), "--every", "0.05"]
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
@@ -326,15 +327,23 @@ def test_top_in_a_terminal(target: Target) -> None:
     os.close(its_end)
     said = b""
     deadline = time.monotonic() + HANGS_S
+
+    def read() -> None:
+        nonlocal said
+        assert time.monotonic() < deadline, said
+        if select.select([terminal], [], [], 1.0)[0]:
+            said += os.read(terminal, 65_536)
+
     try:
         while said.count(b"\x1b[H") < 3:
-            assert time.monotonic() < deadline, said
-            if select.select([terminal], [], [], 1.0)[0]:
-                said += os.read(terminal, 65_536)
+            read()
+        for _ in range(NUM_SIZES):  # a handler may run at any moment of the loop that draws
+            child.send_signal(signal.SIGWINCH)
+            if select.select([terminal], [], [], 0.0)[0]:
+                read()
         child.send_signal(signal.SIGINT)
         while not said.endswith(b"\x1b[?25h\x1b[?1049l"):
-            assert time.monotonic() < deadline, said
-            said += os.read(terminal, 65_536)
+            read()
         assert child.wait(HANGS_S) == 0
     finally:
         child.kill()

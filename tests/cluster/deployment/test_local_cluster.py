@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ import ray
 from cluster.__main__ import main
 from cluster.config.load import ConfigError
 from cluster.deployment import local_cluster
-from cluster.deployment.local_cluster import http_options, show_first_answer, stopping, url_of
+from cluster.deployment.local_cluster import Interruption, http_options, show_first_answer, stopping, url_of
 from cluster.deployment.ray_environment import free_port
 from tests.support.threaded_server import QuietHandler, threaded_server
 
@@ -44,7 +43,7 @@ def test_the_dashboard_is_started_unless_it_is_not_wanted(
     line = ["legato", "serve", str(tmp_path), "--cpu", "--port", str(free_port()), *options]
     monkeypatch.setattr("sys.argv", line)
     monkeypatch.setattr(ray, "init", start)
-    monkeypatch.setattr(local_cluster, "interrupted_by_signals", threading.Event)  # the tests' own handlers stay
+    monkeypatch.setattr(local_cluster, "interrupted_by_signals", Interruption)  # the tests' own handlers stay
     with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(Started) as started:
         main()
     assert started.value.options["include_dashboard"] is has_dashboard
