@@ -7,6 +7,7 @@ import base64
 import gc
 import hashlib
 import json
+import random
 import re
 import socket
 import threading
@@ -249,6 +250,25 @@ async def test_a_viewer_that_missed_a_difference_gets_a_whole_picture(
             assert (newest, change[:13]) == (version + n, b"event: change")
         newest, whole = await looks.news(version)
         assert newest == version + 2 and whole.startswith(b"event: picture")
+
+
+async def test_viewers_are_not_all_told_in_one_turn(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for a time of its own, so that no token of a stream waits for messages to all of them."""
+    looks: board.Board = create_app(scripted_api(generator, tokenizer)).state.board
+    waits = iter([0.0, HANGS_S, HANGS_S])
+    monkeypatch.setattr(board, "BEAT_S", 2 * HANGS_S)
+    with looks.viewing(), looks.viewing(), looks.viewing():
+        version, _ = await looks.news(0)
+        monkeypatch.setattr(random, "uniform", lambda low, high: next(waits))
+        told = [asyncio.create_task(looks.news(version)) for _ in range(3)]
+        await asyncio.sleep(0)
+        generator.script.workers = [worker("d1")]
+        done, others = await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result()[0] for task in done] == [version + 1] and len(others) == 2
+        for task in others:
+            task.cancel()
 
 
 def test_who_does_not_read_is_cut_off(

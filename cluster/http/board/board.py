@@ -17,6 +17,7 @@ import asyncio
 import base64
 import hashlib
 import logging
+import random
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from fastapi.responses import Response
 
 from cluster.errors import OverloadedError
 from cluster.http.api import Api
-from cluster.http.board.picture import Observer, Picture
+from cluster.http.board.picture import REST_S, Observer, Picture
 from cluster.http.openai.sse import dumps
 from cluster.http.response import EventStream
 from cluster.http.server.body import JsonRoute
@@ -39,6 +40,7 @@ router = APIRouter(route_class=JsonRoute)
 PER_S: Final = 4.0
 MAX_VIEWERS: Final = 32  # of one gateway
 BEAT_S: Final = 2.0  # between comments while nothing changes, by which a viewer knows that it is so
+_APART_S: Final = 0.003  # between two viewers' messages, on average
 _BEAT: Final = b": beat\n\n"
 
 
@@ -95,6 +97,8 @@ class Board:
                     if self._task is None or self._task.done():
                         return version, b""
                     await self._next.wait()
+                    # Not all in one turn of the loop, for which every stream's tokens would wait.
+                    await asyncio.sleep(random.uniform(0.0, _APART_S * (self._num_viewers - 1)))
         except TimeoutError:
             return version, _BEAT
         if version and version == self._version - 1:
@@ -107,17 +111,19 @@ class Board:
         """Take pictures again and again, until cancelled. An error ends it, and all viewers' streams."""
         try:
             while True:
-                self._show(await self._observer.observe())
-                await asyncio.sleep(1.0 / PER_S)
+                rest = asyncio.create_task(asyncio.sleep(1.0 / PER_S))
+                await self._show(await self._observer.observe())
+                await rest
         except Exception:
             logger.exception("the board cannot be shown")
             asyncio.get_running_loop().call_soon(self._next.set)  # once this task is done
 
-    def _show(self, picture: Picture) -> None:
+    async def _show(self, picture: Picture) -> None:
         """Make a picture the newest version, if more than its time is different."""
         change = difference(self._picture, picture)
         if change.keys() <= {"now"}:
             return
+        await asyncio.sleep(REST_S)
         self._picture, self._whole, self._change = picture, None, _event("change", change)
         self._version += 1
         self._next.set()

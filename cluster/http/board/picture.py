@@ -58,7 +58,9 @@ MAX_REQUESTS: Final = 64
 MAX_DECISIONS: Final = 8
 MAX_HAPPENINGS: Final = 40
 GONE_S: Final = 60.0  # how long a worker that is gone is still shown
-_ROWS_PER_TURN: Final = 8
+_ROWS_PER_TURN: Final = 4
+# Between the turns of one picture: a beat of all streams' tokens meets one of them and not the whole picture.
+REST_S: Final = 0.004
 _REQUESTS: Final = "the board's requests"  # the topic of the question that gateways ask each other
 _SAME_CLOCK_S: Final = 0.01  # clocks that differ less are one clock, read by two processes
 _TAIL: Final = 4  # characters of an id by which people tell things apart at a glance
@@ -102,11 +104,12 @@ class Observer:
             for found in self._api.slo.totals("cluster"):
                 name, row = self._class(found)
                 classes[name] = row
-                await asyncio.sleep(0)
+                await asyncio.sleep(REST_S)
             self._classes = classes
             await self._ask_decisions(now)
         self._hear_others(now)
         requests = await self._look_at_requests()
+        await asyncio.sleep(REST_S)
         workers = self._look_at_workers(now)
         self._tell_of_workers(workers, requests, now)
         self._tell_of_requests(requests, now)
@@ -146,7 +149,7 @@ class Observer:
         rows: dict[str, dict[str, Any]] = {}
         for index, timeline in enumerate(self._api.recent.newest(MAX_REQUESTS)):
             if index % _ROWS_PER_TURN == 0:
-                await asyncio.sleep(0)
+                await asyncio.sleep(REST_S)
             known = self._own.get(timeline.request_id)
             rows[timeline.request_id] = known if known and "end" in known else request_row(timeline)
         self._own = rows
