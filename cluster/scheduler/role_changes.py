@@ -1,14 +1,15 @@
-"""Which workers are changing their role, or their model, and whether one more may.
+"""Which workers are changing their role, or their model, whether one more may, and who expects them.
 
-Pure: is told what workers there are and what the time is. Knows neither why a role should change nor how it does.
+Pure: is given the schedulers and what the time is. Knows neither why a role should change nor how it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.errors import ConflictError, NotFoundError
+from cluster.scheduler.scheduler import GlobalScheduler
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
 from kv_transfer.messages.workers import KnownWorker
@@ -21,27 +22,51 @@ _WITHOUT: Final[dict[Role, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A change that a worker was told to make. It stands until the time `until`. `joins`: the scheduler that has the
+    worker afterwards, `change_s` after it has gone; None: no scheduler here has that model."""
+
+    until: float
+    joins: GlobalScheduler | None
+    change_s: float
+
+    def expect(self, left_at: float) -> None:
+        """Tell who gets the worker when that will be, as it leaves at `left_at`."""
+        if self.joins is not None:
+            self.joins.expect_worker(left_at + self.change_s)
+
+
 class RoleChanges:
     """An order stands until its worker is gone (it comes back under another name) or is overdue."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._orders: dict[str, _Order] = {}
 
-    def ask(self, request: RoleRequest, workers: Iterable[KnownWorker], now: float) -> RoleAnswer:
-        """Whether the worker may be told. If so, it counts as about to go from now on."""
-        known = {info.worker_id: (info, snapshot) for info, snapshot in workers}
+    def ask(
+        self, request: RoleRequest, leaves: GlobalScheduler, joins: GlobalScheduler | None, now: float
+    ) -> RoleAnswer:
+        """Whether the worker may be told. If so, it counts as about to go from now on, and is expected where it comes.
+        `leaves`: the scheduler that has it now; others' workers could not stand in for it. `joins`: the one that has it
+        then; None: it is of a model that workers know of, and no scheduler here."""
+        known = {info.worker_id: (info, snapshot) for info, snapshot in leaves.ledger.workers()}
         if request.worker_id not in known:
             reason = f"no worker is called {request.worker_id[:100]}"
             return RoleAnswer(ask_id=request.ask_id, outcome="unknown", reason=reason)
         refusal = self._refusal(request, known, now)
         if refusal is not None:
             return RoleAnswer(ask_id=request.ask_id, outcome="refused", reason=refusal)
-        self._until[request.worker_id] = now + request.drain_s + OVERDUE_S
+        change_s = 0.0 if joins is None or joins is leaves else joins.load_s
+        order = _Order(now + request.drain_s + OVERDUE_S, joins, change_s)
+        self._orders[request.worker_id] = order
+        order.expect(min(leaves.ledger.idle_at(request.worker_id, now), now + request.drain_s))
         return RoleAnswer(ask_id=request.ask_id, outcome="ordered")
 
-    def gone(self, worker_id: str) -> None:
-        """Unknown ids are fine."""
-        self._until.pop(worker_id, None)
+    def gone(self, worker_id: str, now: float) -> None:
+        """The worker has left, as ordered or for another reason. Unknown ids are fine."""
+        if self._is_changing(worker_id, now):
+            self._orders[worker_id].expect(now)
+        self._orders.pop(worker_id, None)
 
     def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:
         worker_id = request.worker_id
@@ -65,7 +90,8 @@ class RoleChanges:
         return f"{worker_id} is the only {role} worker that takes requests; without one, {_WITHOUT[role]}"
 
     def _is_changing(self, worker_id: str, now: float) -> bool:
-        return self._until.get(worker_id, now) > now
+        order = self._orders.get(worker_id)
+        return order is not None and order.until > now
 
 
 def require_ordered(answer: RoleAnswer) -> None:

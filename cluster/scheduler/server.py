@@ -101,7 +101,6 @@ class SchedulerServer:
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
         self._role_changes = RoleChanges()
-        self._changing: dict[str, tuple[GlobalScheduler, float]] = {}  # whose they become, and how long that takes
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
         self._workers: dict[str, tuple[Connection, GlobalScheduler]] = {}  # each one's newest connection, and its model
@@ -209,9 +208,7 @@ class SchedulerServer:
         if newest is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
-        self._role_changes.gone(worker_id)
-        if (change := self._changing.pop(worker_id, None)) is not None:
-            change[0].expect_worker(time.monotonic() + change[1])
+        self._role_changes.gone(worker_id, time.monotonic())
         if scheduler.unregister(worker_id, time.monotonic()):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
@@ -301,19 +298,13 @@ class SchedulerServer:
         """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
         worker_id, now = request.worker_id, time.monotonic()
         connection, scheduler = self._workers.get(worker_id, (None, self.scheduler))
-        workers = scheduler.replicas().workers  # those of its model: others could not stand in for it
-        answer = self._role_changes.ask(request, workers, now)
+        joins = self.of_model(request.model) if request.model else scheduler
+        answer = self._role_changes.ask(request, scheduler, joins, now)
         if answer.outcome == "ordered":
             assert connection is not None, "a worker that is known has a connection"
-            (snapshot,) = (snapshot for info, snapshot in workers if info.worker_id == worker_id)
-            becomes = self.of_model(request.model) if request.model else scheduler
-            cost = None if becomes is None or becomes is scheduler else becomes.step_cost(request.role)
+            (snapshot,) = (snapshot for info, snapshot in scheduler.ledger.workers() if info.worker_id == worker_id)
+            cost = None if joins is None or joins is scheduler else joins.step_cost(request.role)
             connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model, step_cost=cost))
-            if becomes is not None:  # else it is a model that workers know of, and this scheduler does not
-                load_s = 0.0 if becomes is scheduler else becomes.load_s
-                drained_at = min(scheduler.ledger.idle_at(worker_id, now), now + request.drain_s)
-                becomes.expect_worker(drained_at + load_s)
-                self._changing[worker_id] = becomes, load_s
             leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
             scheduler.heartbeat(leaving, now)
             self._broadcast()

@@ -74,10 +74,17 @@ class _OneModel(Simulation):
     """One of several models: its workers tell which model they have, and who they are whatever they have."""
 
     def __init__(
-        self, name: str, others: list[str], config: SimulationConfig, clock: VirtualClock, decision: DecisionPolicy
+        self,
+        name: str,
+        others: list[str],
+        change_s: float,
+        config: SimulationConfig,
+        clock: VirtualClock,
+        decision: DecisionPolicy,
     ) -> None:
         self.name = name
         self._others = others
+        self._change_s = change_s
         self._guests: dict[str, WorkerInfo] = {}  # what they were at first, by the names that they have here
         self.router = LegatoRouter(decision)
         self._tracker = SloTracker(config.slo, now_s=0.0)
@@ -106,6 +113,7 @@ class _OneModel(Simulation):
             worker.info,
             model=self.name,
             models=self._others,
+            load_s=self._change_s,
             endpoint=Endpoint(host="", port=0, node_id=worker_id if first is None else first.endpoint.node_id),
             home=worker.info.role if first is None else first.home,
             home_model=self.name if first is None else first.home_model,
@@ -129,7 +137,9 @@ class _Models:
             numbered = replace(config, first_number=self._num_started)
             self._num_started += config.num_prefill + config.num_decode
             others = [other for other in configs if other != name]
-            self._models[name] = _OneModel(name, others, numbered, self._clock, decision or DecisionPolicy())
+            self._models[name] = _OneModel(
+                name, others, change_s or 0.0, numbered, self._clock, decision or DecisionPolicy()
+            )
         autoscalers = {name: model.autoscaler for name, model in self._models.items()}
         self._exchange = ModelExchange({} if change_s is None else autoscalers)
         self._role_changes = RoleChanges()
@@ -157,9 +167,7 @@ class _Models:
                 ask_id=0, worker_id=worker_id, role=order.role, drain_s=order.drain_s, model=order.model
             )
             old, new = self._models[info.model], self._models[order.model]
-            if self._role_changes.ask(asked, old.router.ledger.workers(), now).outcome == "ordered":
-                drained_at = min(old.router.ledger.idle_at(worker_id, now), now + order.drain_s)
-                new.router.expect_worker(drained_at + (self._change_s or 0.0))
+            if self._role_changes.ask(asked, old.router, new.router, now).outcome == "ordered":
                 old.drain(worker_id, order.drain_s, partial(self._left, info, order, now))
         if not all(model.is_over for model in self._models.values()):
             self._clock.after(_ORDERS_S, self._order)
@@ -167,8 +175,7 @@ class _Models:
     def _left(self, info: WorkerInfo, order: ChangeRole, ordered_at: float) -> None:
         """A worker has left its model."""
         assert self._change_s is not None
-        self._role_changes.gone(info.worker_id)
-        self._models[order.model].router.expect_worker(self._clock.now + self._change_s)
+        self._role_changes.gone(info.worker_id, self._clock.now)
         self._clock.after(self._change_s, lambda: self._come(info, order.role, order.model, ordered_at))
 
     def _come(self, info: WorkerInfo, role: Role, model: str, ordered_at: float) -> None:

@@ -1,8 +1,11 @@
-"""Which workers may be told to change their role."""
+"""Which workers may be told to change their role or model, and who expects them."""
 
 from __future__ import annotations
 
+import math
+
 from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
+from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
 from kv_transfer.messages.workers import KnownWorker
@@ -17,8 +20,16 @@ def worker(worker_id: str, *, draining: bool = False) -> KnownWorker:
 CLUSTER = [worker("p1"), worker("p2"), worker("d1"), worker("d2")]
 
 
+def scheduler_of(workers: list[KnownWorker]) -> GlobalScheduler:
+    scheduler = GlobalScheduler(SchedulerPolicy())
+    for info, snapshot in workers:
+        scheduler.register(info, snapshot, 0.0)
+    return scheduler
+
+
 def ask(changes: RoleChanges, worker_id: str, role: Role, workers: list[KnownWorker], now: float = 0.0) -> RoleAnswer:
-    return changes.ask(RoleRequest(ask_id=7, worker_id=worker_id, role=role, drain_s=5.0), workers, now)
+    scheduler = scheduler_of(workers)
+    return changes.ask(RoleRequest(ask_id=7, worker_id=worker_id, role=role, drain_s=5.0), scheduler, scheduler, now)
 
 
 def test_one_of_two_may() -> None:
@@ -51,7 +62,7 @@ def test_who_was_told_counts_no_more() -> None:
     assert ask(changes, "d1", "prefill", CLUSTER).outcome == "ordered"
     assert ask(changes, "d1", "prefill", CLUSTER).reason == "d1 is changing its role already"
     assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", CLUSTER).reason
-    changes.gone("d1")
+    changes.gone("d1", 0.0)
     back = [*CLUSTER[:2], CLUSTER[3], worker("p3")]
     assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", back).reason
     assert ask(changes, "p3", "decode", back).outcome == "ordered"
@@ -67,3 +78,31 @@ def test_who_does_not_follow_may_be_told_again() -> None:
 def test_who_is_about_to_stop_is_left_alone() -> None:
     workers = [*CLUSTER[:3], worker("d2", draining=True), worker("d3")]
     assert ask(RoleChanges(), "d2", "prefill", workers).reason == "d2 is about to stop"
+
+
+def test_who_changes_its_model_is_expected_until_it_is_overdue() -> None:
+    """One that goes much later, for whatever reason, did not follow the order: nobody is to wait for it."""
+    request = RoleRequest(ask_id=7, worker_id="d1", role="decode", drain_s=5.0, model="b")
+    leaves = scheduler_of([(worker_info(name, models=["b"]), worker_snapshot(name)) for name in ("d1", "d2")])
+
+    def expected_after(gone_at: float) -> float:
+        changes, joins = RoleChanges(), scheduler_of([(worker_info("d3", load_s=30.0), worker_snapshot("d3"))])
+        assert changes.ask(request, leaves, joins, 10.0).outcome == "ordered"
+        assert joins.ledger.joins_at == 40.0, "nothing runs there"
+        changes.gone("d1", gone_at)
+        joined_at = joins.ledger.joins_at
+        changes.gone("d1", gone_at + 1.0)
+        assert joins.ledger.joins_at == joined_at, "it went once"
+        return joined_at
+
+    assert expected_after(12.0) == 42.0
+    assert expected_after(15.0 + OVERDUE_S) == 40.0
+
+
+def test_who_goes_where_nobody_here_knows_the_model_is_expected_by_nobody() -> None:
+    changes = RoleChanges()
+    leaves = scheduler_of([(worker_info(name, models=["b"]), worker_snapshot(name)) for name in ("d1", "d2")])
+    request = RoleRequest(ask_id=7, worker_id="d1", role="decode", drain_s=5.0, model="b")
+    assert changes.ask(request, leaves, None, 0.0).outcome == "ordered"
+    changes.gone("d1", 1.0)
+    assert leaves.ledger.joins_at == math.inf

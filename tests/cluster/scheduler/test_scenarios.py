@@ -119,7 +119,7 @@ class World:
         return told
 
     def on_lost(self, names: list[str], options: dict[str, str]) -> list[str]:
-        self.roles.gone(names[0])
+        self.roles.gone(names[0], self.now)
         return [] if self.scheduler.unregister(names[0], self.now) else ["unknown"]
 
     def on_expire(self, names: list[str], options: dict[str, str]) -> list[str]:
@@ -139,7 +139,7 @@ class World:
 
     def on_role(self, words: list[str], options: dict[str, str]) -> list[str]:
         request = RoleRequest(ask_id=0, worker_id=words[0], role=words[1], drain_s=10.0)  # type: ignore[arg-type]
-        answer = self.roles.ask(request, self.scheduler.replicas().workers, self.now)
+        answer = self.roles.ask(request, self.scheduler, self.scheduler, self.now)
         if answer.outcome == "ordered":  # it counts as leaving at once
             self.scheduler.heartbeat(self._snapshot(words[0], draining=True), self.now)
         return [f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome]
