@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
 MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
+STOP_S = 20.0  # for the step in flight to end, once the loop is stopped
 MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
 # See docs/decisions/0017: who takes so many times as long as predicted, and so much longer, is late enough for its
 # requests to go elsewhere; who takes so many times as long, and so long, is taken for hung.
@@ -282,13 +283,15 @@ class StepLoop:
         self._wake.set()
 
     async def stop(self) -> None:
-        """End after the step in flight."""
+        """End after the step in flight. Raises TimeoutError where that does not end within `STOP_S`: what it uses, such
+        as the model's memory, nobody else may use in this process any more."""
         self._watch.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._compute.shutdown)
-        await asyncio.to_thread(self._waiting.shutdown)
+        for thread in (self._compute, self._waiting):
+            if not await asyncio.to_thread(thread.shutdown, STOP_S):
+                raise TimeoutError(f"the step in flight did not end within {STOP_S:g} s; the process has to")
 
     async def _run(self) -> None:
         while True:
@@ -393,11 +396,13 @@ class ComputeThread:
         self._jobs.put((job, future))
         return future
 
-    def shutdown(self) -> None:
-        """Wait until the jobs so far are done. No more may come."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
+    def shutdown(self, timeout_s: float = STOP_S) -> bool:
+        """Wait until the jobs so far are done, at most so long; whether they are. No more may come."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:

@@ -18,6 +18,7 @@ from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.write_through import WriteThrough
 
 LOAD_TIMEOUT_S: Final = 2.0
+CLOSE_S: Final = 10.0  # for what the threads have in hand: a load from a disk that hangs may take for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,11 @@ class PrefixTiers:
         self._on_room = on_room
 
     async def close(self) -> None:
-        """End the threads after what they have in hand; queued work is dropped."""
-        await asyncio.to_thread(self._up.close)
-        await asyncio.to_thread(self.write_through.close)
+        """End the threads after what they have in hand; queued work is dropped. Raises TimeoutError where that takes
+        longer than `CLOSE_S`: they may write to the host memory still, so it must stay mapped, and this process's."""
+        async with asyncio.timeout(CLOSE_S):
+            await asyncio.to_thread(self._up.close)
+            await asyncio.to_thread(self.write_through.close)
         await asyncio.sleep(0)  # the threads' last reports give the blocks back
 
     def _room(self) -> None:

@@ -120,7 +120,8 @@ class WorkerReplica:
             self._worker = await self._begin()
 
     async def _unload(self) -> None:
-        """End what a model and its memory have at work, as far as they are there. Nothing may use them after."""
+        """End what a model and its memory have at work, as far as they are there. Nothing may use them after. Raises
+        TimeoutError where something of it does not end."""
         if self._model is not None:
             await asyncio.to_thread(self._model.runner.close)
         if self._tiers is not None:
@@ -172,7 +173,8 @@ class WorkerReplica:
             await asyncio.wait([self._change])
 
     async def stop(self, drain_s: float) -> None:
-        """Finish what is here as far as the time allows, then end everything."""
+        """Finish what is here as far as the time allows, then end everything. Raises TimeoutError where something does
+        not end: nothing of it may be used again, and the process has to end."""
         self._is_ending = True
         if self._change is not None:
             if self._worker is not None:  # else it is between two: that has deadlines, or Serve's for loading a model

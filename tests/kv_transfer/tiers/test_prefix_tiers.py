@@ -7,6 +7,7 @@ from threading import Event
 
 import pytest
 
+from kv_transfer.tiers import prefix_tiers
 from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
 from tests.kv_transfer.tiers.tier_bench import GROUPS, ScriptedSource, fill, hashes, holds
 from tests.support.waiting import eventually
@@ -251,6 +252,18 @@ async def test_closing_drops_what_is_queued() -> None:
         bench.tiers.promote(hashes(8), done.append)
         await bench.tiers.close()
         await eventually(lambda: done)
+
+
+async def test_closing_waits_only_so_long_for_a_load_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = ScriptedSource(hashes(2))
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        bench.tiers.promote(hashes(2), lambda num_ready: None)
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(prefix_tiers, "CLOSE_S", 0.05)
+            await bench.tiers.close()
+        assert bench.host.pool.num_held == 2 * GROUPS, "the thread still writes into them"
+        below.go.set()
 
 
 def _raise() -> None:
