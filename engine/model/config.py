@@ -250,7 +250,8 @@ def _architecture(folder: Path) -> str:
 
 
 def _named_architecture(folder: Path) -> str:
-    named = str((read_json(folder / "config.json").get("architectures") or ["(none)"])[0])
+    listed = read_json(folder / "config.json").get("architectures")
+    named = str(listed[0]) if listed and isinstance(listed, list) else "(none)"
     # One that was saved without its head is the same model; the weights tell whether it can do without.
     whole = named.removesuffix("Model") + "ForCausalLM" if named.endswith("Model") else named
     return whole if whole in SUPPORTED_ARCHITECTURES else named
@@ -269,16 +270,46 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+# What config.json says of a model's size, by its names in one family or another: at least 1, where it is there.
+_SIZES = (
+    "vocab_size",
+    *("hidden_size", "n_embd", "intermediate_size", "head_dim", "query_pre_attn_scalar"),
+    *("num_attention_heads", "n_head", "num_key_value_heads"),
+    *("num_hidden_layers", "n_layer", "decoder_sparse_step"),
+    *("max_position_embeddings", "n_positions"),
+)
+
+
+def _require_sizes(path: Path) -> None:
+    """Raise ValueError where a config.json has a size that no model has: whoever computes with it would divide by zero,
+    or find too late that it fits nothing."""
+    config = read_json(path)
+    sizes = {name: config[name] for name in _SIZES if isinstance(config.get(name), (int, float))}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{path} says that {name} is {size}, which no model's is; fetch it again")
+    heads, kv_heads = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads", 1)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{path} says that {heads} attention heads share {kv_heads} key/value heads, which does not come out even;"
+            " fetch it again"
+        )
+
+
 def load_hf_config(folder: Path) -> Any:
     """The family's own defaults applied, names of older config versions translated. Raises ValueError."""
     from transformers import AutoConfig  # takes seconds to import: only a checkpoint's first start pays for it
 
+    _require_sizes(folder / "config.json")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except ValueError:
         raise
     except Exception as error:  # whatever transformers raises over what a file holds: it has errors of its own
-        raise ValueError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{folder / 'config.json'} cannot be read as a model config: {said}; fetch it again"
+        ) from error
 
 
 def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
@@ -449,8 +480,11 @@ def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
     given = {name: parameters[name] for name in known if parameters.get(name) is not None}
     original = parameters.get("original_max_position_embeddings") or hf.max_position_embeddings
     factor = parameters.get("factor") or hf.max_position_embeddings / original
+    theta = parameters["rope_theta"]
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"{folder / 'config.json'} says that rope_theta is {theta!r}; fetch it again")
     return RopeConfig(
-        theta=parameters["rope_theta"],
+        theta=theta,
         kind=kind,
         factor=factor,
         magnitude=_magnitude(parameters, factor) if kind == "yarn" else 1.0,

@@ -143,6 +143,40 @@ def test_a_model_that_is_damaged_or_unknown(
     assert "config.json is missing" in told(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_key_value_heads": 0}, "says that num_key_value_heads is 0, which no model's is"),
+        ({"num_key_value_heads": 3}, "says that 4 attention heads share 3 key/value heads"),
+        ({"num_attention_heads": 0}, "says that num_attention_heads is 0"),
+        ({"hidden_size": 0}, "says that hidden_size is 0"),
+        ({"vocab_size": -5}, "says that vocab_size is -5"),
+        ({"vocab_size": None}, "'vocab_size' expected int"),
+        ({"head_dim": -4}, "says that head_dim is -4"),
+        ({"num_hidden_layers": 0}, "says that num_hidden_layers is 0"),
+        ({"max_position_embeddings": 0}, "says that max_position_embeddings is 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "says that rope_theta is None"),
+        ({"model_type": "phi", "architectures": {"0": "Phi"}, "num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ],
+)
+def test_sizes_that_no_model_has(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: dict[str, Any],
+    told: str,
+) -> None:
+    """One sentence that says what to do, whatever would have divided by zero."""
+    odd = Path(shutil.copytree(folder, tmp_path / "odd"))
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | wrong))
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(odd)])
+    assert main() == 1
+    err = capsys.readouterr().err
+    assert told in err and err.endswith("; fetch it again\n") and err.count("\n") == 1
+
+
 def test_a_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["legato", "check", str(folder)])
     assert main() == 0
