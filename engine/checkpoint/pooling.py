@@ -29,7 +29,7 @@ class CheckpointPooling:
         """Read how a checkpoint pools, from `modules.json` and the pooling's `config.json`; without them the last
         token. Raises ValueError for files that hold something else."""
         folder = Path(folder)
-        size = _hidden_size(folder / "config.json")
+        size = _vector_size(folder / "config.json")
         modules = folder / "modules.json"
         found = _read(modules) if modules.exists() else [{"type": "Pooling", "path": "1_Pooling"}]
         try:
@@ -51,10 +51,12 @@ class CheckpointPooling:
         )
 
 
-def _hidden_size(path: Path) -> int:
-    """As most call it, or as GPT-2 does."""
+def _vector_size(path: Path) -> int:
+    """The width of final hidden states: the hidden size, as most or GPT-2 call it, or that of the embeddings, to which
+    OPT projects its last states back."""
     config = _read(path)
-    size = config.get("hidden_size", config.get("n_embd")) if isinstance(config, dict) else None
+    named = config if isinstance(config, dict) else {}
+    size = named.get("word_embed_proj_dim") or named.get("hidden_size", named.get("n_embd"))
     if not isinstance(size, int):
         raise ValueError(f"{path} does not say the hidden_size of its model; fetch it again")
     return size

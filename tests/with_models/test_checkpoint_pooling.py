@@ -14,6 +14,7 @@ from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sequence import Pooling, Sequence
 from engine.steps.loading import EngineConfig, load_model
+from tests.support.decoders import build_decoder
 from tests.support.model_families import FAMILIES, build_oracle
 from tests.support.small_models import greedy, random_prompts
 
@@ -75,6 +76,20 @@ def test_what_is_not_computed_here_is_refused(
 def test_gpt_2_calls_its_width_otherwise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
     assert CheckpointPooling.from_folder(tmp_path).size == 768
+
+
+def test_opt_s_vectors_are_as_wide_as_its_embeddings(tmp_path: Path) -> None:
+    """OPT-350m's have 512 numbers, and 1,024 within its layers."""
+    oracle = build_decoder("opt", tmp_path, word_embed_proj_dim=24)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (prompt,) = random_prompts((20,), seed=8)
+    config = EngineConfig(model_ref=str(tmp_path), model_name="m", dtype="float32", kv_blocks=16, num_threads=1)
+    seq = Sequence(request_id="r", attempt=0, params=greedy(1), prompt_token_ids=prompt, pooling="last")
+    list(LocalEngine(load_model(config)).run([seq]))
+    with torch.inference_mode():
+        expected = oracle.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    np.testing.assert_allclose(seq.embedding, expected / expected.norm(), rtol=0, atol=1e-5)
+    assert CheckpointPooling.from_folder(tmp_path).size == len(seq.embedding) == 24
 
 
 def test_a_config_without_a_width_is_named(tmp_path: Path) -> None:
