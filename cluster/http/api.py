@@ -165,7 +165,7 @@ class Api:
         """The model of that name, which is no adapter's; None: there is none."""
         return next((model for model in self.models if model.name == name), None)
 
-    async def find(self, name: str | None) -> Asked:
+    async def find_model(self, name: str | None) -> Asked:
         """What a request for that model, or adapter of one, asks for. None: the model that there is. Raises
         NotFoundError where there is no such model, InvalidRequestError where there is one that cannot be computed, or
         where it takes a name to know which is meant."""

@@ -271,7 +271,7 @@ async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:
     good = call % '{"place":"Oslo","days":3}'
     for effort, opening in (("low", ""), (None, "<think>\n")):
         fields = {"model": MODEL, "messages": MESSAGES, "tools": [STRICT], "reasoning_effort": effort}
-        job = await prepare_chat(ChatBody.model_validate(fields), await api.find(MODEL), "auto", "")
+        job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), "auto", "")
         takes = taken_by(job.choices[0].spec.params.grammar, tokenizer)
         for text in ("hm</think>Hello.", f"hm\n</think>\n\n{good}", f"{call % '{}'}?</think>It rains. {good}"):
             assert takes(opening + text), text
@@ -483,7 +483,7 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         }
     )
-    params = (await prepare_chat(body, await api.find(body.model), "auto", "")).choices[0].spec.params
+    params = (await prepare_chat(body, await api.find_model(body.model), "auto", "")).choices[0].spec.params
     masks = GrammarMasks(tmp_path / "thinker", tokenizer.vocab_size, tokenizer.eos_token_ids)
     closing = tokenizer.added_id_of("</think>")
     assert closing is not None

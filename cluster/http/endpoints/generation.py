@@ -31,7 +31,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> GenerationResponse:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):
@@ -44,7 +44,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/completions", terms=terms, trace_headers=trace_headers(request))
     with api.slo.admitting(terms):

@@ -273,7 +273,7 @@ def _tool_choice(choice: MessagesToolChoice) -> Any:
 
 @router.post("/v1/messages", response_model=None)
 async def messages(body: MessagesBody, request: Request, api: ApiOf) -> GenerationResponse:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     chat = await _chat(body, request, asked)
     terms = terms_of(request, chat, api.slo.classes, api.tenants, asked.model.name)
     timeline = RequestTimeline(endpoint="/v1/messages", terms=terms, trace_headers=trace_headers(request))
@@ -285,7 +285,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> dict[str, Any]:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     chat = await _chat(body, request, asked)
     return {"input_tokens": len(await chat_token_ids(chat.messages, chat, asked, told_tools(chat)))}
 

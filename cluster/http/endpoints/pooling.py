@@ -48,7 +48,7 @@ _NOTHING_SAMPLED: Final = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 @router.post("/v1/embeddings", response_model=None)
 async def embeddings(body: EmbeddingsBody, request: Request, api: ApiOf) -> PoolingResponse:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     most = asked.model.pooling.size
     size = min(body.dimensions or most, most)
 
@@ -86,7 +86,7 @@ async def score(body: ScoreBody, request: Request, api: ApiOf) -> PoolingRespons
     shape = partial(score_answer, num_first=num_first)
     texts = [*body.text_1, *body.text_2]
     num_bytes = _RESULT_BYTES * num_second
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     return await _pooled("score", "/v1/score", body, request, asked, texts, "text_2", check, shape, num_bytes)
 
 
@@ -97,7 +97,7 @@ async def rerank(body: RerankBody, request: Request, api: ApiOf) -> PoolingRespo
     shape = partial(rerank_answer, body=body)
     texts = [body.query, *body.documents]
     num_bytes = sum(_RESULT_BYTES + len(text) for text in body.documents)
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     return await _pooled("rerank", "/v1/rerank", body, request, asked, texts, "documents", _nothing, shape, num_bytes)
 
 

@@ -50,7 +50,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> Response:
     _check(body, request, api)
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     owner = "" if api.responses is None else _owner(request, api)
     past = [] if body.previous_response_id is None else await _past(body.previous_response_id, owner, api)
     body_size = len(await request.body())

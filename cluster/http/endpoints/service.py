@@ -40,7 +40,7 @@ async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
             for told in await base.listed_adapters():
                 if told.name == model:
                     return _adapter_card(api, base, told)
-    return _model_card(api, (await api.find(model)).model)
+    return _model_card(api, (await api.find_model(model)).model)
 
 
 def _adapter_card(api: Api, model: ServedModel, told: ListedAdapter) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _model_card(api: Api, model: ServedModel) -> dict[str, Any]:
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -90,7 +90,7 @@ async def _json(answer: Callable[[], dict[str, Any]], api: Api) -> Response:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
-    asked = await api.find(body.model)
+    asked = await api.find_model(body.model)
     text = await token_text(body.tokens, asked)
     return await _json(lambda: {"prompt": text}, api)
 
