@@ -22,10 +22,11 @@ from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.recent_requests import RecentRequests
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.background import StoredResponses
+from cluster.http.openai.schemas import ServedBody
 from cluster.http.served_model import ServedModel
 from cluster.http.server.turns import Turns
 from cluster.http.server.unread import Unread
-from cluster.http.terms import Tenants
+from cluster.http.terms import Tenants, terms_of, trace_headers
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
 from kv_transfer.messages.requests import AdapterRef
@@ -196,6 +197,12 @@ class Asked:
     api: Api
     model: ServedModel
     adapter: AdapterRef | None
+
+    def timeline(self, endpoint: str, request: Request, body: ServedBody) -> RequestTimeline:
+        """A new timeline of the request, on the terms that it states. `endpoint`: its name in metrics. Raises
+        InvalidRequestError as `terms_of` does."""
+        terms = terms_of(request, body, self.api.slo.classes, self.api.tenants, self.model.name)
+        return RequestTimeline(endpoint=endpoint, terms=terms, trace_headers=trace_headers(request))
 
 
 async def _api(request: Request) -> Api:

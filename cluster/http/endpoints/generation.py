@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import ApiOf
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import ChoiceEvents, Reading, chat_members, chat_message
@@ -23,7 +22,7 @@ from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.parse import Job, prepare_chat, prepare_completion
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
+from cluster.http.terms import answered_tier, salt_of
 from engine.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -32,8 +31,8 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> GenerationResponse:
     asked = await api.find_model(body.model)
-    terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
-    timeline = RequestTimeline(endpoint="/v1/chat/completions", terms=terms, trace_headers=trace_headers(request))
+    timeline = asked.timeline("/v1/chat/completions", request, body)
+    terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         job = await prepare_chat(body, asked, answered_tier(request, body, terms.slo), salt)
@@ -45,8 +44,8 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
     asked = await api.find_model(body.model)
-    terms = terms_of(request, body, api.slo.classes, api.tenants, asked.model.name)
-    timeline = RequestTimeline(endpoint="/v1/completions", terms=terms, trace_headers=trace_headers(request))
+    timeline = asked.timeline("/v1/completions", request, body)
+    terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         job = await prepare_completion(body, asked, answered_tier(request, body, terms.slo), salt)

@@ -18,7 +18,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError
-from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import ApiOf, Asked
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
@@ -31,7 +30,7 @@ from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
+from cluster.http.terms import answered_tier, salt_of
 from engine.text.output import OutputEvent
 
 router = APIRouter(route_class=JsonRoute)
@@ -275,8 +274,8 @@ def _tool_choice(choice: MessagesToolChoice) -> Any:
 async def messages(body: MessagesBody, request: Request, api: ApiOf) -> GenerationResponse:
     asked = await api.find_model(body.model)
     chat = await _chat(body, request, asked)
-    terms = terms_of(request, chat, api.slo.classes, api.tenants, asked.model.name)
-    timeline = RequestTimeline(endpoint="/v1/messages", terms=terms, trace_headers=trace_headers(request))
+    timeline = asked.timeline("/v1/messages", request, chat)
+    terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, None, api.tenants)
         job = await prepare_chat(chat, asked, answered_tier(request, chat, terms.slo), salt, job_id=new_job_id("msg"))

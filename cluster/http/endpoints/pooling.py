@@ -34,7 +34,7 @@ from cluster.http.parse import prompts_token_ids
 from cluster.http.response import Answer
 from cluster.http.server.body import JsonRoute
 from cluster.http.server.unread import Outbox
-from cluster.http.terms import salt_of, terms_of, trace_headers
+from cluster.http.terms import salt_of
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec
 
@@ -122,9 +122,8 @@ async def _pooled(
     `endpoint`: its name in metrics; `param`: the field of the inputs; `check` raises ApiError for what is wrong with
     other fields. The rest is as in `PoolingJob`."""
     api, model = asked.api, asked.model
-    terms = terms_of(request, body, api.slo.classes, api.tenants, model.name)
-    timeline = RequestTimeline(endpoint=endpoint, terms=terms, trace_headers=trace_headers(request))
-    with api.slo.admitting(terms):
+    timeline = asked.timeline(endpoint, request, body)
+    with api.slo.admitting(timeline.terms):
         if model.pooling.refusal:
             raise InvalidRequestError(
                 f"The model {model.name!r} gives no vectors: {model.pooling.refusal}. Use another model.",

@@ -34,7 +34,7 @@ from cluster.http.openai.tools import told_tools
 from cluster.http.parse import Job, chat_token_ids, prepare_chat
 from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of, terms_of, trace_headers
+from cluster.http.terms import answered_tier, salt_of
 from engine.text.output import OutputEvent
 from engine.text.tokenizer import Tokenizer
 
@@ -56,8 +56,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     body_size = len(await request.body())
     size = body_size + sum(len(each.items) + len(each.response) for each in past)
     chat = await _read(size, api, lambda: chat_of(body, _items(past)))
-    terms = terms_of(request, chat, api.slo.classes, api.tenants, asked.model.name)
-    timeline = RequestTimeline(endpoint="/v1/responses", terms=terms, trace_headers=trace_headers(request))
+    timeline = asked.timeline("/v1/responses", request, chat)
+    terms = timeline.terms
     with api.slo.admitting(terms), _own_words():
         if body.truncation == "auto":
             chat = await _fitted(chat, asked)
