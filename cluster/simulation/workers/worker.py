@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, get_args
+from typing import ClassVar, Final, Protocol, get_args
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.routers.base import Router
@@ -159,19 +159,17 @@ class SimulatedWorker(ABC):
     has: its heartbeats would say the same again. Hence a router under simulation must not take silence for death.
     """
 
+    role: ClassVar[Role]
     scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(
         self,
-        role: Role,
         worker_id: str,
         shape: WorkerShape,
         clock: VirtualClock,
         listener: TokenListener,
         *,
         epoch: int,
-        repetitions: Callable[[StepPlan], int] = lambda plan: 0,
-        right: Callable[[StepPlan], dict[int, list[SampledToken]]] = lambda plan: {},
         network: Network | None = None,
         life: int = 0,
     ) -> None:
@@ -196,16 +194,16 @@ class SimulatedWorker(ABC):
             shape.true_cost(),
             plan=self._plan,
             finish=self._finish,
-            repetitions=repetitions,
+            repetitions=self._repetitions,
             silent=self._silent,
             factors={kind: shape.factors(kind, len(_KINDS) * epoch + at) for at, kind in enumerate(_KINDS)},
             began=None if network is None else self._send,
             copied_block_s=shape.host_token_s * shape.block_size,
-            right=right,
+            right=self._right,
         )
         self.info = WorkerInfo(
             worker_id=worker_id,
-            role=role,
+            role=self.role,
             endpoint=_NOWHERE,
             pid=life,
             model="simulated",
@@ -215,7 +213,7 @@ class SimulatedWorker(ABC):
             block_size=shape.block_size,
             layer_groups=1,
             chunk_tokens=shape.token_budget,
-            max_num_seqs=shape.max_num_seqs if role == "decode" else 0,
+            max_num_seqs=shape.max_num_seqs if self.role == "decode" else 0,
         )
         self.draining = False
         self.is_dead = False
@@ -233,6 +231,19 @@ class SimulatedWorker(ABC):
         self._num_snapshots = 0
         self._is_silent = True
         self._num_beats = 0
+        self._begin(epoch)
+
+    @abstractmethod
+    def _begin(self, epoch: int) -> None:
+        """Make the scheduler, and what else the role has."""
+
+    def _repetitions(self, plan: StepPlan) -> int:
+        """How many more times the same step would follow, with nothing to be told in between."""
+        return 0
+
+    def _right(self, plan: StepPlan) -> dict[int, list[SampledToken]]:
+        """Which of the step's drafts are right, by their items in the plan."""
+        return {}
 
     def join(
         self,
@@ -472,31 +483,11 @@ class _Pending:
 class SimulatedDecode(SimulatedWorker):
     """Reserves, decodes what was handed over, and computes what is started here: all of it, or prompts for others."""
 
+    role = "decode"
     scheduler: DecodeScheduler
 
-    def __init__(
-        self,
-        worker_id: str,
-        shape: WorkerShape,
-        clock: VirtualClock,
-        listener: TokenListener,
-        *,
-        epoch: int,
-        network: Network | None = None,
-        life: int = 0,
-    ) -> None:
-        super().__init__(
-            "decode",
-            worker_id,
-            shape,
-            clock,
-            listener,
-            epoch=epoch,
-            repetitions=self._repetitions,
-            right=self._right,
-            network=network,
-            life=life,
-        )
+    def _begin(self, epoch: int) -> None:
+        shape = self.shape
         self._speculation: SimulatedSpeculation | None = None
         if shape.acceptance:
             costs = self._costs or StepCosts(shape.cost)
@@ -697,24 +688,14 @@ class SimulatedDecode(SimulatedWorker):
 class SimulatedPrefill(SimulatedWorker):
     """Computes prompts, emits their first tokens and hands them over."""
 
+    role = "prefill"
     scheduler: PrefillScheduler
 
-    def __init__(
-        self,
-        worker_id: str,
-        shape: WorkerShape,
-        clock: VirtualClock,
-        listener: TokenListener,
-        *,
-        epoch: int,
-        network: Network | None = None,
-        life: int = 0,
-    ) -> None:
-        super().__init__("prefill", worker_id, shape, clock, listener, epoch=epoch, network=network, life=life)
+    def _begin(self, epoch: int) -> None:
         self.scheduler = PrefillScheduler(
             self.allocator,
-            token_budget=shape.token_budget,
-            max_waiting=shape.max_waiting,
+            token_budget=self.shape.token_budget,
+            max_waiting=self.shape.max_waiting,
             longest=self.info.max_model_len,
             cost=lambda: self._cautious_cost,
         )
