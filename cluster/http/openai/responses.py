@@ -104,12 +104,23 @@ ItemId = Annotated[str | None, Field(min_length=1, max_length=_MAX_ID)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class MessageItem(Body):
+class _KeptItem(Body):
+    """What every item has, whether a client sends one that it was given, with its id, or its own."""
+
+    type: str
+    id: ItemId = None
+    status: ItemStatus = None
+
+    def kept(self, prefix: str, **content: Any) -> Item:
+        """The item in the form in which it is kept. `prefix`: of its id, where it has none yet."""
+        named = {"id": self.id or new_id(prefix), "type": self.type}
+        return {**named, **content, "status": self.status or "completed"}
+
+
+class MessageItem(_KeptItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
-    id: ItemId = None
-    status: ItemStatus = None
     phase: Harmless = None
 
     def item(self) -> Item:
@@ -119,59 +130,46 @@ class MessageItem(Body):
             raise _error("only an assistant's message has a refusal")
         else:
             content = [{"type": "input_text", "text": part["text"]} for part in self.content]
-        named = {"id": self.id or new_id("msg"), "type": "message", "role": self.role}
-        return {**named, "status": self.status or "completed", "content": content}
+        return self.kept("msg", role=self.role, content=content)
 
 
-class CallItem(Body):
-    type: Literal["function_call"]
+class _ItemOfCall(_KeptItem):
     call_id: str = Field(min_length=1, max_length=_MAX_ID)
+    namespace: Unsupported = None
+    caller: Harmless = None
+    created_by: Harmless = None
+
+
+class CallItem(_ItemOfCall):
+    type: Literal["function_call"]
     name: FunctionName
     arguments: str
-    id: ItemId = None
-    status: ItemStatus = None
-    namespace: Unsupported = None
-    caller: Harmless = None
-    created_by: Harmless = None
 
     def item(self) -> Item:
-        called = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"id": self.id or new_id("fc"), "type": self.type, **called, "status": self.status or "completed"}
+        return self.kept("fc", call_id=self.call_id, name=self.name, arguments=self.arguments)
 
 
-class ResultItem(Body):
+class ResultItem(_ItemOfCall):
     type: Literal["function_call_output"]
-    call_id: str = Field(min_length=1, max_length=_MAX_ID)
     output: Parts
-    id: ItemId = None
-    status: ItemStatus = None
     name: Harmless = None
-    namespace: Unsupported = None
-    caller: Harmless = None
-    created_by: Harmless = None
 
     def item(self) -> Item:
-        text = "".join(_text(part) for part in self.output)
-        named = {"id": self.id or new_id("fco"), "type": self.type, "call_id": self.call_id}
-        return {**named, "output": text, "status": self.status or "completed"}
+        return self.kept("fco", call_id=self.call_id, output="".join(_text(part) for part in self.output))
 
 
-class ReasoningItem(Body):
+class ReasoningItem(_KeptItem):
     type: Literal["reasoning"]
     summary: Parts = Field([])
     content: Parts | None = None
     encrypted_content: Harmless = None  # reasoning of another model, which nothing here can read
-    id: ItemId = None
-    status: ItemStatus = None
 
     def item(self) -> Item:
-        return {
-            "id": self.id or new_id("rs"),
-            "type": self.type,
-            "summary": [{"type": "summary_text", "text": _text(part)} for part in self.summary],
-            "content": [{"type": "reasoning_text", "text": _text(part)} for part in self.content or ()],
-            "status": self.status or "completed",
-        }
+        return self.kept(
+            "rs",
+            summary=[{"type": "summary_text", "text": _text(part)} for part in self.summary],
+            content=[{"type": "reasoning_text", "text": _text(part)} for part in self.content or ()],
+        )
 
 
 _ITEMS: Final[Mapping[str, type[MessageItem | CallItem | ResultItem | ReasoningItem]]] = {
