@@ -38,10 +38,10 @@ class _Family:
     samples: Callable[[WorkerSnapshot], _Samples]
 
     def collect(self, workers: Iterable[KnownWorker]) -> Metric:
-        metric = self.kind(self.name, self.help, labels=("worker", "role", *self.labels))
+        metric = self.kind(self.name, self.help, labels=("worker", "role", "model", *self.labels))
         for info, snapshot in workers:
             for labels, value in self.samples(snapshot):
-                metric.add_metric([info.worker_id, info.role, *labels], value)
+                metric.add_metric([info.worker_id, info.role, info.model, *labels], value)
         return metric
 
 

@@ -217,7 +217,7 @@ def test_what_moved_between_device_and_host_is_told_as_counted() -> None:
     )
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(lambda: [(worker_info("d1"), worker_snapshot("d1", tiers=tiers))]))
-    labels = {"worker": "d1", "role": "decode"}
+    labels = {"worker": "d1", "role": "decode", "model": "model"}
     names = ("offloads", "restores", "preemptions")
     assert [registry.get_sample_value(f"legato_worker_{name}_total", labels) for name in names] == [3, 5, 7]
     moved = [
