@@ -175,15 +175,18 @@ class PoolSizer:
 
     def advise(self, now: float, prefill: PoolView, decode: PoolView) -> PoolAdvice | None:
         """How many workers there should be, and whether one should change its role. None: it is too early to say."""
-        for pool, view in ((self._prefill, prefill), (self._decode, decode)):
-            if now < self._settled_at:
+        pools = ((self._prefill, prefill), (self._decode, decode))
+        is_settling = now < self._settled_at
+        if is_settling:  # after a restart: as many are wanted as turn out to be there
+            for pool, view in pools:
                 pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
+        for pool, view in pools:
             pool.observe(now, view)
-        if now < self._settled_at:
+        if is_settling:
             return None
-        flip = self._flip(now)
-        self._prefill.scale(now)
-        self._decode.scale(now)
+        flip = self._flip(now)  # before either pool grows or shrinks: what one lacks, the other may be able to spare
+        for pool, _ in pools:
+            pool.scale(now)
         return PoolAdvice(num_prefill=self._prefill.size, num_decode=self._decode.size, flip=flip)
 
     def lacking(self) -> tuple[Role, float] | None:

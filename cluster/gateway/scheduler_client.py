@@ -288,37 +288,18 @@ class SchedulerClient:
             self._awaiting_placement.pop(key, None)
 
     def _place_without_scheduler(self, request: Place) -> Placement | Unplaceable:
-        """Choose workers without the scheduler, among those that could take the request by its rules
-        (`filter.eligible`).
-
-        Takes the decode worker that holds a reservation for it, else one that it need not avoid; for what is pooled
-        rather a prefill worker. Of several, and of several prefill workers, takes the better of two random ones.
+        """Choose workers here, among those that could take the request by the scheduler's rules (`filter.eligible`).
         Without a prefill worker the decode worker computes the prompt."""
-        length = request.num_tokens + request.max_new_tokens
-        model = request.model
-        live = [*self._live("decode", model), *(self._live("prefill", model) if request.is_pooled else ())]
-        able = [(info, snapshot) for info, snapshot in live if info.max_model_len >= length]
-        holding = [(info, snapshot) for info, snapshot in able if info.worker_id == request.prefer_decode]
-        others = [(info, snapshot) for info, snapshot in able if info.worker_id not in request.exclude]
-        computing = [(info, snapshot) for info, snapshot in others if info.role == "prefill"]
-        decode = _better_of_two(holding or computing or others or able)
+        decode = self._pick_decode(request)
         if decode is None:
+            num_tokens = request.num_tokens + request.max_new_tokens
             return Unplaceable(
                 request_id=request.request_id,
                 attempt=request.attempt,
-                reason=f"no decode worker for {length} tokens is known and the scheduler cannot be reached",
+                reason=f"no decode worker for {num_tokens} tokens is known and the scheduler cannot be reached",
                 retry_after_s=RETRY_S,
             )
-        prefill = _better_of_two(
-            [
-                (info, snapshot)
-                for info, snapshot in self._live("prefill", request.model)
-                if not request.is_pooled
-                and info.compatibility == decode.compatibility
-                and info.max_model_len >= request.num_tokens
-                and info.worker_id not in request.exclude
-            ]
-        )
+        prefill = None if request.is_pooled else self._pick_prefill(request, decode)
         prefill_id = None if prefill is None else prefill.worker_id
         asked = replace(request, exclude=[], prefix_hashes=b"")
         # The scheduler may live all the same, only late or without its workers: tell it what was chosen.
@@ -327,16 +308,44 @@ class SchedulerClient:
             request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
         )
 
+    def _pick_decode(self, request: Place) -> WorkerInfo | None:
+        """Who decodes; of what is pooled, who computes it, which a prefill worker can as well. None: nobody can.
+
+        Whoever holds a reservation for it; else a prefill worker, as decode workers have others to answer; else anyone;
+        and one that should be avoided only where there is nobody else."""
+        live = self._live("decode", request.model)
+        if request.is_pooled:
+            live += self._live("prefill", request.model)
+        able = [info for info in live if info.max_model_len >= request.num_tokens + request.max_new_tokens]
+        reserved = [info for info in able if info.worker_id == request.prefer_decode]
+        welcome = [info for info in able if info.worker_id not in request.exclude]
+        prefills = [info for info in welcome if info.role == "prefill"]
+        return self._better_of_two(reserved or prefills or welcome or able)
+
+    def _pick_prefill(self, request: Place, decode: WorkerInfo) -> WorkerInfo | None:
+        """Who computes the prompt and hands it over to `decode`. None: nobody can."""
+        able = [
+            info
+            for info in self._live("prefill", request.model)
+            if info.compatibility == decode.compatibility and info.max_model_len >= request.num_tokens
+        ]
+        return self._better_of_two([info for info in able if info.worker_id not in request.exclude])
+
+    def _better_of_two(self, workers: list[WorkerInfo]) -> WorkerInfo | None:
+        """The less busy one of two random workers (the power of two choices). None: there is none."""
+        two = random.sample(workers, min(2, len(workers)))
+        return min(two, key=lambda info: _busyness(self.workers[info.worker_id][1]), default=None)
+
     @property
     def _is_settling(self) -> bool:
         """Whether the scheduler is new and knows no decode worker yet of a model that had some. Until it does, or for
         `SETTLE_S`, the workers that this gateway knows count: they will soon have found the new scheduler, too."""
         return time.monotonic() < self._settles_at
 
-    def _live(self, role: Role, model: str) -> list[KnownWorker]:
+    def _live(self, role: Role, model: str) -> list[WorkerInfo]:
         """The workers of that role and model that take requests."""
-        known = [(info, snapshot) for info, snapshot in self.workers.values() if not snapshot.draining]
-        return [(info, snapshot) for info, snapshot in known if info.role == role and info.serves(model)]
+        taking = [info for info, snapshot in self.workers.values() if not snapshot.draining]
+        return [info for info in taking if info.role == role and info.serves(model)]
 
     async def _listen(self, connection: Connection) -> None:
         """Tell the scheduler which requests stand, and take in its messages until the connection ends. Raises
@@ -418,12 +427,6 @@ class SchedulerClient:
             question.answer.set_exception(TransportError("the scheduler does not know its workers yet"))
         else:
             question.answer.set_result(message)
-
-
-def _better_of_two(workers: list[KnownWorker]) -> WorkerInfo | None:
-    if not workers:
-        return None
-    return min(random.sample(workers, min(2, len(workers))), key=lambda worker: _busyness(worker[1]))[0]
 
 
 def _busyness(snapshot: WorkerSnapshot) -> tuple[int, int]:

@@ -269,16 +269,19 @@ class Speculation:
         return state
 
     def _propose(self, seq: Sequence, most: int, plain_s: float = math.inf) -> Draft | None:
-        """The draft of the first drafter that is likely right, or else of the one that is most likely so. What is to be
-        drawn has to be the more so, by what drawing takes of a step without drafts."""
-        state, best, best_worth = self._state(seq), None, -math.inf
+        """The draft to be checked, of those that the drafters propose: the one that is most likely right. One that has
+        yet to be drawn must be the likelier by as much as drawing takes of `plain_s`, a step without drafts. Behind a
+        drafter that is right often enough nobody is asked."""
+        state = self._state(seq)
+        best: Draft | None = None
+        best_worth = -math.inf
         for drafter in self.drafters:
             draft = drafter.propose(seq, most)
             if draft is None or not draft.token_ids:
                 continue
-            worth = rate = self._rate(state, _Source.of(draft))
-            if draft.drawing is not None:
-                worth -= (draft.drawing.pass_s + draft.drawing.once_s) / plain_s
+            rate = self._rate(state, _Source.of(draft))
+            drawing_s = 0.0 if draft.drawing is None else draft.drawing.pass_s + draft.drawing.once_s
+            worth = rate - drawing_s / plain_s
             if worth > best_worth:
                 best, best_worth = draft, worth
             if rate >= _LIKELY:
