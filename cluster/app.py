@@ -241,7 +241,7 @@ class Gateway:
 
     def _all_metrics(self, config: LegatoConfig) -> Metrics:
         metrics, orchestrator, scheduler = Metrics(), self._orchestrator, self._orchestrator.scheduler
-        metrics.registry.register(RunMetrics(orchestrator.runs.values))
+        metrics.registry.register(RunMetrics(orchestrator.runs.values, [served.model.name for served in config.served]))
         least = {served.model.name: served.least_workers for served in config.served}
         metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools, least))
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))

@@ -133,27 +133,31 @@ class Metrics:
 
 
 class RunMetrics(Collector):
-    """The sequences that a gateway has on the cluster (`Orchestrator.runs`), by how far they are."""
+    """The sequences that a gateway has on the cluster (`Orchestrator.runs`), by their model and by how far they are;
+    of `models` also those that have none."""
 
-    def __init__(self, runs: Callable[[], Iterable[RequestRun]] = tuple) -> None:
+    def __init__(self, runs: Callable[[], Iterable[RequestRun]] = tuple, models: Iterable[str] = ("",)) -> None:
         self._runs = runs
+        self._models = tuple(models)
 
     def collect(self) -> Iterator[Metric]:
         now = time.monotonic()
-        ages: dict[str, list[float]] = {state.name.lower(): [] for state in RequestState if state not in TERMINAL}
+        states = [state.name.lower() for state in RequestState if state not in TERMINAL]
+        ages: dict[tuple[str, str], list[float]] = {(model, state): [] for model in self._models for state in states}
         for run in self._runs():
             if not run.ended:
-                ages[run.state.name.lower()].append(now - run.terms.arrived_at)
+                ages.setdefault((run.terms.model, run.state.name.lower()), []).append(now - run.terms.arrived_at)
+        labels = ("model", "state")
         number = GaugeMetricFamily(
-            "legato_sequences", "Choices of requests on their way, by the gateway's state of them", labels=("state",)
+            "legato_sequences", "Choices of requests on their way, by the gateway's state of them", labels=labels
         )
         oldest = GaugeMetricFamily(
             "legato_sequences_oldest_seconds",
             "How long ago the oldest of them arrived; 0 without any",
-            labels=("state",),
+            labels=labels,
         )
-        for state, found in ages.items():
-            number.add_metric([state], len(found))
-            oldest.add_metric([state], max(found, default=0.0))
+        for key, found in ages.items():
+            number.add_metric(key, len(found))
+            oldest.add_metric(key, max(found, default=0.0))
         yield number
         yield oldest

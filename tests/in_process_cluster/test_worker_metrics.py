@@ -271,20 +271,24 @@ async def test_why_a_stream_went_on_elsewhere_is_told(llama: SmallModel) -> None
     """A worker dies behind some of its tokens."""
     async with cluster_of(llama, num_prefill=0, num_decode=2) as cluster:
         metrics = Metrics()
-        metrics.registry.register(RunMetrics(cluster.orchestrator.runs.values))
+        metrics.registry.register(RunMetrics(cluster.orchestrator.runs.values, ["m", "other"]))
 
         def told(name: str, **labels: str) -> float | None:
             return metrics.registry.get_sample_value(name, labels)
 
-        timeline = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms())
+        def on_their_way(model: str, state: str) -> float | None:
+            return told("legato_sequences", model=model, state=state)
+
+        timeline = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms(model="m"))
         request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy(60))
         timeline.parsed([request], len(PROMPT))
         (sequence,) = timeline.sequences
         tokens = one_by_one(cluster.orchestrator.generate(request, sequence))
         for _ in range(5):
             await anext(tokens)
-        assert told("legato_sequences", state="decoding") == 1 and told("legato_sequences", state="placing") == 0
-        oldest_s = told("legato_sequences_oldest_seconds", state="decoding")
+        assert on_their_way("m", "decoding") == 1
+        assert on_their_way("m", "placing") == on_their_way("other", "decoding") == 0
+        oldest_s = told("legato_sequences_oldest_seconds", model="m", state="decoding")
         assert oldest_s is not None and oldest_s > 0
         (on,) = (worker for worker in cluster.decodes if worker.info.worker_id == sequence.attempts[0].decode)
         await cluster.remove(on)
@@ -294,7 +298,7 @@ async def test_why_a_stream_went_on_elsewhere_is_told(llama: SmallModel) -> None
         metrics.record(timeline)
         assert told("legato_retries_total", cause="fault") == 1 and told("legato_retries_total", cause="moved") == 0
         assert told("legato_migrations_total") == 1
-        assert told("legato_sequences", state="decoding") == 0
+        assert on_their_way("m", "decoding") == 0
 
 
 def test_pools_are_told_with_what_they_should_have() -> None:
