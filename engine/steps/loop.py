@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
 MAX_STEP_S = 300.0  # a step that takes longer will not come back: the device hangs
-STOP_S = 20.0  # for the step in flight to end, once the loop is stopped
+STOP_S = MAX_STEP_S  # for the step in flight to end, once the loop is stopped: a long one is no hang
 MAX_TAKING_IN_S = 60.0  # of a step's results; where it takes longer, the event loop hangs
 # See docs/decisions/0017: who takes so many times as long as predicted, and so much longer, is late enough for its
 # requests to go elsewhere; who takes so many times as long, and so long, is taken for hung.

@@ -18,7 +18,7 @@ from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.write_through import WriteThrough
 
 LOAD_TIMEOUT_S: Final = 2.0
-CLOSE_S: Final = 10.0  # for what the threads have in hand: a load from a disk that hangs may take for ever
+CLOSE_S: Final = 60.0  # for what the threads have in hand: a load from a disk that hangs may take for ever
 
 
 @dataclass(frozen=True, slots=True)
