@@ -20,7 +20,8 @@ from cluster.slo.classes import CLASS_HEADER
 def create_app(api: Api) -> FastAPI:
     """Make the application of a gateway, whose endpoints use what `api` holds."""
     # A client that sends JSON without saying so is understood. Docs pages would load scripts from elsewhere. A slash
-    # too many at a path's end is a 404: whom Starlette sends elsewhere gets a 500 where the query is no UTF-8.
+    # too many at a path's end is a 404, as at OpenAI: whom Starlette sends elsewhere gets a 500 where the query is no
+    # UTF-8, and an address without TLS behind a proxy that has it.
     app = FastAPI(title="Legato", docs_url=None, redoc_url=None, strict_content_type=False, redirect_slashes=False)
     app.state.api = api
     app.state.board = board.Board(api)

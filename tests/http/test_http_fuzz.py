@@ -232,8 +232,10 @@ def test_no_header_query_or_path_breaks_an_endpoint(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("query", [b"", b"accept=Bearer \xff", b"%ff"])
 def test_a_slash_too_many_is_told_whatever_the_query_is(gateway: Gateway, query: bytes) -> None:
-    for method, path in (("POST", "/v1/files/"), ("POST", "/v1/completions/"), ("GET", "/v1/models/")):
+    for method, path in (("POST", "/v1/files/"), ("POST", "/v1/completions/"), ("GET", "/v1/batches/")):
         assert gateway.call(method, path, Sent(b"{}", JSON), query).status == 404
+    answers = [gateway.call("GET", path, NOTHING, query) for path in ("/v1/models", "/v1/models/")]
+    assert answers[0].status == 200 and answers[0].body == answers[1].body
 
 
 @pytest.mark.parametrize(

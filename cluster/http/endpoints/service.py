@@ -25,6 +25,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models", response_model=None)
+@router.get("/v1/models/", response_model=None, include_in_schema=False)  # as people type it to see who is there
 async def list_models(api: ApiOf) -> dict[str, Any]:
     cards = []
     for model in api.models:
