@@ -39,6 +39,7 @@ _LOOK_EVERY_S = 0.25
 _LOOK_TIMEOUT_S = 2.0
 _CLEAR_LINE = "\r\x1b[K"
 _TOLD_CHARACTERS = 2_000  # how much of Serve's account of a failure is told
+_HEEDED = {"name", "route_prefix", "import_path", "args", "logging_config"}  # of an application in a Serve config file
 
 
 class StartError(RuntimeError):
@@ -46,13 +47,19 @@ class StartError(RuntimeError):
 
 
 def read_document(path: str) -> dict[str, Any]:
-    """Read and check a Serve config file with one application, Legato. Raises ConfigError."""
+    """Read and check a Serve config file with one application, Legato. Raises ConfigError, also for what only Serve
+    itself heeds."""
     load_config(path)
     document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if "applications" not in document:
         raise ConfigError(
             f"{path} holds settings, but no `applications`: put them under `applications[0].args` of a Serve config"
             " file, as the files in ray_configs/ do."
+        )
+    if ignored := [name for name, value in document["applications"][0].items() if value and name not in _HEEDED]:
+        raise ConfigError(
+            f"{path} has {' and '.join(ignored)} for its application, which are Serve's to heed and would be ignored"
+            f" here: start it by `serve run {path}`, or leave them out. Variables come from this environment."
         )
     return document
 

@@ -12,13 +12,23 @@ from unittest.mock import patch
 
 import pytest
 import ray
+import yaml
 
 from cluster.__main__ import main
 from cluster.config.load import ConfigError
 from cluster.deployment import local_cluster
-from cluster.deployment.local_cluster import Interruption, http_options, show_first_answer, stopping, url_of
+from cluster.deployment.local_cluster import (
+    Interruption,
+    http_options,
+    read_document,
+    show_first_answer,
+    stopping,
+    url_of,
+)
 from cluster.deployment.ray_environment import free_port
 from tests.support.threaded_server import QuietHandler, threaded_server
+
+CONFIGS = Path(__file__).parents[3] / "ray_configs"
 
 
 class Started(Exception):
@@ -63,6 +73,17 @@ def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+def test_what_only_serve_itself_heeds_is_refused(tmp_path: Path) -> None:
+    quickstart, changed = CONFIGS / "quickstart.yaml", tmp_path / "changed.yaml"
+    document = read_document(str(quickstart))
+    environment = {"env_vars": {"OTEL_SDK_DISABLED": "true"}}
+    for name, value in {"deployments": [{"name": "Gateway", "num_replicas": 2}], "runtime_env": environment}.items():
+        application = document["applications"][0] | {name: value}
+        changed.write_text(yaml.safe_dump(document | {"applications": [application]}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"has {name} for its application.*`serve run {changed}`"):
+            read_document(str(changed))
 
 
 def answering(answer: bytes) -> AbstractContextManager[str]:
