@@ -243,7 +243,8 @@ class Gateway:
         metrics, orchestrator, scheduler = Metrics(), self._orchestrator, self._orchestrator.scheduler
         metrics.registry.register(RunMetrics(orchestrator.runs.values, [served.model.name for served in config.served]))
         least = {served.model.name: served.least_workers for served in config.served}
-        metrics.registry.register(WorkerMetrics(scheduler.reports, lambda: scheduler.pools, least))
+        workers = WorkerMetrics(scheduler.reports, lambda: scheduler.pools, least, lambda: scheduler.loading)
+        metrics.registry.register(workers)
         metrics.registry.register(SloMetrics(self._slo, self._identity.worker_id))
         return metrics
 

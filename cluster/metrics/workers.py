@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kv_transfer.messages.fields import PrefixSource, Role, SourceName
-from kv_transfer.messages.workers import DiskReport, KnownWorker, LinkReport, WorkerSnapshot
+from kv_transfer.messages.workers import DiskReport, KnownWorker, LinkReport, LoadingReport, WorkerSnapshot
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of the values of a family's own labels and the number."""
@@ -47,17 +47,20 @@ class _Family:
 
 class WorkerMetrics(Collector):
     """The metrics of all workers and pools. `workers()` gives the live workers with their newest snapshots, `pools()`
-    how many workers each pool should have, by model; `least`: how many the configuration asks of each pool at least."""
+    how many workers each pool should have, by model; `least`: how many the configuration asks of each pool at least;
+    `loading()`: the workers that are yet to come."""
 
     def __init__(
         self,
         workers: Callable[[], Iterable[KnownWorker]],
         pools: Callable[[], Mapping[str, Mapping[Role, int]]] = dict,
         least: Mapping[str, Mapping[Role, int]] | None = None,
+        loading: Callable[[], Iterable[LoadingReport]] = tuple,
     ) -> None:
         self._workers = workers
         self._pools = pools
         self._least = least or {}
+        self._loading = loading
 
     def collect(self) -> Iterator[Metric]:
         workers = list(self._workers())
@@ -67,16 +70,18 @@ class WorkerMetrics(Collector):
     def _collect_pools(self, workers: list[KnownWorker]) -> Iterator[Metric]:
         present = GaugeMetricFamily(
             "legato_pool_workers",
-            "Workers that were started in the pool, whatever they are now, by whether they leave (draining)",
+            "Workers that were started in the pool, by whether they load their model, serve or leave (draining)",
             labels=("model", "pool", "state"),
         )
         here = Counter(
-            (info.home_model or info.model, info.home or info.role, snapshot.draining) for info, snapshot in workers
+            (info.home_model or info.model, info.home or info.role, "draining" if snapshot.draining else "serving")
+            for info, snapshot in workers
         )
+        here.update((report.home_model, report.home, "loading") for report in self._loading())
         configured = {(model, pool) for model, pools in self._least.items() for pool in pools}
         for model, pool in sorted({*configured, *((model, pool) for model, pool, _ in here)}):
-            present.add_metric([model, pool, "serving"], here[model, pool, False])
-            present.add_metric([model, pool, "draining"], here[model, pool, True])
+            for state in ("loading", "serving", "draining"):
+                present.add_metric([model, pool, state], here[model, pool, state])
         yield present
         yield _of_pools(
             "legato_pool_least_workers", "Workers that the configuration asks of the pool at least", self._least

@@ -190,6 +190,8 @@ class LoadingReport:
 
     worker_id: Text
     role: Role
+    home: Role  # of the pool that it was started in
+    home_model: Text  # of that pool
     pid: Count
     total_bytes: Count = 0  # 0: it has not begun to read
     read_bytes: Count = 0

@@ -103,7 +103,14 @@ class WorkerReplica:
         identity = Identity(worker_id=self._worker_id, node_id=site.node_id, secret=site.secret, compatibility={})
 
         def report() -> LoadingReport:
-            return LoadingReport(worker_id=self._worker_id, role=self.role, pid=os.getpid(), **asdict(progress))
+            return LoadingReport(
+                worker_id=self._worker_id,
+                role=self.role,
+                home=self._home,
+                home_model=self._home_model,
+                pid=os.getpid(),
+                **asdict(progress),
+            )
 
         async with telling_of_loading(identity, report, self._locate_scheduler):
             loaded = await asyncio.to_thread(self._tiers.load, progress)

@@ -23,7 +23,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.blocks import BlockEvents
 from kv_transfer.messages.requests import RequestSpec
-from kv_transfer.messages.workers import TiersReport
+from kv_transfer.messages.workers import LoadingReport, TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -308,13 +308,15 @@ def test_pools_are_told_with_what_they_should_have() -> None:
         (worker_info("d2", home="prefill"), worker_snapshot("d2", draining=True)),
     ]
     registry = CollectorRegistry()
-    registry.register(WorkerMetrics(lambda: workers, least={"model": {"prefill": 2, "decode": 1}}))
+    # One that was a decode worker of the model, and has yet to load another one.
+    loading = [LoadingReport(worker_id="p3.1", role="prefill", home="decode", home_model="model", pid=1)]
+    registry.register(WorkerMetrics(lambda: workers, dict, {"model": {"prefill": 2, "decode": 1}}, lambda: loading))
 
     def number(pool: str, state: str) -> float | None:
         return registry.get_sample_value("legato_pool_workers", {"model": "model", "pool": pool, "state": state})
 
-    assert [number("decode", state) for state in ("serving", "draining")] == [1, 0]
-    assert [number("prefill", state) for state in ("serving", "draining")] == [0, 1]
+    assert [number("decode", state) for state in ("loading", "serving", "draining")] == [1, 1, 0]
+    assert [number("prefill", state) for state in ("loading", "serving", "draining")] == [0, 0, 1]
     assert registry.get_sample_value("legato_pool_least_workers", {"model": "model", "pool": "prefill"}) == 2
 
 

@@ -428,7 +428,7 @@ async def test_a_worker_that_has_loaded_stops_telling_even_as_the_scheduler_is_f
         return await found
 
     def report() -> LoadingReport:
-        return LoadingReport(worker_id="prefill", role="prefill", pid=1)
+        return LoadingReport(worker_id="prefill", role="prefill", home="prefill", home_model="model", pid=1)
 
     async with (
         _server() as server,
