@@ -121,9 +121,9 @@ class Job:
 
 
 async def prepare_chat(
-    body: ChatBody, asked: Asked, service_tier: str, prefix_salt: str, *, job_id: str | None = None
+    body: ChatBody, asked: Asked, service_tier: str, prefix_salt: str, *, tenant: str = "", job_id: str | None = None
 ) -> Job:
-    """Make the job of a chat. `job_id` None: a new one. Raises ApiError."""
+    """Make the job of a chat, for a tenant. `job_id` None: a new one. Raises ApiError."""
     _check_common(body, 1, asked)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body))
@@ -135,7 +135,9 @@ async def prepare_chat(
     prediction = await _prediction_token_ids(body, asked)
     beside = constrained(body, reading, asked.model.tokenizer)
     wanted = (body.response_format, body.structured_outputs)
-    grammar = await asked.model.grammars.grammar_for(*(wanted if beside is None or all(wanted) else (beside, None)))
+    if beside is not None and not all(wanted):
+        wanted = (beside, None)
+    grammar = await asked.model.grammars.grammar_for(*wanted, tenant)
     return _job(
         job_id or new_job_id("chatcmpl"),
         body,
@@ -154,8 +156,10 @@ async def prepare_chat(
     )
 
 
-async def prepare_completion(body: CompletionBody, asked: Asked, service_tier: str, prefix_salt: str) -> Job:
-    """Make the job of a text completion. Raises ApiError."""
+async def prepare_completion(
+    body: CompletionBody, asked: Asked, service_tier: str, prefix_salt: str, *, tenant: str = ""
+) -> Job:
+    """Make the job of a text completion, for a tenant. Raises ApiError."""
     _check_common(body, len(body.prompt), asked)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
@@ -168,7 +172,7 @@ async def prepare_completion(body: CompletionBody, asked: Asked, service_tier: s
     if max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0, which needs echo. Ask for at least 1 token.", param="max_tokens")
     size = sum(len(prompt) for prompt in body.prompt)
-    grammar = await asked.model.grammars.grammar_for(body.response_format, body.structured_outputs)
+    grammar = await asked.model.grammars.grammar_for(body.response_format, body.structured_outputs, tenant)
     prompts = await _off_loop_if_long(size, asked, _completion_prompts, body, max_tokens, asked)
     prediction = await _prediction_token_ids(body, asked)
     return _job(

@@ -235,6 +235,19 @@ async def test_a_compiler_that_is_gone_is_started_again(tokenizer: Tokenizer) ->
     assert grammars.compiler.pid not in (None, first)
 
 
+async def test_nobody_waits_for_all_grammars_of_another_tenant(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer)
+    done: list[str] = []
+
+    async def ask(tenant: str, number: int) -> None:
+        await grammars.grammar_for(of_schema({"const": f"{tenant} {number}"}), None, tenant)
+        done.append(tenant)
+
+    asked = ["many"] * 6 + ["one", "other", "one"]
+    await asyncio.gather(*(ask(tenant, number) for number, tenant in enumerate(asked)))
+    assert done == ["many", "one", "other", "many", "one", *["many"] * 4]
+
+
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer)
 

@@ -35,7 +35,8 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
     terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_chat(body, asked, answered_tier(request, body, terms.slo), salt)
+        tier = answered_tier(request, body, terms.slo)
+        job = await prepare_chat(body, asked, tier, salt, tenant=terms.tenant)
     tokenizer = asked.model.tokenizer
     shape = ChatShape(job, tokenizer) if job.reading is None else ReadChatShape(job, job.reading, tokenizer)
     return GenerationResponse(api, timeline, shape)
@@ -48,7 +49,8 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_completion(body, asked, answered_tier(request, body, terms.slo), salt)
+        tier = answered_tier(request, body, terms.slo)
+        job = await prepare_completion(body, asked, tier, salt, tenant=terms.tenant)
     return GenerationResponse(api, timeline, CompletionShape(job, asked.model.tokenizer))
 
 

@@ -278,7 +278,8 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     terms = timeline.terms
     with api.slo.admitting(terms):
         salt = salt_of(request, None, api.tenants)
-        job = await prepare_chat(chat, asked, answered_tier(request, chat, terms.slo), salt, job_id=new_job_id("msg"))
+        tier, job_id = answered_tier(request, chat, terms.slo), new_job_id("msg")
+        job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 

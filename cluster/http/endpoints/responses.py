@@ -62,7 +62,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
         if body.truncation == "auto":
             chat = await _fitted(chat, asked)
         salt = salt_of(request, body.cache_salt, api.tenants)
-        job = await prepare_chat(chat, asked, answered_tier(request, chat, terms.slo), salt, job_id=new_id("resp"))
+        tier, job_id = answered_tier(request, chat, terms.slo), new_id("resp")
+        job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
     shape = ResponsesShape(job, body.echo(), asked.model.tokenizer, stored=keeps, echo_size=body_size)

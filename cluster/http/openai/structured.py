@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -157,18 +158,19 @@ StructuredOutputs = Annotated[Any, BeforeValidator(parse_structured_outputs, jso
 
 
 class Grammars:
-    """Gives one gateway the grammars that its requests ask for. Has them compiled one after another, and remembers the
-    last ones; belongs to one event loop."""
+    """Gives one gateway the grammars that its requests ask for. Has them compiled one after another, tenants taking
+    turns, and remembers the last ones; belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         known = tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids))
         self.compiler = compiler_process(*known)
-        self._free = asyncio.Lock()
+        self._free = asyncio.Lock()  # given in the order of asking
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # of tenants who ask: each has one place in that order
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._known: OrderedDict[OutputConstraint, str | UnsupportedGrammarError] = OrderedDict()
 
     async def grammar_for(
-        self, response_format: OutputConstraint | None, structured_outputs: OutputConstraint | None
+        self, response_format: OutputConstraint | None, structured_outputs: OutputConstraint | None, tenant: str = ""
     ) -> str | None:
         """The text for `SamplingParams.grammar`; None: the answer may be any text. Raises InvalidRequestError."""
         if response_format is not None and structured_outputs is not None:
@@ -183,7 +185,8 @@ class Grammars:
             raise _refused(wanted, f"It has {len(wanted.text)} characters; at most {MAX_GRAMMAR_CHARS} are possible.")
         found = self._known.get(wanted)
         if found is None:
-            async with self._free:
+            turn = self._turns.setdefault(tenant, asyncio.Lock())
+            async with turn, self._free:
                 found = self._known.get(wanted)
                 if found is None:
                     loop = asyncio.get_running_loop()
