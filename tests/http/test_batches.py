@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +345,29 @@ def test_lines_that_a_batch_keeps_count_although_their_file_is_deleted(
     target.strict.batches.cancel(batch.id)
     assert end(target, batch).status == "cancelled"
     wait_until(lambda: upload_fits(target, lines), what="the lines of a batch that has ended still count")
+
+
+def test_a_client_leaves_room_for_the_uploads_of_others(target: Target) -> None:
+    begun = (
+        b"POST /v1/files HTTP/1.1\r\nhost: here\r\nauthorization: Bearer many\r\ncontent-length: 1000\r\n"
+        b"content-type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    many, other = (target.client.with_options(api_key=key, max_retries=0) for key in ("many", "other"))
+
+    def is_refused() -> bool:
+        try:
+            upload(target, line("a"), client=many)
+        except openai.RateLimitError as error:
+            return "8 of them by you" in error.message
+        return False
+
+    url = target.http.base_url
+    with ExitStack() as uploads:
+        for _ in range(8):
+            uploads.enter_context(socket.create_connection((url.host, url.port))).sendall(begun)
+        wait_until(is_refused, what="one client may send any number of files at once")
+        assert upload(target, line("a"), client=other).status == "processed"
+    wait_until(lambda: not is_refused(), what="uploads that broke off still count")
 
 
 def upload_fits(target: Target, lines: list[Any]) -> bool:

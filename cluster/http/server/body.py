@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, Final
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, InvalidRequestError, OverloadedError, UnavailableError
@@ -30,7 +32,7 @@ from cluster.json_text import parse_json, require_few_values
 _SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is parsed and checked on the loop, in 2 ms at most
 
 _STREAMED_S: Final = 600.0  # for the whole of a body that goes through to its route
-_MOST_STREAMED: Final = 8  # such bodies at a time
+_MOST_STREAMED: Final = 16  # such bodies at a time; one client's are no more than what is left to others
 
 _LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
 
@@ -56,7 +58,7 @@ class BodyLimit:
     ) -> None:
         self._app = app
         self._streamed = streamed
-        self._num_streamed = 0
+        self._num_streamed = Counter[str]()  # by tenant
         self._max_bytes = max_bytes
         self._max_arriving_bytes = max_arriving_bytes
         self._timeout_s = timeout_s
@@ -86,10 +88,11 @@ class BodyLimit:
     async def _stream(self, max_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a body through to its route piece by piece.
         If it is too large or too slow, the route gets the error as it reads."""
-        if self._num_streamed == _MOST_STREAMED:
-            error = OverloadedError(
-                f"{_MOST_STREAMED} files are being sent here already. Try again shortly.", retry_after_s=1.0
-            )
+        api: Api = scope["app"].state.api
+        try:
+            tenant = api.tenants.name(Headers(scope=scope), None, None)
+            self._require_room_for_stream(tenant)
+        except ApiError as error:
             await self._refuse(error, scope, receive, send)
             return
         num_bytes, over_at = 0, time.monotonic() + _STREAMED_S
@@ -108,11 +111,20 @@ class BodyLimit:
                 raise _body_too_large(f"The body is larger than {max_bytes} bytes. Send several smaller ones.")
             return message
 
-        self._num_streamed += 1
+        self._num_streamed[tenant] += 1
         try:
             await self._app(scope, receive_bounded, send)
         finally:
-            self._num_streamed -= 1
+            self._num_streamed -= Counter([tenant])
+
+    def _require_room_for_stream(self, tenant: str) -> None:
+        """Raises OverloadedError where all places are taken, or this tenant has half of those that others leave it."""
+        taken, own = self._num_streamed.total(), self._num_streamed[tenant]
+        if own >= _MOST_STREAMED - taken:
+            raise OverloadedError(
+                f"{taken} files are being sent here already, {own} of them by you. Try again shortly.",
+                retry_after_s=1.0,
+            )
 
     def _check_declared(self, scope: Scope) -> None:
         for name, value in scope["headers"]:
@@ -180,7 +192,7 @@ class BodyLimit:
         return _body_too_large(f"The body is larger than {self._max_bytes} bytes. Send a shorter request.")
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"].state.api.metrics.count("other", error.code)
+        scope["app"].state.api.metrics.count("other", error.code or "invalid")
         response = error_response(error, scope)
         response.headers["connection"] = "close"  # the rest of the body is not read
         await response(scope, receive, send)
