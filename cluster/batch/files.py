@@ -53,7 +53,7 @@ class StoredFile:
 
 
 class Files:
-    """All files in a database. `budget`: bytes that they may take together."""
+    """All files in a database. `budget`: bytes that they and the database's records may take together."""
 
     def __init__(self, database: Database, budget: int) -> None:
         self._database = database
@@ -84,7 +84,7 @@ class Files:
             created_at=int(time.time()),
             expires_at=expires_at,
         )
-        await self._database.in_thread(_require_room, self._database.files, self._budget)
+        await self._database.transact(_require_room, self._database.files, self._budget)
         await self._database.transact(insert_file, file)
         return file
 
@@ -139,18 +139,22 @@ def _of_row(row: sqlite3.Row) -> StoredFile:
     return StoredFile(num_bytes=row["bytes"], **{name: row[name] for name in row.keys() if name != "bytes"})  # noqa: SIM118
 
 
-def _require_room(folder: Path, budget: int) -> None:
-    """Raises UnavailableError where the folder's contents take more. A batch keeps its lines when their file is
-    deleted:
-    what is on the disk counts, under however many names."""
+def _require_room(connection: sqlite3.Connection, folder: Path, budget: int) -> None:
+    """Raises UnavailableError where the folder's contents and the records beside them take more. A batch keeps its
+    lines when their file is deleted: what is on the disk counts, under however many names. Most of the records are the
+    answers of batches that have not ended, and responses; room that was theirs is used again, and does not count."""
     sizes: dict[int, int] = {}
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # another gateway took it away
             found = entry.stat(follow_symlinks=False)
             sizes[found.st_ino] = found.st_size
-    if (used := sum(sizes.values())) > budget:
+    (records,) = connection.execute(
+        "SELECT (page_count - freelist_count) * page_size"
+        " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
+    ).fetchone()
+    if (used := records + sum(sizes.values())) > budget:
         raise UnavailableError(
-            f"Files and the lines of batches would take {used} of the {budget} bytes that the server has for them."
+            f"Files, batches and responses would take {used} of the {budget} bytes that the server has for them."
             " Delete some, or ask who operates it for more room (gateway.storage_budget).",
             retry_after_s=60.0,
             code="storage_full",

@@ -363,8 +363,8 @@ class GatewaySettings(Settings):
     )
     storage_budget: SizeBytes = Field(
         10 * 2**30,
-        description="What all files there may take; more are refused. Responses take a tenth of it, and the least used"
-        " go.",
+        description="What files, responses and the answers of running batches may take there; more files are refused."
+        " Responses take a tenth of it, and the least used go.",
     )
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ from cluster.batch.files import StoredFile
 from cluster.batch.lines import check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
-from cluster.errors import FailedError, NotFoundError, OverloadedError
+from cluster.errors import FailedError, NotFoundError, OverloadedError, UnavailableError
 from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
 from cluster.json_text import MAX_VALUES
@@ -46,7 +46,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 @pytest.fixture
 def target(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Target]:
-    settings = GatewaySettings(storage_budget=100_000)
+    settings = GatewaySettings(storage_budget=150_000)  # of which records take 50,000 at least
     with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
         yield target
 
@@ -246,7 +246,7 @@ def test_what_is_refused(target: Target) -> None:
         ({"purpose": "batch", "more": "x"}, {"file": b"{}"}, 400),
         ({"purpose": "batch"}, None, 400),
         ({"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "1"}, {"file": b"{}"}, 400),
-        ({"purpose": "batch"}, {"file": b"x" * 100_001}, 503),  # the budget
+        ({"purpose": "batch"}, {"file": b"x" * 150_001}, 503),  # the budget
     ):
         answer = target.http.post("/v1/files", data=data, files=files)
         assert answer.status_code == status and answer.json()["error"]["message"], answer.text
@@ -429,6 +429,33 @@ async def test_a_file_that_goes_while_a_batch_is_made_of_it_is_not_found(tmp_pat
     with pytest.raises(NotFoundError) as missing:
         await storage.add(stored_batch(owner="me", input_file_id=file.id), file)
     assert missing.value.code == "file_not_found"
+    database.close()
+
+
+async def test_answers_count_while_their_batch_runs_and_in_its_file(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    storage = BatchService(database, 300_000)
+
+    async def has_room() -> bool:
+        try:
+            file = await stored_file(storage)
+        except UnavailableError as full:
+            assert full.code == "storage_full"
+            return False
+        await storage.files.delete(file.id, "me")
+        return True
+
+    await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
+    batch = await storage.batches.claim(time.time() + 100)
+    assert batch is not None and await has_room()
+    await storage.batches.answer(batch, [KeptAnswer(1, True, "x" * 300_000)])
+    assert not await has_room()
+    await storage.batches.finish(batch, "completed", storage.files.new_content(), storage.files.new_content())
+    assert not await has_room()
+    ended = await storage.batches.get(batch.id, "me")
+    assert ended.output_file_id is not None
+    await storage.files.delete(ended.output_file_id, "me")
+    assert await has_room(), "what is deleted counts"
     database.close()
 
 
