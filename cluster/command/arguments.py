@@ -6,6 +6,7 @@ Imports next to nothing: whoever asks for help waits for it.
 from __future__ import annotations
 
 import argparse
+import sysconfig
 from pathlib import Path
 
 from cluster.simulation.arguments import (
@@ -27,8 +28,18 @@ class ArgumentsError(ValueError):
     """Arguments that mean nothing together, or name what is not there: a sentence says which, and what to write."""
 
 
+def guide() -> Path:
+    """The folder with the guide: of the checkout, or where the wheel puts it."""
+    docs = Path("docs", "guide")
+    checkout = Path(__file__).parents[2]
+    return (checkout if (checkout / docs).is_dir() else Path(sysconfig.get_path("data"), "share/doc/legato")) / docs
+
+
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter  # a path must not be cut in two
+    parser = argparse.ArgumentParser(
+        prog=prog, description=DESCRIPTION, epilog=f"The guide: {guide()}", allow_abbrev=False, formatter_class=raw
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, told: str) -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ DEFAULT_PORT: Final = 8000
 _CONFIG_SUFFIXES: Final = (".yaml", ".yml", ".json")
 _OTHER_CPUS: Final = 0.6  # CPUs that a gateway and the scheduler take in Ray's books
 _HEADER: Final = """\
-# Made by `legato serve {what} --print-config`. Every setting is explained in docs/guide/configuration.md;
+# Made by `legato serve {what} --print-config`. `python -m cluster.config.table` explains every setting;
 # `legato check FILE` says what is wrong with one, `legato serve FILE` serves it.
 """
 

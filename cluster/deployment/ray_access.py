@@ -105,8 +105,8 @@ def require_token(config: LegatoConfig) -> None:
         return
     raise ConfigError(
         f"network.host is {config.network.host!r}, so other machines reach this cluster, and Ray asks for no token:"
-        " whoever reaches it can run anything on it. Start Ray with RAY_AUTH_MODE=token and one token on all nodes"
-        " (docs/guide/security.md), or, where the network keeps everybody else out, set"
+        " whoever reaches it can run anything on it. Start Ray with RAY_AUTH_MODE=token and one token"
+        " (`ray get-auth-token --generate`) on all nodes, or, where the network keeps everybody else out, set"
         " network.require_ray_token: false."
     )
 
@@ -124,7 +124,7 @@ def open_doors() -> list[str]:
     if asks_for_token():
         who = "whoever has its token (~/.ray/auth_token) can run anything on it"
     else:
-        who = "it asks for no token: whoever reaches it can run anything on it (docs/guide/security.md)"
+        who = "it asks for no token: whoever reaches it can run anything on it; start it with RAY_AUTH_MODE=token"
     told = [f"Ray listens on {address}: {who}."]
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         ports = " and ".join(os.environ.get(name, default) for name, default in HAPROXY_PORTS.items())

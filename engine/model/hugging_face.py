@@ -112,7 +112,8 @@ def _known_config(folder: Path) -> tuple[Any, str]:
         brought = " The code that comes with the folder (auto_map) is never run." if "auto_map" in raw else ""
         raise ValueError(
             f"the model in {folder} is of the type {model_type!r} ({named}), which is no language model that"
-            f" transformers {transformers.__version__} knows.{brought} docs/guide/models.md lists what can be served"
+            f" transformers {transformers.__version__} knows.{brought} `python -m engine.model.architectures` lists"
+            " what can be served"
         )
     if model_type not in SERVED:
         reason = REFUSED.get(model_type, "its tokens were never compared with those of transformers")

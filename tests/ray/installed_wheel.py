@@ -79,17 +79,20 @@ def build_wheel(folder: Path) -> Path:
 
 
 def compare_with_the_tree(wheel: Path) -> None:
-    """Every file of the packages is in it, and nothing else but what pip writes about it."""
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = [ROOT / package.replace(".", "/") for package in packages]
+    """Every file of the packages is in it, and the guide, and nothing else but what pip writes about it."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = [ROOT / package.replace(".", "/") for package in declared["packages"]]
     wanted = {
         path.relative_to(ROOT).as_posix()
         for folder in folders
         for path in folder.rglob("*.*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    for folder, patterns in declared["data-files"].items():
+        wanted |= {f"{folder}/{path.name}" for pattern in patterns for path in ROOT.glob(pattern)}
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = {re.sub(r"^legato-[^/]*\.data/data/", "", name) for name in archive.namelist()}
+    held = {name for name in names if ".dist-info/" not in name}
     assert held == wanted, f"missing: {sorted(wanted - held)}; too many: {sorted(held - wanted)}"
 
 
@@ -262,7 +265,12 @@ def serve_a_file_of_the_wheel(programs: Path, folder: Path) -> None:
 
 
 def find_what_operators_load(programs: Path, folder: Path) -> None:
-    """As docs/guide/metrics.md says."""
+    """As docs/guide/metrics.md says; and the guide itself."""
+    told = subprocess.run(
+        [programs / "legato", "--help"], cwd=folder, check=True, capture_output=True, text=True, env=environment()
+    )
+    guide = Path(told.stdout.rpartition("The guide: ")[2].strip())
+    assert not guide.is_relative_to(ROOT) and (guide / "alerts.md").is_file(), guide
     code = "import cluster; print(*cluster.__path__)"
     where = subprocess.run(
         [programs / "python", "-c", code], cwd=folder, check=True, capture_output=True, text=True, env=environment()

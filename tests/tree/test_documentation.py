@@ -159,6 +159,20 @@ def _docstrings_and_comments(page: Path) -> str:
     return " ".join([*comments, *docstrings])
 
 
+def test_messages_point_to_what_a_user_has() -> None:
+    """Who installed a wheel has no docs/: a message names what can be typed."""
+
+    def pointing() -> Iterator[str]:
+        for page in [page for folder in FOLDERS if folder != "benchmarks" for page in (ROOT / folder).rglob("*.py")]:
+            tree = ast.parse(page.read_text(encoding="utf-8"))
+            docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in (node for node in ast.walk(tree) if isinstance(node, ast.Constant)):
+                if node not in docstrings and "docs/" in str(node.value):
+                    yield f"{page.relative_to(ROOT)}, line {node.lineno}: {node.value!r}"
+
+    _told(pointing())
+
+
 def _is_there(dotted: str) -> bool:
     """A module, what it defines, or a member of a class of its."""
     parts = dotted.split(".")

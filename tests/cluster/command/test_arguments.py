@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from cluster import __main__ as commands
 from cluster.__main__ import main
+from cluster.command import arguments
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,6 +26,16 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     except SystemExit as end:  # argparse's
         assert isinstance(end.code, int)
         return end.code
+
+
+def test_help_says_where_the_guide_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a checkout, and where the wheel puts it."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert typed(monkeypatch, "--help") == 0 and f"{ROOT}/docs/guide\n" in capsys.readouterr().out
+    monkeypatch.setattr(arguments, "__file__", "/usr/lib/python3/site-packages/cluster/command/arguments.py")
+    assert typed(monkeypatch, "--help") == 0
+    (folder,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    assert f"{sys.prefix}/{folder}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
