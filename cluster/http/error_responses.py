@@ -48,7 +48,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def _body(error: ApiError, scope: Scope) -> dict[str, Any]:
-    return error.anthropic_body() if is_anthropics(scope["path"]) else error.body()
+    return error.anthropic_body() if is_anthropics(scope) else error.body()
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types import Batch, FileObject
@@ -25,12 +26,13 @@ from cluster.batch.lines import check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, NotFoundError, OverloadedError, UnavailableError
+from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
 from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server
+from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import wait_until
@@ -311,6 +313,18 @@ def test_a_line_may_have_as_many_bytes_as_a_request(
     with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
         ended = end(target, begin(target, given))
         assert ended.request_counts is not None and ended.request_counts.completed == 1
+
+
+async def test_below_a_route_prefix(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Serve puts `route_prefix` before every path: files may be larger than requests, and errors have their shapes."""
+    api = scripted_api(generator, tokenizer, GatewaySettings(max_body_bytes=10_000), storage=tmp_path / "storage")
+    transport = httpx.ASGITransport(create_app(api), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway/llm") as client:
+        sent = {"file": ("lines.jsonl", json.dumps(line("l0", user="x" * 30_000)).encode())}
+        uploaded = await client.post("/v1/files", data={"purpose": "batch"}, files=sent)
+        assert uploaded.status_code == 200 and uploaded.json()["bytes"] > 30_000
+        refused = await client.post("/v1/messages", json={})
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
 def test_a_line_that_makes_the_server_fail_does_not_hold_up_others(

@@ -26,6 +26,7 @@ from cluster.errors import ApiError, InvalidRequestError, OverloadedError, Unava
 from cluster.http.api import Api
 from cluster.http.error_responses import error_response, from_validation
 from cluster.http.server.connection import note_arrival, note_connection
+from cluster.http.server.request_id import route_path
 from cluster.http.server.turns import Turns
 from cluster.json_text import parse_json, require_few_values
 
@@ -72,7 +73,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         note_arrival(scope)
-        max_bytes = self._streamed.get(scope["path"])
+        max_bytes = self._streamed.get(route_path(scope))
         if max_bytes is not None:
             await self._stream(max_bytes, scope, receive, send)
             return

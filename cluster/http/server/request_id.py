@@ -18,8 +18,15 @@ _ANTHROPICS: Final = b"request-id"
 _MESSAGES: Final = "/v1/messages"
 
 
-def is_anthropics(path: str) -> bool:
-    """Whether a path is one of Anthropic's API, whose clients expect its shapes."""
+def route_path(scope: Scope) -> str:
+    """The path of a request below what Serve puts before the application's own (`root_path`, `route_prefix`)."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if path.startswith(root + "/") else path
+
+
+def is_anthropics(scope: Scope) -> bool:
+    """Whether a request's path is one of Anthropic's API, whose clients expect its shapes."""
+    path = route_path(scope)
     return path == _MESSAGES or path.startswith(_MESSAGES + "/")
 
 
@@ -57,7 +64,7 @@ class OneRequestId:
                     else:
                         others.append((name, value))
                 found = found or f"req-{secrets.token_hex(12)}".encode()
-                ours = [(_NAME, found)] + ([(_ANTHROPICS, found)] if is_anthropics(scope["path"]) else [])
+                ours = [(_NAME, found)] + ([(_ANTHROPICS, found)] if is_anthropics(scope) else [])
                 message = {**message, "headers": others + ours}
             await send(message)
 
