@@ -282,14 +282,14 @@ class LatentProjections:
 class Layer:
     """One layer's weights, fused and packed. What a family does not have is None."""
 
-    attention_norm: Tensor  # [E]
+    attention_norm: Tensor | None  # [E]
     qkv: Linear  # E -> (Q + 2H) * D
     qk_norm: Tensor | None  # [Q + H, D]
     sinks: Tensor | None = None  # [Q] float32
     latent: LatentProjections | None = None
     output: Linear  # Q * Dv -> E
     attention_output_norm: Tensor | None  # [E]
-    mlp_norm: Tensor  # [E]
+    mlp_norm: Tensor | None  # [E]
     mlp: Linear  # E -> E: a `GatedMlp`, or what `Kernels.pack_experts` made
     mlp_output_norm: Tensor | None  # [E]
 
@@ -301,6 +301,7 @@ class LayersForm:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    joint_qk_norm: bool  # queries are normalised over all heads, and so are keys
     eps: float
     scale: float
     softcap: float | None

@@ -271,13 +271,14 @@ def _require_all(
     folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Raises ValueError if a tensor lacks, or has another shape."""
-    from engine.checkpoint.stacked_experts import unstacked_shapes
+    from engine.checkpoint.stacked_tensors import fused_parts, unstacked_shapes
     from engine.checkpoint.weights import canonical_name
 
     shapes = {
-        canonical_name(own, expected): shape
+        part: shape if rows == slice(None) else (len(range(*rows.indices(shape[0]))), *shape[1:])
         for name, fields in tensors.items()
         for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
+        for part, rows in fused_parts(canonical_name(own, expected), expected).items()
     }
     for name, shape in expected.items():
         if name not in shapes:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from engine.checkpoint.stacked_tensors import fused_parts
 from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
 from engine.model.config import ModelConfig
 
@@ -113,10 +114,12 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.d
         tensors = load(path.read_bytes())  # not mapped: whoever writes over the file would write into what is loaded
     stored = {name: _Stored(one.dtype in LOADABLE_DTYPES, list(one.shape)) for name, one in tensors.items()}
     found: dict[str, LowRankWeights] = {}
+    shapes = expected_shapes(model)
     for module in _modules(folder, stored, model, max_rank):
         down, up = (tensors[_tensor_name(module, part)] for part in "AB")
         scaled = (up if up.dtype == dtype else up.float()) * _scale(config, module, rank=len(down))
-        found[module] = LowRankWeights(down.to(dtype), scaled.to(dtype))
+        for part, rows in fused_parts(f"{module}.weight", shapes).items():
+            found[part.removesuffix(".weight")] = LowRankWeights(down.to(dtype), scaled[rows].to(dtype))
     return found
 
 
@@ -221,7 +224,9 @@ def _modules(folder: Path, stored: Mapping[str, _Stored], model: ModelConfig, ma
     shapes = expected_shapes(model)
     for module in modules:
         down, up = (stored[_tensor_name(module, part)].shape for part in "AB")
-        _check_shapes(folder, module, down, up, shapes.get(f"{module}.weight"), max_rank)
+        parts = [shapes[part] for part in fused_parts(f"{module}.weight", shapes) if part in shapes]
+        projection = (sum(rows for rows, *_ in parts), parts[0][-1]) if parts else None
+        _check_shapes(folder, module, down, up, projection, max_rank)
     return list(modules)
 
 

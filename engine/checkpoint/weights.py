@@ -12,6 +12,7 @@ import re
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.stacked_experts import ExpertTensor, unstacked
+from engine.checkpoint.stacked_tensors import TensorPart, fused_parts, unstacked
 from engine.memory.devices import CPU
 from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.shards import WHOLE, Part, Shard
@@ -54,11 +55,12 @@ _DERIVED = ".rotary_emb.inv_freq"  # a buffer that some old checkpoints saved
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _BASE = "model."
-# What Mixtral and gpt-oss call otherwise than the others.
-_RENAMED = re.compile(r"\.block_sparse_moe\.|(?<=\.)w[123](?=\.)|\.mlp\.router\.")
+# What Mixtral, gpt-oss and Qwen2-MoE call otherwise than the others.
+_RENAMED = re.compile(r"\.block_sparse_moe\.|(?<=\.)w[123](?=\.)|\.mlp\.router\.|\.shared_expert(?=[._])")
 _OTHERS = {
     ".block_sparse_moe.": ".mlp.",
     ".mlp.router.": ".mlp.gate.",
+    ".shared_expert": ".shared_experts",
     "w1": "gate_proj",
     "w2": "down_proj",
     "w3": "up_proj",
@@ -149,7 +151,7 @@ def canonical_name(given: str, expected: Container[str]) -> str:
     """What a tensor of a checkpoint is called in `expected_shapes`, of whose names are `expected`."""
     name = _RENAMED.sub(lambda match: _OTHERS[match[0]], given)
     # A model that was saved without its head, as most that are made for embeddings.
-    return f"{_BASE}{name}" if f"{_BASE}{name}" in expected else name
+    return f"{_BASE}{name}" if name.startswith("layers.") or f"{_BASE}{name}" in expected else name
 
 
 def is_projection(name: str) -> bool:
@@ -182,6 +184,8 @@ def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterato
         mlps = {f"mlp.experts.{number}": experts.width for number in range(experts.num_experts)}
         if experts.shared_width:
             mlps["mlp.shared_experts"] = experts.shared_width
+        if experts.shared_gate:
+            projections.append(("mlp.shared_experts_gate", 1, hidden, False))
         if experts.corrected:
             yield _CORRECTION, (experts.num_experts,)
     for mlp, width in mlps.items():
@@ -191,16 +195,16 @@ def _layer_shapes(config: ModelConfig, experts: ExpertsConfig | None) -> Iterato
         yield f"{name}.weight", (rows, columns)
         if has_bias:
             yield f"{name}.bias", (rows,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.sandwich_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for name in norms:
-        yield f"{name}.weight", (hidden,)
+    norms = config.norms
+    for norm in (norms.attention, norms.attention_output, norms.mlp, norms.mlp_output):
+        if norm is not None:
+            yield f"{norm}.weight", (hidden,)
     if config.attention_sinks:
         yield "self_attn.sinks", (config.num_heads,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
+    if config.qk_norm is not None:
+        for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            normed = heads if config.qk_norm == "all heads" else 1
+            yield f"self_attn.{name}_norm.weight", (normed * config.head_dim,)
     if config.latent is not None:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
         if config.latent.query_rank is not None:
@@ -255,7 +259,7 @@ class _FileTensor:
         return tensor
 
 
-_Stored = Tensor | QuantisedWeight | _FileTensor | ExpertTensor
+_Stored = Tensor | QuantisedWeight | _FileTensor | TensorPart
 
 
 def _part_of(stored: _Stored, part: Part, quantisation: Quantisation | None, target: str) -> Tensor | QuantisedWeight:
@@ -263,14 +267,26 @@ def _part_of(stored: _Stored, part: Part, quantisation: Quantisation | None, tar
     rows, columns = (*part, slice(None), slice(None))[:2]
     if isinstance(stored, _FileTensor) and quantisation is None:
         return stored.read(part)
-    if isinstance(stored, _FileTensor | ExpertTensor):
-        stored = stored.load() if isinstance(stored, ExpertTensor) else stored.read(())
+    if isinstance(stored, _FileTensor | TensorPart):
+        stored = stored.load() if isinstance(stored, TensorPart) else stored.read(())
         if quantisation is not None and isinstance(stored, Tensor) and is_projection(target):
             rounding = quantisation.of_the_head if target == _HEAD else quantisation
             return rounding.quantise_part(stored, rows, columns)
     if not part:
         return stored
     return stored.part(rows, columns) if isinstance(stored, QuantisedWeight) else stored[part].clone()
+
+
+def _rows_of(stored: _Stored, rows: slice) -> _Stored:
+    if rows == slice(None):
+        return stored
+    if isinstance(stored, QuantisedWeight):
+        return stored.part(rows, slice(None))
+    if isinstance(stored, Tensor):
+        return stored[rows]
+    assert isinstance(stored, _FileTensor), "experts are not fused"
+    num_rows, *others = stored.shape
+    return TensorPart((len(range(*rows.indices(num_rows))), *others), partial(stored.read, (rows,)))
 
 
 def _stored(
@@ -303,8 +319,12 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     unread = tuple(f"{_BASE}layers.{layer}." for layer in behind)
     found: set[str] = set()
     unknown: list[str] = []
-    for given, tensor in stored:
-        name = canonical_name(given, expected)
+    parts = (
+        (name, _rows_of(whole, rows))
+        for given, whole in stored
+        for name, rows in fused_parts(canonical_name(given, expected), expected).items()
+    )
+    for name, tensor in parts:
         if name in expected:
             found.add(name)
             if (shape := tuple(tensor.shape)) != expected[name]:
@@ -335,7 +355,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _FileTensor | ExpertTensor]]:
+def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _FileTensor | TensorPart]]:
     """While the iterator lasts, so do the open files."""
     with ExitStack() as opened:
         tensors: dict[str, _FileTensor] = {}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
 # shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
-# makes a small one; the README and docs/guide/configuration.md list it. What no family has computed yet, such as a norm
-# in another place, is also `engine.model.transformer` and `kernels.interface.Layer`. The fused layers in C++ leave out
-# unheard what they do not know: until `kernels/native/layers.py` (`_NORMS`) and `kernels/native/src/layers.cpp` compute
-# it, have `_fuse` of the transformer give None for it, and leave the family out in `test_fused_layers.py`.
+# makes a small one; the README and docs/guide/configuration.md list it. Many need no more: norms in other places,
+# projections that are stored as one, or pairs that rotate otherwise are data. What no family has computed yet is also
+# `engine.model.transformer` and `kernels.interface.Layer`. The fused layers in C++ leave out unheard what they do not
+# know: until `kernels/native/layers.py` (`_NORMS`) and `kernels/native/src/layers.cpp` compute it, have `_fuse` of the
+# transformer give None for it, and leave the family out of `WITH_FUSED_LAYERS`.
 # `python -m engine.model.architectures` prints docs/guide/models.md anew.
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -40,9 +42,18 @@ SUPPORTED_ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Phi3ForCausalLM",
+    "GlmForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
 )
 
 _LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_GLM = ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM")
 
 # All of what decides how a config is read.
 _CODE = [
@@ -147,6 +158,7 @@ class ExpertsConfig:
     groups_per_token: int = 1
     corrected: bool = False  # chosen by sigmoids and a correction of the checkpoint: see `ExpertChoice`
     shared_width: int = 0  # of one more MLP, which is every token's
+    shared_gate: bool = False  # that one counts by the sigmoid of a projection of the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +171,21 @@ class LatentConfig:
     rotary_dim: int  # and what is; keys have it in common
     value_dim: int  # of a head
     interleaved: bool  # whether pairs that turn together lie side by side in the checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorms:
+    """What a layer's norms are called in the checkpoint. None: there is none at that place."""
+
+    attention: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
+QkNorm = Literal["each head", "all heads"]
+"""Over which numbers of a token queries and keys are normalised before they are rotated: over each head's own, or over
+those of all query heads and of all key heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +221,8 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # each query and key head is normalised before it is rotated
-    sandwich_norms: bool = False  # attention's and the MLP's outputs are normalised too
+    qk_norm: QkNorm | None = None
+    norms: LayerNorms = LayerNorms()
     norm_weight_offset: float = 0.0  # added to every norm weight, in float32
     embedding_scale: float | None = None
     attention_softcap: float | None = None
@@ -215,6 +242,11 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
+    def reorders_heads(self) -> bool:
+        """Whether keys are cached in another order of a head's numbers than the checkpoint's."""
+        return any(layer.rope.reorders_heads for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -224,8 +256,10 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> frozenset[int]:
-        """The widths of all MLPs that it has: dense ones, and experts."""
-        return frozenset(layer.experts.width if layer.experts else self.intermediate_size for layer in self.layers)
+        """The widths of all MLPs that it has: dense ones, experts, and those beside experts."""
+        experts = {layer.experts for layer in self.layers}
+        widths = (each and (each.width, each.shared_width or each.width) for each in experts)
+        return frozenset(width for both in widths for width in both or (self.intermediate_size,))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -239,6 +273,32 @@ class ModelConfig:
         quantization = getattr(hf, "quantization_config", None)
         config = _translate(hf, architecture, eos_token_ids(hf, folder), folder)
         return replace(config, packing=WeightPacking.from_config(quantization, folder)) if quantization else config
+
+
+_GEMMAS_NORMS = LayerNorms(
+    attention_output="post_attention_layernorm",
+    mlp="pre_feedforward_layernorm",
+    mlp_output="post_feedforward_layernorm",
+)
+_OLMOS_NORMS = LayerNorms(
+    attention=None, attention_output="post_attention_layernorm", mlp=None, mlp_output="post_feedforward_layernorm"
+)
+_NORMS: Mapping[str, LayerNorms] = {
+    "Gemma2ForCausalLM": _GEMMAS_NORMS,
+    "Gemma3ForCausalLM": _GEMMAS_NORMS,
+    "Glm4ForCausalLM": LayerNorms(attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm"),
+    "Olmo2ForCausalLM": _OLMOS_NORMS,
+    "Olmo3ForCausalLM": _OLMOS_NORMS,
+}
+_QK_NORMS: Mapping[str, QkNorm] = {
+    "Qwen3ForCausalLM": "each head",
+    "Qwen3MoeForCausalLM": "each head",
+    "Gemma3ForCausalLM": "each head",
+    "Glm4MoeForCausalLM": "each head",
+    "Olmo2ForCausalLM": "all heads",
+    "Olmo3ForCausalLM": "all heads",
+    "OlmoeForCausalLM": "all heads",
+}
 
 
 def _architecture(folder: Path) -> str:
@@ -334,8 +394,11 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         )
     if getattr(hf, "use_bidirectional_attention", False):
         raise ValueError(f"the model in {folder} attends in both directions; only causal models can generate")
+    if getattr(hf, "clip_qkv", None) is not None:
+        raise ValueError(f"the model in {folder} cuts queries, keys and values off (clip_qkv), which is not supported")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     attention_bias = bool(getattr(hf, "attention_bias", False))
+    layers = _layers(hf, head_dim, folder)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -344,23 +407,24 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
-        layers=_layers(hf, folder),
-        max_position_embeddings=hf.max_position_embeddings,
+        layers=layers,
+        max_position_embeddings=_longest_exact(hf.max_position_embeddings, layers),
         eos_token_ids=eos_token_ids,
         rms_norm_eps=hf.rms_norm_eps,
         activation=_ACTIVATIONS[activation_name],
         tied_embeddings=bool(hf.tie_word_embeddings),
         attention_scale=float(hf.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        output_bias=attention_bias,
+        qkv_bias=attention_bias or getattr(hf, "qkv_bias", architecture == "Qwen2ForCausalLM"),
+        output_bias=attention_bias and architecture not in _GLM,
         mlp_bias=gpt_oss or bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
-        sandwich_norms=gemma,
+        qk_norm=_QK_NORMS.get(architecture) if getattr(hf, "use_qk_norm", True) else None,
+        norms=_NORMS.get(architecture, LayerNorms()),
         norm_weight_offset=1.0 if gemma else 0.0,
         embedding_scale=hf.hidden_size**0.5 if gemma else None,
         attention_softcap=getattr(hf, "attn_logit_softcapping", None),
         logit_softcap=getattr(hf, "final_logit_softcapping", None),
         attention_sinks=gpt_oss,
+        num_drafting_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,
     )
     return _with_latent(config, hf, folder) if architecture in _LATENT else config
 
@@ -385,7 +449,6 @@ def _with_latent(config: ModelConfig, hf: Any, folder: Path) -> ModelConfig:
         head_dim=latent.rank + latent.rotary_dim,
         attention_scale=(latent.plain_dim + latent.rotary_dim) ** -0.5 * magnitude**2,
         latent=latent,
-        num_drafting_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,
     )
 
 
@@ -398,7 +461,13 @@ def _swigluoai(hf: Any, folder: Path) -> str:
     return "swigluoai"
 
 
-def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
+def _longest_exact(positions: int, layers: Iterable[LayerConfig]) -> int:
+    """Tokens up to which a row does not depend on the longest row beside it: long RoPE has other frequencies beyond."""
+    ropes = (layer.rope for layer in layers)
+    return min((rope.original_max_position_embeddings for rope in ropes if rope.kind == "longrope"), default=positions)
+
+
+def _layers(hf: Any, head_dim: int, folder: Path) -> tuple[LayerConfig, ...]:
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     if types is None:  # no choice per layer: a window, if there is one, is every layer's
@@ -406,12 +475,12 @@ def _layers(hf: Any, folder: Path) -> tuple[LayerConfig, ...]:
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"the model in {folder} has layers of the type {sorted(unknown)[0]}, which is not supported")
-    ropes = {kind: _rope(hf, kind, folder) for kind in set(types)}
+    ropes = {kind: _rope(hf, kind, head_dim, folder) for kind in set(types)}
     return tuple(
         LayerConfig(
             window=window if kind == "sliding_attention" else None,
             rope=ropes[kind],
-            experts=(_deepseeks_experts if hasattr(hf, "kv_lora_rank") else _experts)(hf, index, folder),
+            experts=(_deepseeks_experts if hasattr(hf, "n_routed_experts") else _experts)(hf, index, folder),
         )
         for index, kind in enumerate(types)
     )
@@ -433,6 +502,8 @@ def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
         width=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral and gpt-oss always do
         router_bias=hf.model_type == "gpt_oss",
+        shared_width=getattr(hf, "shared_expert_intermediate_size", 0),
+        shared_gate=hasattr(hf, "shared_expert_intermediate_size"),
     )
 
 
@@ -450,7 +521,7 @@ def _deepseeks_experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | Non
             f"the model in {folder} chooses {chosen} of {num_experts} experts, of {groups_chosen} of {groups} groups,"
             " for each token, which cannot be; fetch its config.json again"
         )
-    is_third = hf.model_type == "deepseek_v3"
+    is_third = hf.model_type != "deepseek_v2"  # GLM's are like it
     return ExpertsConfig(
         num_experts=num_experts,
         per_token=chosen,
@@ -465,7 +536,7 @@ def _deepseeks_experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | Non
     )
 
 
-def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
+def _rope(hf: Any, layer_type: str, head_dim: int, folder: Path) -> RopeConfig:
     """The rotary embedding of a type of layer, from `rope_parameters`, which holds either one set of parameters or one
     per layer type."""
     parameters = hf.rope_parameters.get(layer_type, hf.rope_parameters)
@@ -474,9 +545,16 @@ def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
         raise ValueError(
             f"the model in {folder} scales its rotary embedding by {kind!r}; supported are {', '.join(ROPE_KINDS)}"
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if rotary_dim != head_dim and (hf.model_type not in ("phi3", "glm", "glm4", "glm4_moe") or rotary_dim % 2):
         raise ValueError(f"the model in {folder} rotates only part of each head, which is not supported")
-    known = RopeConfig.__dataclass_fields__.keys() - {"theta", "kind", "factor", "magnitude"}
+    factors = (parameters.get("short_factor") or ()) if kind == "longrope" else ()
+    if kind == "longrope" and 2 * len(factors) != rotary_dim:
+        raise ValueError(
+            f"the model in {folder} has {len(factors)} short_factors for {rotary_dim // 2} pairs of numbers; fetch its"
+            " config.json again"
+        )
+    known = RopeConfig.__dataclass_fields__.keys() - {"theta", "kind", "factor", "short_factor", "magnitude"}
     given = {name: parameters[name] for name in known if parameters.get(name) is not None}
     original = parameters.get("original_max_position_embeddings") or hf.max_position_embeddings
     factor = parameters.get("factor") or hf.max_position_embeddings / original
@@ -487,15 +565,22 @@ def _rope(hf: Any, layer_type: str, folder: Path) -> RopeConfig:
         theta=theta,
         kind=kind,
         factor=factor,
-        magnitude=_magnitude(parameters, factor) if kind == "yarn" else 1.0,
+        short_factor=tuple(factors),
+        magnitude=_magnitude(kind, parameters, factor),
+        interleaved=hf.model_type in ("glm", "glm4"),
         **given,
     )
 
 
-def _magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """YaRN's: as given, or from the factor; DeepSeek's variant divides two of them."""
+def _magnitude(kind: str, parameters: Mapping[str, Any], factor: float) -> float:
+    """That of YaRN and long RoPE: as given, or from the factor; DeepSeek's variant of YaRN divides two of them."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
+    if kind == "longrope":  # arXiv:2402.13753, section 3.3
+        original = parameters["original_max_position_embeddings"]
+        return math.sqrt(1 + max(0.0, math.log(factor)) / math.log(original))
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)

@@ -11,8 +11,9 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 _FEWEST_KNOWN = 2048  # positions; 0.5 MB of a head of 64 in bfloat16
 
@@ -30,7 +31,28 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    magnitude: float = 1.0  # cosine and sine are multiplied by it (yarn's attention factor)
+    short_factor: tuple[float, ...] = ()  # longrope: how much slower each pair turns, up to the original length
+    magnitude: float = 1.0  # cosine and sine are multiplied by it (the attention factor of yarn and longrope)
+    partial_rotary_factor: float = 1.0  # which share of a head's numbers turn: the first ones
+    interleaved: bool = False  # pairs that turn together lie side by side in the checkpoint
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's numbers turn."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    @property
+    def reorders_heads(self) -> bool:
+        """Whether kernels want the numbers of queries' and keys' heads in another order than the checkpoint has them
+        in."""
+        return self.interleaved or self.partial_rotary_factor != 1.0
+
+    def head_order(self, head_dim: int) -> Tensor:
+        """That order, `[head_dim]`: numbers that turn together are half a head apart, and those that do not turn are
+        pairs of no frequency. Queries and keys that are both in it have the same products."""
+        turning = torch.arange(self.rotary_dim(head_dim))
+        pairs = turning.view(-1, 2).t() if self.interleaved else turning.view(2, -1)
+        still = torch.arange(len(turning), head_dim).view(2, -1)
+        return torch.cat((pairs, still), dim=1).flatten()
 
 
 def yarn_magnitude(factor: float, multiplier: float = 1.0) -> float:
@@ -39,14 +61,18 @@ def yarn_magnitude(factor: float, multiplier: float = 1.0) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions, `[head_dim / 2]` float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Radians per position of each pair of dimensions that turns, `[rotary_dim / 2]` float32."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    periods = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    plain = 1.0 / periods
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":
-        return _yarn(plain, rope, head_dim)
+        return _yarn(plain, rope, rotary_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.short_factor) * periods)
     return plain
 
 
@@ -61,31 +87,33 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return plain * kept + plain / rope.factor * (1 - kept)
 
 
-def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Blend frequencies as `_llama3` does, but linearly in the dimension's index (arXiv:2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         """The (fractional) pair of dimensions that makes so many turns within the original context."""
         period = rope.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(period) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(period) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0.0), min(high, head_dim - 1.0)
+    low, high = max(low, 0.0), min(high, rotary_dim - 1.0)
     width = high - low or 1e-3
-    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    slowed = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return plain / rope.factor * slowed + plain * (1 - slowed)
 
 
 class RotaryEmbedding:
-    """Cosines and sines for positions, `[T, 1, head_dim]` each, in the form that `Kernels.rotate_and_store` takes.
+    """Cosines and sines for positions, `[T, 1, head_dim]` each, in the form that `Kernels.rotate_and_store` takes: for
+    heads in the order of `RopeConfig.head_order`.
 
     On a CPU they are looked up: for a few positions that takes a quarter of the time.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._still = head_dim // 2 - len(self._frequencies)  # pairs of a head that do not turn
         self._magnitude = rope.magnitude
         self._known = (torch.empty(0), torch.empty(0))  # those of the positions from 0 to the highest one so far
 
@@ -102,5 +130,7 @@ class RotaryEmbedding:
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.unsqueeze(1) * self._frequencies
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        if self._still:
+            cos, sin = functional.pad(cos, (0, self._still), value=1.0), functional.pad(sin, (0, self._still))
         cos, signed_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return cos.to(dtype).unsqueeze(1), signed_sin.to(dtype).unsqueeze(1)

@@ -42,7 +42,10 @@ class Shard:
 
     def _layer(self, layer: LayerConfig) -> LayerConfig:
         experts = layer.experts
-        return replace(layer, experts=experts and replace(experts, width=experts.width // self.degree))
+        if experts is None:
+            return layer
+        width, shared_width = experts.width // self.degree, experts.shared_width // self.degree
+        return replace(layer, experts=replace(experts, width=width, shared_width=shared_width))
 
     def query_heads(self, config: ModelConfig) -> slice:
         return self._equal(config.num_heads)
@@ -94,10 +97,9 @@ WHOLE = Shard(0, 1)
 
 def check_degree(config: ModelConfig, degree: int) -> None:
     """Raises ValueError if the model cannot be divided among so many ranks."""
-    if degree > 1 and config.latent is not None:
+    if degree > 1 and (reason := _undivided(config)):
         raise ValueError(
-            f"tensor_parallel is {degree}, but {config.architecture} caches one latent for all heads, which no rank has"
-            " a part of: cutting its query heads is not built; leave tensor_parallel out"
+            f"tensor_parallel is {degree}, but {config.architecture} {reason} is not built; leave tensor_parallel out"
         )
     if degree not in (possible := possible_degrees(config)):
         widths = " and ".join(map(str, sorted(config.mlp_widths)))
@@ -110,9 +112,18 @@ def check_degree(config: ModelConfig, degree: int) -> None:
 
 def possible_degrees(config: ModelConfig) -> list[int]:
     """Equal parts only: the slowest rank sets the pace."""
-    if config.latent is not None:
+    if _undivided(config):
         return [1]
     return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree)]
+
+
+def _undivided(config: ModelConfig) -> str:
+    """Why no rank can have a part of the model's heads; empty where it can."""
+    if config.latent is not None:
+        return "caches one latent for all heads, which no rank has a part of: cutting its query heads"
+    if config.qk_norm == "all heads":
+        return "normalises queries over all heads, of which a rank has some: a sum over the ranks before that norm"
+    return ""
 
 
 def _divides(config: ModelConfig, degree: int) -> bool:

@@ -9,7 +9,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -189,7 +189,8 @@ class Model:
         if self._embedding_scale is not None:
             x *= self._embedding_scale
         last = self.config.num_layers - 1
-        normed = self._rms_norm(x, self._layers[0].attention_norm)
+        norm = self._layers[0].attention_norm
+        normed = x.clone() if norm is None else self._rms_norm(x, norm)
         first = 0 if hooks is not None else self._run_fused(x, normed, step)
         if first > last:
             return normed
@@ -235,13 +236,18 @@ class Model:
         if isinstance(kernels, NativeCpuKernels):
             kernels = kernels.packing_into(_own_memory)
         layers = tuple(
-            self._adapter_layer(weights, f"model.layers.{index}.", kernels) for index in range(len(self._layers))
+            self._adapter_layer(weights, f"model.layers.{index}.", kernels, layer.rope)
+            for index, layer in enumerate(self.config.layers)
         )
         num_bytes = sum(part.nbytes for low_rank in weights.values() for part in (low_rank.down, low_rank.up))
         return Adapter(layers, num_bytes, None if self.fused is None else native_adapter(layers))
 
-    def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels) -> AdapterLayer:
+    def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels, rope: RopeConfig) -> AdapterLayer:
         config = self.config
+        if rope.reorders_heads:
+            turned = {name for name in (f"{prefix}self_attn.{kind}_proj" for kind in "qk") if name in weights}
+            ups = {name: self._in_head_order(weights[name].up, rope) for name in turned}
+            weights = {**weights, **{name: replace(weights[name], up=up) for name, up in ups.items()}}
         sizes = {
             name: config.num_heads * config.head_dim if name == "q" else config.num_kv_heads * config.head_dim
             for name in "qkv"
@@ -301,7 +307,15 @@ class Model:
         qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        return None, qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm), v
+        return None, qk if layer.qk_norm is None else self._norm_heads(qk, layer.qk_norm), v
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """Queries and keys `[T, Q + H, D]`, by `weight [Q + H, D]`."""
+        if self.config.qk_norm == "each head":
+            return self._rms_norm(qk, weight)
+        kinds = slice(self.config.num_heads), slice(self.config.num_heads, None)
+        joined = ((qk[:, kind].flatten(1).unsqueeze(1), weight[kind].view(1, -1)) for kind in kinds)
+        return torch.cat([self._rms_norm(*one) for one in joined], -1).view(qk.shape)
 
     def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
         """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
@@ -323,18 +337,23 @@ class Model:
         )
         return attended.flatten(1)
 
-    def _mix(self, x: Tensor, attended: Tensor, layer: Layer, following: Tensor) -> tuple[Tensor, Tensor]:
+    def _mix(self, x: Tensor, attended: Tensor, layer: Layer, following: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream after attention's output and the MLP, and its norm by the `following` weight."""
         x, normed = self._add(x, layer.output, attended, layer.attention_output_norm, layer.mlp_norm)
         return self._add(x, layer.mlp, normed, layer.mlp_output_norm, following)
 
     def _add(
-        self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None, following: Tensor
+        self, x: Tensor, linear: Linear, y: Tensor, norm: Tensor | None, following: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`x` and what `linear` makes of `y`, which has its own norm in some families; then the norm of that sum."""
+        """`x` and what `linear` makes of `y`, which has its own norm in some families; then the norm of that sum, which
+        is itself in some that have the other one."""
         if norm is None:
             x = linear.add_to(x, y)
+            assert following is not None
             return x, self._rms_norm(x, following)
+        if following is None:
+            x = x + self._rms_norm(linear(y), norm)
+            return x, x
         normed, x = self._kernels.add_rms_norm(x, self._rms_norm(linear(y), norm), following, self.config.rms_norm_eps)
         return x, normed
 
@@ -349,6 +368,7 @@ class Model:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            joint_qk_norm=config.qk_norm == "all heads",
             eps=config.rms_norm_eps,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
@@ -359,27 +379,36 @@ class Model:
         return self._kernels.fuse_layers(self._layers, self._final_norm, form)
 
     def _layer(self, weights: Weights, prefix: str, config: LayerConfig) -> Layer:
-        sandwich = self.config.sandwich_norms
-        mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        qkv, latent, output = self._attention(weights, prefix + "self_attn.")
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else self._norm(weights, prefix + name)
+
+        norms = self.config.norms
+        qkv, latent, output = self._attention(weights, prefix + "self_attn.", config.rope)
         return Layer(
-            attention_norm=self._norm(weights, prefix + "input_layernorm"),
+            attention_norm=norm(norms.attention),
             qkv=qkv,
-            qk_norm=self._qk_norm(weights, prefix) if self.config.qk_norm else None,
+            qk_norm=None if self.config.qk_norm is None else self._qk_norm(weights, prefix, config.rope),
             sinks=_tensor(weights, prefix + "self_attn.sinks").float() if self.config.attention_sinks else None,
             latent=latent,
             output=self._summed(output),
-            attention_output_norm=self._norm(weights, prefix + "post_attention_layernorm") if sandwich else None,
-            mlp_norm=self._norm(weights, prefix + mlp_norm),
+            attention_output_norm=norm(norms.attention_output),
+            mlp_norm=norm(norms.mlp),
             mlp=self._summed(self._mlp_or_experts(weights, prefix + "mlp", config.experts)),
-            mlp_output_norm=self._norm(weights, prefix + "post_feedforward_layernorm") if sandwich else None,
+            mlp_output_norm=norm(norms.mlp_output),
         )
 
-    def _attention(self, weights: Weights, prefix: str) -> tuple[Linear, LatentProjections | None, Linear]:
+    def _attention(
+        self, weights: Weights, prefix: str, rope: RopeConfig
+    ) -> tuple[Linear, LatentProjections | None, Linear]:
         """The projections before it, and the one after it."""
         config, latent = self.config, self.config.latent
         if latent is None:
-            qkv = self._linear(weights, *(f"{prefix}{name}_proj" for name in "qkv"))
+            rows = None
+            if rope.reorders_heads:
+                rotated, all_heads = (config.num_heads + n * config.num_kv_heads for n in (1, 2))
+                rows = torch.arange(all_heads * config.head_dim)
+                rows[: rotated * config.head_dim] = self._in_head_order(rows[: rotated * config.head_dim], rope)
+            qkv = self._linear(weights, *(f"{prefix}{name}_proj" for name in "qkv"), rows=rows)
             return qkv, None, self._linear(weights, prefix + "o_proj")
         query_norm, query, first = None, None, "q_proj"
         if latent.query_rank is not None:
@@ -413,7 +442,16 @@ class Model:
             [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
             choice,
         )
-        return _WithShared(routed, self._mlp(weights, f"{name}.shared_experts")) if experts.shared_width else routed
+        if not experts.shared_width:
+            return routed
+        shared = self._mlp(weights, f"{name}.shared_experts")
+        return _WithShared(routed, self._gated(weights, name, shared) if experts.shared_gate else shared)
+
+    def _gated(self, weights: Weights, name: str, shared: GatedMlp) -> Linear:
+        """The mixture of one expert that counts by the sigmoid of its logit."""
+        gate = self._linear(weights, f"{name}.shared_experts_gate")
+        by_sigmoid = ExpertChoice(per_row=1, normalised=False, correction=torch.zeros(1, device=self.device))
+        return self._kernels.pack_experts(gate, [shared], by_sigmoid)
 
     def _router(self, weights: Weights, name: str, experts: ExpertsConfig) -> Linear:
         if not experts.router_in_float32:
@@ -454,10 +492,20 @@ class Model:
         offset = self.config.norm_weight_offset
         return weight if offset == 0.0 else weight.float() + offset  # 1 + w would lose bits of w in bfloat16
 
-    def _qk_norm(self, weights: Weights, prefix: str) -> Tensor:
+    def _qk_norm(self, weights: Weights, prefix: str, rope: RopeConfig) -> Tensor:
         """The queries' weight for each query head, then the keys' for each key head."""
-        q_norm, k_norm = (self._norm(weights, f"{prefix}self_attn.{name}_norm") for name in "qk")
-        return torch.cat((q_norm.expand(self.config.num_heads, -1), k_norm.expand(self.config.num_kv_heads, -1)))
+        config = self.config
+        q_norm, k_norm = (
+            self._norm(weights, f"{prefix}self_attn.{name}_norm").view(-1, config.head_dim) for name in "qk"
+        )
+        norms = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
+        return self._in_head_order(norms.flatten(), rope).view(norms.shape) if rope.reorders_heads else norms
+
+    def _in_head_order(self, heads: Tensor, rope: RopeConfig) -> Tensor:
+        """Of queries' and keys' heads, one after the other in the first dimension, numbers in the order that kernels
+        want."""
+        by_head = torch.unflatten(heads, 0, (-1, self.config.head_dim))
+        return by_head[:, rope.head_order(self.config.head_dim)].flatten(0, 1)
 
 
 def _own_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-KV_SAMPLES: Final = 1024
+_KV_SAMPLES: Final = 1024
 """Of each file of weights, where KV is believed by the fingerprint: enough for one of each large matrix."""
 _SAMPLED_BYTES = 1024 * 1024
 
@@ -466,7 +466,7 @@ def load_model(
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
-        fingerprint=model_fingerprint(folder, config.quantisation, config.activation_bits, num_samples=KV_SAMPLES),
+        fingerprint=kv_fingerprint(folder, config),
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
@@ -585,6 +585,14 @@ def model_fingerprint(
                 weights.seek(size * index // num_samples)
                 digest.update(weights.read(_SAMPLED_BYTES // num_samples))
     return digest.hexdigest()
+
+
+def kv_fingerprint(folder: Path, engine: EngineConfig) -> str:
+    """Equal where one worker's KV is of use to another: the model's fingerprint, and that keys have their numbers in an
+    order of their own, where they do. transformers' code has those of the checkpoint."""
+    model = model_fingerprint(folder, engine.quantisation, engine.activation_bits, num_samples=_KV_SAMPLES)
+    config = read_config(folder, engine.backend)
+    return f"{model} reordered" if isinstance(config, ModelConfig) and config.reorders_heads else model
 
 
 def _estimated_cost(runner: ModelRunner) -> StepCost:

@@ -20,7 +20,7 @@ from engine.checkpoint.weights import LoadProgress
 from engine.kv.cache import KVLayout
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_private_memory, memory_bytes
-from engine.steps.loading import KV_SAMPLES, EngineConfig, LoadedModel, load_model, model_fingerprint
+from engine.steps.loading import EngineConfig, LoadedModel, kv_fingerprint, load_model
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.column_files import ColumnFormat
@@ -136,9 +136,7 @@ class WorkerTiers:
         engine = self._engine
         facts = {
             "format": FORMAT_VERSION,
-            "model": model_fingerprint(
-                resolve_model(engine.model_ref), engine.quantisation, engine.activation_bits, num_samples=KV_SAMPLES
-            ),
+            "model": kv_fingerprint(resolve_model(engine.model_ref), engine),
             "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
             "block_size": layout.block_size,
             "dtype": str(layout.dtype),

@@ -134,30 +134,58 @@ CASES = {
     "windows in some layers": Case(family="qwen2-windowed", decode={"block_size": 4}, chunk_tokens=20),
     "windows in turns, overlapped": Case(family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True),
     "normed heads, overlapped": Case(family="qwen3", decode={"block_size": 4}, chunk_tokens=40, overlap=True),
-    # By transformers' code, chosen by the families' names; the llama's is asked for.
+    # By transformers' code, asked for where the family has a native model.
     "transformers, of a native family": Case(
         prefill=blocks(8, 1) | TRANSFORMERS, decode=blocks(5, 2) | TRANSFORMERS, chunk_tokens=33, grammars=GRAMMARS[:1]
     ),
     "transformers, from the native model": Case(prefill=blocks(8, 1), decode=TRANSFORMERS, overlap=True, **FEW),
     "transformers, windows and soft caps, overlapped": Case(
-        family="gemma2", prefill=blocks(8, 1), decode=blocks(5, 3), chunk_tokens=20, overlap=True, **FEW
+        family="gemma2",
+        prefill=blocks(8, 1) | TRANSFORMERS,
+        decode=blocks(5, 3) | TRANSFORMERS,
+        chunk_tokens=20,
+        overlap=True,
+        **FEW,
     ),
     "transformers, latent attention": Case(family="youtu", prefill=blocks(8, 1), chunk_tokens=40, **FEW),
     "transformers, two calls of attention a layer": Case(
         family="diffllama", prefill=blocks(8, 3), decode=blocks(4, 2), chunk_tokens=40, **FEW
     ),
-    "transformers, experts": Case(family="qwen2_moe", transfer=TCP, chunk_tokens=40, **FEW),
+    "transformers, experts": Case(
+        family="qwen2_moe", prefill=TRANSFORMERS, decode=TRANSFORMERS, transfer=TCP, chunk_tokens=40, **FEW
+    ),
     "transformers, decoding on the host": Case(
-        family="phi3",
+        family="stablelm",
         decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
     "transformers, split in one pool": Case(
-        one_pool=True, family="olmo2", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
+        one_pool=True, family="stablelm", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
     ),
     "experts, overlapped": Case(
         family="qwen3-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
+    ),
+    "experts beside one that is gated, two ranks to one": Case(
+        family="qwen2-moe", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), chunk_tokens=40, **FEW
+    ),
+    "turning in part, two ranks to one": Case(
+        family="phi-3-long", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), overlap=True, **FEW
+    ),
+    "turning in pairs side by side, overlapped": Case(
+        family="glm", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, **FEW
+    ),
+    "norms behind attention, one rank to two": Case(
+        family="glm-4", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), chunk_tokens=40, **FEW
+    ),
+    "norms of all heads, windows in some layers": Case(
+        family="olmo-3", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=20, overlap=True, **FEW
+    ),
+    "norms of all heads, decoding on the host": Case(
+        family="olmo-2",
+        decode={"block_size": 8, "kv_blocks": 120, "staging_bytes": 1 << 20, **ON_HOST},
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=40,
     ),
     "sinks, two ranks to one": Case(
         family="gpt-oss", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), chunk_tokens=40, **FEW

@@ -62,9 +62,13 @@ async def test_a_decode_s_death_is_not_noticed(llama: SmallModel, after: int) ->
         assert found == llama.local(PROMPT, greedy(40)).tokens
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "phi3", "gemma3n_text", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt-oss", "gemma3n_text", "deepseek-v2", "deepseek-v3", "qwen2-moe", "phi-3-long", "glm-4", "olmo-3"],
+)
 async def test_a_decode_s_death_is_not_noticed_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
-    """Those that transformers computes, and those with sinks, or with a latent for KV."""
+    """Those that transformers computes, and those with sinks, with a latent for KV, with a gated MLP beside experts, or
+    whose heads turn in part or are normalised together."""
     model = SmallModel(family, tmp_path)
     async with cluster_of(model, num_decode=2) as cluster:
         found = await interrupted(cluster, greedy(40), 12, lambda: cluster.remove(busy(cluster)))

@@ -35,7 +35,7 @@ FAMILIES = (
     "gemma3",
     "qwen3-moe",
     "deepseek-v3",
-    *in_test_long("deepseek-v2-grouped", "mistral", "qwen3", "mixtral"),
+    *in_test_long("deepseek-v2-grouped", "mistral", "qwen3", "mixtral", "qwen2-moe", "glm-4", "olmo-3"),
 )
 
 

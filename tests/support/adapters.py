@@ -18,7 +18,8 @@ from engine.checkpoint.weights import expected_shapes
 from engine.model.config import ModelConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+_FUSED = ("qkv_proj", "gate_up_proj")  # as some families have them
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj", *_FUSED)
 
 
 def write_adapter(
@@ -36,7 +37,7 @@ def write_adapter(
     """For the model in a folder; `config` changes fields of the adapter's. Large enough to change what is generated."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, shape in expected_shapes(ModelConfig.from_folder(model)).items():
+    for name, shape in _shapes(model).items():
         module = name.removesuffix(".weight")
         is_wanted = module.rpartition(".")[2] in targets and ".experts." not in module
         if is_wanted and (layers is None or int(module.split(".")[2]) in layers):
@@ -48,6 +49,14 @@ def write_adapter(
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (folder / CONFIG_NAME).write_text(json.dumps(told | config))
     return folder
+
+
+def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a model, its projections as transformers has them."""
+    expected = expected_shapes(ModelConfig.from_folder(model))
+    stored = load_file(model / "model.safetensors")
+    fused = {name: tuple(weight.shape) for name, weight in stored.items() if name.split(".")[-2] in _FUSED}
+    return {name: shape for name, shape in expected.items() if not fused or name in stored} | fused
 
 
 def merged_tokens(model: Path, adapter: Path | None, prompt: list[int], num_tokens: int) -> list[int]:

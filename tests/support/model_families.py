@@ -20,6 +20,12 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -28,8 +34,18 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -126,6 +142,67 @@ def _qwen3_moe(**changes: Any) -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
+def _qwen2_moe(**changes: Any) -> Any:
+    """Its last layer is dense."""
+    config = Qwen2MoeConfig(
+        **_COMMON
+        | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 12}
+        | {"num_experts_per_tok": 3, "mlp_only_layers": [3]}
+        | changes
+    )
+    return Qwen2MoeForCausalLM(config)
+
+
+def _phi3(**changes: Any) -> Any:
+    return Phi3ForCausalLM(Phi3Config(**_COMMON | {"sliding_window": 9} | changes))
+
+
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.3 * pair for pair in range(6)],
+    "long_factor": [4.0] * 6,
+}
+
+
+def _glm(**changes: Any) -> Any:
+    return GlmForCausalLM(GlmConfig(**_COMMON | {"head_dim": 32} | changes))
+
+
+def _glm4(**changes: Any) -> Any:
+    return Glm4ForCausalLM(Glm4Config(**_COMMON | {"head_dim": 24, "attention_bias": False} | changes))
+
+
+def _glm4_moe(**changes: Any) -> Any:
+    config = Glm4MoeConfig(
+        **_COMMON
+        | {"head_dim": 32, "moe_intermediate_size": 40, "n_routed_experts": 12, "num_experts_per_tok": 3}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True}
+        | changes
+    )
+    return Glm4MoeForCausalLM(config)
+
+
+def _olmo2(**changes: Any) -> Any:
+    return Olmo2ForCausalLM(Olmo2Config(**_COMMON | changes))
+
+
+def _olmo3(**changes: Any) -> Any:
+    config = Olmo3Config(
+        **_COMMON | {"sliding_window": 9, "attention_bias": True} | changes,
+        rope_parameters={
+            "full_attention": dict(_YARN_ROPE),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )
+    return Olmo3ForCausalLM(config)
+
+
+def _olmoe(**changes: Any) -> Any:
+    return OlmoeForCausalLM(OlmoeConfig(**_COMMON | {"num_experts": 12, "num_experts_per_tok": 3} | changes))
+
+
 def _gpt_oss(**changes: Any) -> Any:
     config = GptOssConfig(
         **_COMMON
@@ -180,6 +257,19 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3-moe": _qwen3_moe,
     "gpt-oss": _gpt_oss,
     "qwen3-moe-normalised": lambda: _qwen3_moe(norm_topk_prob=True, tie_word_embeddings=True, num_experts_per_tok=8),
+    "qwen2-moe": _qwen2_moe,
+    "phi-3": _phi3,
+    "phi-3-long": lambda **changes: _phi3(
+        **{"sliding_window": None, "max_position_embeddings": 1024, "original_max_position_embeddings": 256}
+        | {"rope_parameters": dict(_LONG_ROPE), "tie_word_embeddings": True}
+        | changes
+    ),
+    "glm": _glm,
+    "glm-4": _glm4,
+    "glm-4-moe": _glm4_moe,
+    "olmo-2": _olmo2,
+    "olmo-3": _olmo3,
+    "olmoe": _olmoe,
     "deepseek-v2": _deepseek_v2,
     "deepseek-v2-grouped": lambda: _deepseek_v2(
         q_lora_rank=20,
@@ -196,6 +286,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 }
 WITH_HEADS = tuple(family for family in FAMILIES if not family.startswith("deepseek"))
 """Those that cache keys and values of heads. The others, with a latent, have no ranks, adapters or fused layers."""
+WITH_RANKS = tuple(family for family in WITH_HEADS if not family.startswith("olmo"))
+"""Of these, those whose heads need not be normalised together."""
+WITH_FUSED_LAYERS = tuple(family for family in WITH_HEADS if family not in ("qwen2-moe", "glm-4-moe"))
+"""Those without an MLP beside experts."""
 
 
 def build_oracle(family: str, folder: Path, **changes: Any) -> Any:

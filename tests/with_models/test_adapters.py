@@ -40,7 +40,7 @@ class Adapted:
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     root = tmp_path_factory.mktemp(request.param)
     build_oracle(request.param, root / "model")
-    model, is_mixture = root / "model", request.param in ("mixtral", "qwen3-moe", "gpt-oss")
+    model, is_mixture = root / "model", "moe" in request.param or request.param in ("mixtral", "gpt-oss")
     targets = ATTENTION if is_mixture else ALL
     adapters = (
         write_adapter(root / "whole", model, seed=1, rank=4, targets=targets),

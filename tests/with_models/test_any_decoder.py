@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.model.architectures import REFUSED, SERVED, models_table
 from engine.model.config import Backend, ModelConfig, read_config
 from engine.model.hugging_face import HuggingFaceConfig
-from engine.steps.loading import EngineConfig, served_config
+from engine.steps.loading import EngineConfig, kv_fingerprint, served_config
 from tests.support.decoders import VOCAB_SIZE, build_decoder, greedy_tokens, small_config
+from tests.support.model_families import build_oracle
 from tests.support.stepping import Stepper, recording_runner
 from tests.support.thoroughness import in_test_long
 
@@ -86,9 +87,20 @@ def test_native_and_transformers_give_the_same_tokens(llama_folder: Path) -> Non
 def test_the_native_model_is_taken_where_it_can(llama_folder: Path, tmp_path: Path) -> None:
     assert isinstance(read_config(llama_folder), ModelConfig)
     with pytest.raises(ValueError, match="supported are LlamaForCausalLM"):
-        read_config(saved(tmp_path, small_config("phi3")), "native")
-    config = small_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0})
-    assert isinstance(read_config(saved(tmp_path, config)), HuggingFaceConfig)
+        read_config(saved(tmp_path, small_config("stablelm")), "native")
+    for config in (
+        small_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}),
+        small_config("olmoe", clip_qkv=8.0),
+    ):
+        assert isinstance(read_config(saved(tmp_path, config)), HuggingFaceConfig)
+
+
+@pytest.mark.parametrize(("family", "alike"), [("llama", True), ("glm-4", False), ("phi-3-long", False)])
+def test_keys_in_another_order_are_not_taken_for_the_others(family: str, alike: bool, tmp_path: Path) -> None:
+    """As they would be on a disk where another backend left them."""
+    build_oracle(family, tmp_path)
+    engines = (EngineConfig(model_ref=str(tmp_path), model_name="small", backend=backend) for backend in BACKENDS)
+    assert (len({kv_fingerprint(tmp_path, engine) for engine in engines}) == 1) == alike
 
 
 def saved(folder: Path, config: Any, **changes: Any) -> Path:
@@ -114,12 +126,12 @@ def test_every_model_of_transformers_is_served_or_refused() -> None:
         ("mamba", {}, "keep a state beside KV"),
         ("bert", {}, "attends in both directions"),
         ("bloom", {}, "ALiBi"),
-        ("qwen2_moe", {"quantization_config": {"quant_method": "fp8"}}, "comes quantised"),
-        ("qwen2_moe", {"model_type": "qwen9"}, "no language model that transformers"),
-        ("qwen2_moe", {"model_type": "qwen9", "auto_map": {"AutoConfig": "c.C"}}, "auto_map.* is never run"),
+        ("stablelm", {"quantization_config": {"quant_method": "fp8"}}, "comes quantised"),
+        ("stablelm", {"model_type": "qwen9"}, "no language model that transformers"),
+        ("stablelm", {"model_type": "qwen9", "auto_map": {"AutoConfig": "c.C"}}, "auto_map.* is never run"),
         # What only the config of the folder switches on.
         ("gemma2", {"use_bidirectional_attention": True, "is_causal": False}, "both directions"),
-        ("phi3", {"hidden_act": "none"}, "cannot be tried without weights"),
+        ("stablelm", {"hidden_act": "none"}, "cannot be tried without weights"),
     ],
 )
 def test_what_is_refused_by_name(model_type: str, changes: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -134,18 +146,19 @@ def test_what_is_refused_by_name(model_type: str, changes: dict[str, Any], told:
     [({"tensor_parallel": 2}, "tensor_parallel 2"), ({"batch_invariant": True}, "batch_invariant")],
 )
 def test_what_is_not_built(wish: dict[str, Any], told: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, small_config("phi3"))
+    folder = saved(tmp_path, small_config("stablelm"))
     engine = EngineConfig(model_ref=str(folder), model_name="small", **wish)
-    with pytest.raises(ValueError, match=f"Phi3ForCausalLM, for which {told} is not built"):
+    with pytest.raises(ValueError, match=f"StableLmForCausalLM, for which {told} is not built"):
         served_config(folder, engine)
 
 
-def test_a_context_that_changes_others_is_not_offered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_context_that_changes_others_is_not_offered(backend: Backend, tmp_path: Path) -> None:
     """Long RoPE turns all rows of a step by other frequencies when one is longer than the model was first made for."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64} | factors
     config = read_config(
-        saved(tmp_path, small_config("phi3", original_max_position_embeddings=64, rope_parameters=rope))
+        saved(tmp_path, small_config("phi3", original_max_position_embeddings=64, rope_parameters=rope)), backend
     )
     assert config.max_position_embeddings == 64
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
 
 from cluster.__main__ import main
 from cluster.command.check import worker_memory
 from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
-from engine.checkpoint.adapters import WEIGHTS_NAME
+from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
 from engine.model.config import ModelConfig
 from engine.steps.loading import LoadedModel, load_model
@@ -26,7 +26,7 @@ from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import SmallModel
 
 
-@pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss", "phi-3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model whose projections can be rounded in groups."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -76,7 +76,8 @@ def test_what_a_device_has_no_kernels_for_takes_the_room_of_its_values(folder: P
 
 def test_adapters_have_room_of_their_own(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "mine", folder, seed=1, rank=64)
-    largest = sum(tensor.nbytes for tensor in load_file(adapter / WEIGHTS_NAME).values())
+    held = read_adapter(adapter, ModelConfig.from_folder(folder), 64, torch.float32)
+    largest = sum(low_rank.down.nbytes + low_rank.up.nbytes for low_rank in held.values())
     without = configured(folder)
     adapters = without.adapters.model_copy(update={"folder": str(tmp_path), "max_loaded": 3})
     said = worker_memory("decode", without.model_copy(update={"adapters": adapters}), folder)

@@ -19,7 +19,7 @@ from kernels.native.layers import NativeLayers
 from kernels.native.library import native_library
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainLinear
-from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
+from tests.support.model_families import VOCAB_SIZE, WITH_FUSED_LAYERS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper, recording_runner
 
@@ -34,7 +34,7 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return request.param
 
 
-@pytest.fixture(scope="module", params=WITH_HEADS)
+@pytest.fixture(scope="module", params=WITH_FUSED_LAYERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
     build_oracle(request.param, made)

@@ -87,6 +87,10 @@ LOCAL: list[tuple[str, TierShape, int]] = [
     ("mixtral", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("gpt-oss", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("deepseek-v3", TierShape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
+    ("qwen2-moe", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("phi-3-long", TierShape(block_size=4, layers_per_group=1, ring=1, device=96, staging=96), 1600),
+    ("glm-4", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("olmo-3", TierShape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
 ]
 
 

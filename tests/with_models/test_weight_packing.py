@@ -61,9 +61,11 @@ def pack(method: str, bits: int, codes: Tensor, zeros: Tensor, less: int) -> dic
     return {"qweight": qweight, "qzeros": packed_rows(stored_zeros, bits, order), "g_idx": groups}
 
 
-def write_packed(folder: Path, quantization: dict[str, Any], *, symmetric: bool = False) -> dict[str, Tensor]:
+def write_packed(
+    folder: Path, quantization: dict[str, Any], *, symmetric: bool = False, family: str = "qwen2"
+) -> dict[str, Tensor]:
     """A small model whose projections in the layers are packed, in two files; the values of all its tensors."""
-    build_oracle("qwen2", folder, intermediate_size=64, num_hidden_layers=2)
+    build_oracle(family, folder, intermediate_size=64, num_hidden_layers=2)
     bits = quantization["bits"]
     less = 1 if quantization["quant_method"] == "gptq" and quantization.get("checkpoint_format") != "gptq_v2" else 0
     values: dict[str, Tensor] = load_file(folder / "model.safetensors")
@@ -114,6 +116,17 @@ def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, 
             assert (weight.minimums is None) == symmetric
             weight = weight.dequantise(torch.float32)
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("quantization", [AWQ, GPTQ], ids=["awq", "gptq"])
+def test_projections_that_are_stored_as_one_are_taken_apart(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    expected = write_packed(tmp_path, quantization, family="phi-3")
+    weights = load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+    for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        module = "model.layers.1." + whole.partition(".")[0]
+        found = [weights[f"{module}.{part}_proj.weight"] for part in parts]
+        values = [part.dequantise(torch.float32) for part in found if isinstance(part, QuantisedWeight)]
+        assert torch.equal(torch.cat(values), expected[f"model.layers.1.{whole}.weight"])
 
 
 def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path) -> None:

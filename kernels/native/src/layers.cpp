@@ -27,6 +27,7 @@ struct Layer {
 
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim;
+  int64_t joint_qk_norm;  // not 0: the norm of queries is over all heads, and so is that of keys
   int64_t layers_per_group;
   int64_t layer_numbers;  // of the cache from the keys of one layer to those of the next; the values lie half way
   float eps, scale, softcap;
@@ -185,8 +186,18 @@ class Pass {
     int64_t qk_stride = stride;
     if (layer_.qk_norm) {
       X* normed = scratch_.normed + part.at * widths_.normed;
-      legato::rms_norm(qk, part.rows, stride, rotated_heads, shape_.head_dim, static_cast<const W*>(layer_.qk_norm),
-                       shape_.eps, normed);
+      const auto* weight = static_cast<const W*>(layer_.qk_norm);
+      if (shape_.joint_qk_norm) {
+        const int64_t width = heads_width + kv_width;
+        legato::share_evenly(part.rows, part.rows * width >= legato::kWorthThreads, [&](int64_t row) {
+          const X* own = qk + row * stride;
+          X* out = normed + row * width;
+          legato::rms_norm_row(own, weight, heads_width, shape_.eps, out);
+          legato::rms_norm_row(own + heads_width, weight + heads_width, kv_width, shape_.eps, out + heads_width);
+        });
+      } else {
+        legato::rms_norm(qk, part.rows, stride, rotated_heads, shape_.head_dim, weight, shape_.eps, normed);
+      }
       qk = normed;
       qk_stride = rotated_heads * shape_.head_dim;
     }
@@ -205,7 +216,8 @@ class Pass {
     legato::gated_activation(shape_.activation, gate_up, rows, layer_.down.inputs, out);
   }
 
-  // To the residual stream the projection of `y`, which has its own norm in some families; then the stream's norm.
+  // To the residual stream the projection of `y`, which has its own norm in some families; then the stream's norm, or,
+  // where nothing is normalised there, what it is.
   void add(const Part& part, const Projection& projection, legato::Place place, const X* y, const void* norm,
            const W* following) const {
     const int64_t width = projection.outputs;
@@ -219,6 +231,13 @@ class Pass {
     project(projection, y, part.rows, nullptr, own);
     adapt(part, place, y, own, width);
     legato::rms_norm(own, part.rows, width, 1, width, static_cast<const W*>(norm), shape_.eps, own);
+    if (!following) {
+      return legato::share_evenly(part.rows, part.rows * width >= legato::kWorthThreads, [&](int64_t row) {
+        const int64_t at = row * width;
+        legato::add_row(x + at, own + at, width, x + at);
+        std::copy_n(x + at, width, normed + at);
+      });
+    }
     legato::add_rms_norm(x, own, part.rows, width, following, shape_.eps, normed, x);
   }
 

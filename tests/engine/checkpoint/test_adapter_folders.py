@@ -133,6 +133,7 @@ def test_what_cannot_be_computed_exactly_is_refused(tmp_path: Path, config: dict
         ("layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj", "which the model does not have"),
         ("self_attn.q_proj", "mlp.down_proj", "it is for another one"),
         ("1.self_attn.v_proj.lora_B", "0.self_attn.k_proj.lora_B", "lacks"),
+        ("model.layers.1.self_attn.v_proj", "model.layers.0.self_attn.qkv_proj", "it is for another one"),
     ],
 )
 def test_tensors_of_anything_else_are_refused(tmp_path: Path, old: str, new: str, sentence: str) -> None:

@@ -92,7 +92,7 @@ CASES = {
         evicting=True,
     ),
     "host, by transformers": Case(
-        family="phi3",
+        family="stablelm",
         source="host",
         prefill=SPLIT,
         decode=TierShape(device=240, staging=256),

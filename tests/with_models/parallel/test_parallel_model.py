@@ -22,7 +22,7 @@ from engine.parallel.group import RankGroup
 from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
-from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
+from tests.support.model_families import VOCAB_SIZE, WITH_RANKS, build_oracle
 from tests.with_models.parallel.rank_threads import on_ranks
 
 BLOCK_SIZE = 4
@@ -30,7 +30,7 @@ NUM_BLOCKS = 40
 NUM_TOKENS = 30
 
 
-@pytest.fixture(scope="module", params=WITH_HEADS)
+@pytest.fixture(scope="module", params=WITH_RANKS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, build_oracle(request.param, folder)
@@ -127,7 +127,7 @@ def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[P
     assert whole
     for name, tensor in whole.items():
         parts = [half[name] for half in halves if name in half]
-        if name.endswith(("embed_tokens.weight", "norm.weight", "mlp.gate.weight", "mlp.gate.bias")):
+        if name.endswith(("embed_tokens.weight", "norm.weight", "gate.weight", "gate.bias", "_correction_bias")):
             assert all(torch.equal(part, tensor) for part in parts)
             continue
         if name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -151,6 +151,17 @@ def test_what_cannot_be_cut_into_equal_parts_is_refused(smollm2_folder: Path) ->
         check_degree(config, 2)
     with_even_mlp = dataclasses.replace(config, intermediate_size=9 * 128)
     assert possible_degrees(with_even_mlp) == [1, 3, 9]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("olmo-2", "normalises queries over all heads"), ("deepseek-v3", "one latent for all heads")]
+)
+def test_what_no_rank_has_a_part_of_is_refused(family: str, reason: str, tmp_path: Path) -> None:
+    build_oracle(family, tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    assert possible_degrees(config) == [1]
+    with pytest.raises(ValueError, match=f"tensor_parallel is 2, but .* {reason}, .* leave tensor_parallel out"):
+        check_degree(config, 2)
 
 
 def test_sums_are_in_float32_and_do_not_depend_on_the_place_in_a_batch() -> None:

@@ -1,9 +1,12 @@
-"""Experts of a checkpoint that stacks those of a layer in one tensor, as gpt-oss does, taken apart one by one.
+"""Tensors of a checkpoint that hold several of the model's, taken apart one by one: experts of a layer, as gpt-oss has
+them, and projections of one input, as Phi-3 and GLM do.
 
-Stacks are `mlp.experts.gate_up_proj [X, E, 2 * width]`, gates and ups by turns, and `down_proj [X, width, E]`, with
-`_bias [X, outputs]`; or in MXFP4 `_blocks [X, outputs, inputs / 32, 16]` and `_scales [X, outputs, inputs / 32]`.
+Of projections the outputs lie side by side, `self_attn.qkv_proj [(Q + 2H) * D, E]`, `mlp.gate_up_proj [2 * width, E]`.
+Stacks of experts are `mlp.experts.gate_up_proj [X, E, 2 * width]`, gates and ups by turns, and `down_proj [X, width,
+E]`, with `_bias [X, outputs]`; or in MXFP4 `_blocks [X, outputs, inputs / 32, 16]` and `_scales [X, outputs, inputs /
+32]`.
 
-Shape legend: X experts, E hidden size.
+Shape legend: X experts, E hidden size, Q query heads, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -26,6 +30,21 @@ _PARTS = {
 }
 
 
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def fused_parts(name: str, expected: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
+    """Which outputs of a projection are whose, by the names that the model has for them, whose shapes are `expected`.
+    Of any other tensor all are its own; the last of several has what is left."""
+    module, _, kind = name.rpartition(".")
+    prefix, _, projection = module.rpartition(".")
+    parts = [f"{prefix}.{part}.{kind}" for part in _FUSED.get(projection, ())]
+    if not parts or not expected.keys() >= set(parts):
+        return {name: slice(None)}
+    stops = list(accumulate(expected[part][0] for part in parts))
+    return dict(zip(parts, map(slice, [0, *stops], [*stops[:-1], None]), strict=False))
+
+
 class Stack(Protocol):
     """A tensor of an open file."""
 
@@ -37,8 +56,8 @@ class Stack(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """A tensor of one expert, of which nothing has been read yet."""
+class TensorPart:
+    """A tensor of the model that is part of one of a file, of which nothing has been read yet."""
 
     shape: tuple[int, ...]
     load: Callable[[], Tensor | QuantisedWeight]
@@ -47,7 +66,7 @@ class ExpertTensor:
 _Given = TypeVar("_Given", bound=Stack)
 
 
-def unstacked(tensors: Mapping[str, _Given]) -> Iterator[tuple[str, _Given | ExpertTensor]]:
+def unstacked(tensors: Mapping[str, _Given]) -> Iterator[tuple[str, _Given | TensorPart]]:
     """Yield every tensor by its name, but for a stack its experts, named as where each is stored by itself."""
     for name, tensor in tensors.items():
         stack = _STACK.fullmatch(name)
@@ -57,7 +76,7 @@ def unstacked(tensors: Mapping[str, _Given]) -> Iterator[tuple[str, _Given | Exp
         else:
             scales = tensors.get(pair[1])
             for own, shape, number, outputs in _experts(name, tensor.shape):
-                yield own, ExpertTensor(shape, _loader(stack[3], tensor, scales, number, outputs))
+                yield own, TensorPart(shape, _loader(stack[3], tensor, scales, number, outputs))
 
 
 def unstacked_shapes(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
