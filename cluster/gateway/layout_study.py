@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST: Final = 2000  # requests of the log
 START_S: Final = 60.0  # for the process to start, to read the log and to end
+WITH_LEAST_PRIORITY: Final = ("nice", "-n", "19")
 FRESH_S: Final = 300.0  # how long a study's result is given out again
 RETRY_S: Final = 60.0
 
@@ -62,7 +63,7 @@ class LayoutStudy:
         command = [sys.executable, "-m", "cluster", "whatif", "--log", str(log), "--layouts", "--json"]
         command += ["--newest", str(NEWEST), "--time-s", str(self._time_s)]
         process = await asyncio.create_subprocess_exec(
-            *("nice", "-n", "19", *command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            *(*WITH_LEAST_PRIORITY, *command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         try:
             async with asyncio.timeout(self._time_s + START_S):

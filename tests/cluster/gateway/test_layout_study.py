@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConflictError, UnavailableError
+from cluster.gateway import layout_study
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.simulation.whatif import best_layout
 from tests.cluster.simulation.test_whatif import CLUSTER, lived, written
+from tests.support.waiting import HANGS_S
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests, what has the least priority takes minutes to start."""
+    monkeypatch.setattr(layout_study, "WITH_LEAST_PRIORITY", ())
+    monkeypatch.setattr(layout_study, "START_S", 3 * HANGS_S)
 
 
 async def test_a_log_is_studied_once_for_all_who_ask(tmp_path: Path) -> None:

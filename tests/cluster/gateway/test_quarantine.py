@@ -174,7 +174,10 @@ async def test_workers_that_copies_were_recalled_from_count_if_they_are_lost_at_
     assert book.is_guilty(first)
 
 
-async def test_so_do_workers_that_begin_with_a_copy_before_they_hear_that_it_was_recalled() -> None:
+async def test_so_do_workers_that_begin_with_a_copy_before_they_hear_that_it_was_recalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quarantine, "_SETTLING_S", HANGS_S)
     book, first, copy = Quarantine(), a_run("first"), a_run("copy")
     book.on_worker_lost("w1", [first])
     assert book.recall(copy, set()), "it waits for its turn somewhere"

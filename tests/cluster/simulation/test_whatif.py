@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -147,7 +148,7 @@ def test_the_best_layout_is_the_best_of_all_that_as_many_workers_have() -> None:
     """Where prompts have to be fast and tokens, too, so that layouts differ."""
     strict = replace(CLUSTER, slo=SloConfig(classes=(replace(INTERACTIVE, ttft_s=0.5, tpot_s=0.012),)))
     requests = lived(rate=30.0)
-    found = best_layout(strict, requests)
+    found = best_layout(strict, requests, time_s=math.inf)
     assert found.is_complete
     by_name = {x.layout: x.in_time for x in found.fixed}
     for num_prefill, name in ((0, "3 colocated"), (1, "1 prefill + 2 decode"), (2, "2 prefill + 1 decode")):
