@@ -53,6 +53,12 @@ def worker(name: str, **changes: Any) -> KnownWorker:
     return worker_info(name), worker_snapshot(name, **{"step_cost": REPORT, "tiers": tiers, **changes})
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat comes in a picture's place because this machine is busy."""
+    monkeypatch.setattr(board, "BEAT_S", HANGS_S)
+
+
 @pytest.fixture
 def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
     generator = ScriptedGenerator(tokenizer)

@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -73,7 +73,7 @@ def test_a_request_that_runs(target: Target, generator: ScriptedGenerator) -> No
         lines = answer.iter_lines()
         while not next(lines).startswith("data:"):
             pass
-        with httpx.Client(base_url=target.http.base_url) as other:
+        with httpx.Client(base_url=target.http.base_url, timeout=HANGS_S) as other:
             wait_until(lambda: other.get(f"/cluster/requests/{request_id}").json()["tokens"] == 2)
             running = other.get(f"/cluster/requests/{request_id}").json()
             assert other.get("/load").json() == {"server_load": 1}

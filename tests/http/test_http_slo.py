@@ -32,7 +32,7 @@ from tests.operators.queries import panels, rules, variables
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import eventually, wait_until
+from tests.support.waiting import HANGS_S, eventually, wait_until
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 pytestmark = pytest.mark.model
@@ -226,7 +226,7 @@ def test_a_client_that_leaves_counts_only_if_it_had_waited_too_long(
     generator.script = Script(delay_s=60.0)
 
     async def leave() -> None:
-        async with httpx.AsyncClient(base_url=str(target.http.base_url), headers=headers) as client:
+        async with httpx.AsyncClient(base_url=str(target.http.base_url), headers=headers, timeout=HANGS_S) as client:
             request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT}))
             await asyncio.to_thread(wait_until, lambda: generator.num_open == 1)
             request.cancel()

@@ -31,6 +31,12 @@ from tests.support.waiting import HANGS_S, eventually
 pytestmark = pytest.mark.model
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gateway counts as silent because this machine is busy."""
+    monkeypatch.setattr(scheduler_client, "GATEWAYS_TIMEOUT_S", HANGS_S)
+
+
 class Gateway:
     """Its tokens are scripted; its line to the scheduler is real."""
 
@@ -145,14 +151,16 @@ async def test_one_that_is_gone_or_silent_is_left_out(tokenizer: Tokenizer, monk
         for about in (ONE, NEWEST):
             third.orchestrator.scheduler.answer_gateways(about, hang)
         # Nobody waits for the others once one has it: not for as long as the hung one would take.
-        monkeypatch.setattr(scheduler_client, "GATEWAYS_TIMEOUT_S", HANGS_S)
         assert (await first.get(f"/cluster/requests/{there}"))["gateway"] == "gateway-b"
         await hung.wait()
         monkeypatch.setattr(scheduler_client, "GATEWAYS_TIMEOUT_S", 0.2)
-        listed = await first.get("/cluster/requests")
-        assert listed["silent"] == ["gateway-c"] and listed["gateways"] == ["gateway-a", "gateway-b", "gateway-c"]
-        error = (await first.get("/cluster/requests/cmpl-unknown", 404))["error"]
-        assert "1 of 3 gateways did not answer" in error["message"]
+        listed: dict[str, Any] = {"silent": []}
+        while listed["silent"] != ["gateway-c"]:  # the other one may be late, too, where all of this is
+            listed = await first.get("/cluster/requests")
+        assert listed["gateways"] == ["gateway-a", "gateway-b", "gateway-c"]
+        said = ""
+        while "1 of 3 gateways did not answer" not in said:
+            said = (await first.get("/cluster/requests/cmpl-unknown", 404))["error"]["message"]
         for gone in (second, third):
             await gone.orchestrator.stop()
         while listed["gateways"] != ["gateway-a"]:
@@ -189,10 +197,18 @@ async def test_the_board_shows_requests_of_all(tokenizer: Tokenizer, monkeypatch
         while "end" not in shown["requests"][running.request_id]:
             shown.update(await observer.observe())
             await asyncio.sleep(0)
+        monkeypatch.setattr(scheduler_client, "GATEWAYS_TIMEOUT_S", 0.2)  # who is asked as it stops never answers
+        observer.forget()
+
+        async def so_many_are_shown(number: int) -> None:
+            while shown["gateways"] != number:
+                shown.update(await observer.observe())
+                await asyncio.sleep(0)
+
+        for number in (1, 2):
+            await so_many_are_shown(number)
         await second.orchestrator.stop()
-        while shown["gateways"] > 1:
-            shown.update(await observer.observe())
-            await asyncio.sleep(0)
+        await so_many_are_shown(1)
         assert shown["requests"].keys() == {here}
 
 

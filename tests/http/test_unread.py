@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from starlette.types import Message
 
 from cluster.config.settings import GatewaySettings
 from cluster.errors import UnreadError
+from cluster.http import response
 from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.openai.choice import Delta, TokenEntry
@@ -129,17 +131,26 @@ def test_an_answer_that_nobody_reads_is_ended_counted_and_its_connection_closed(
 
 
 @pytest.mark.model
-def test_what_is_not_generated_is_not_kept_for_nobody_either(tokenizer: Tokenizer) -> None:
-    limits = HttpLimits(unread_timeout_s=0.5)
+def test_what_is_not_generated_is_not_kept_for_nobody_either(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     body = {"model": MODEL, "prompt": "a b " * 100_000, "return_token_strs": True}
+
+    def server(unread_timeout_s: float) -> AbstractContextManager[Target]:
+        limits = HttpLimits(unread_timeout_s=unread_timeout_s)
+        return running_server(ScriptedGenerator(tokenizer), tokenizer, send_buffer_bytes=SMALL_BUFFER, limits=limits)
+
+    with server(NEVER_S) as target:
+        with unread_request(target, body, "/tokenize"):
+            wait_until(lambda: metric(target, "legato_unread_bytes") > 10 * SMALL_BUFFER, what="nothing waits")
+        wait_until(lambda: metric(target, "legato_unread_bytes") == 0.0, what="it waits for who has left")
     with (
-        running_server(
-            ScriptedGenerator(tokenizer), tokenizer, send_buffer_bytes=SMALL_BUFFER, limits=limits
-        ) as target,
+        caplog.at_level(logging.INFO, response.logger.name),
+        server(0.5) as target,
         unread_request(target, body, "/tokenize") as sock,
     ):
-        wait_until(lambda: metric(target, "legato_unread_bytes") > 10 * SMALL_BUFFER, what="nothing waits")
-        wait_until(lambda: metric(target, "legato_unread_bytes") == 0.0, what="it waits for ever")
+        wait_until(lambda: "somebody did not read" in caplog.text, what="it waits for ever")
+        wait_until(lambda: metric(target, "legato_unread_bytes") == 0.0, what="it is kept")
         read = read_all(sock)
         assert read.startswith(b"HTTP/1.1 200") and len(read) < 100_000  # what was in the kernel's buffers at most
         assert target.http.post("/tokenize", json={**body, "prompt": "a b"}).json()["count"] > 0

@@ -18,6 +18,7 @@ import openai
 import pydantic
 
 from tests.support.thoroughness import THOROUGH
+from tests.support.waiting import wait_until
 
 PROMPT: Final = "The old lighthouse keeper climbed the stairs and"
 MESSAGES: Final[list[Any]] = [{"role": "user", "content": "Tell me about the sea."}]
@@ -314,9 +315,10 @@ def health_and_metrics(target: Target) -> None:
     assert re.fullmatch(r"[0-9.]+|unknown", target.http.get("/version").json()["version"])
     assert target.http.get("/load").json()["server_load"] >= 0
     target.chat(max_tokens=2)
+    finished = 'legato_requests_total{endpoint="/v1/chat/completions",outcome="finished"}'
+    wait_until(lambda: finished in target.http.get("/metrics").text)  # it is counted after the answer's last byte
     page = target.http.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
-    assert 'legato_requests_total{endpoint="/v1/chat/completions",outcome="finished"}' in page.text
     assert "legato_time_to_first_token_seconds_count" in page.text
 
 
