@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
@@ -36,8 +37,9 @@ from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREF
 from tests.support.waiting import HANGS_S
 
 SMALL = SlabConfig(slab_bytes=16 * MIB, num_slabs=2)
+PATIENT = DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S, move_timeout_s=HANGS_S)
 SHORT_S = 0.3  # a deadline that is to pass
-SOON_S = 5.0  # half of the time after which gloo gives up by itself
+SOON_S = HANGS_S / 2  # half of the time after which gloo gives up by itself
 
 
 class Far:
@@ -66,12 +68,12 @@ def of_kind(kind: Literal["gloo", "auto", "tcp"], worker: str = "near") -> Socke
     identity = PREFILL if worker == "near" else DECODE
     if kind != "gloo":
         return open_transport(kind, identity, host="127.0.0.1")
-    groups = DistributedCarrier(identity, DistributedConfig(slabs=SMALL, join_timeout_s=HANGS_S))
+    groups = DistributedCarrier(identity, PATIENT)
     return SocketTransport(identity, [groups, TcpCarrier(identity, LinkConfig())])
 
 
-def by_groups(identity: Identity, config: DistributedConfig | None = None) -> SocketTransport:
-    return SocketTransport(identity, [DistributedCarrier(identity, config or DistributedConfig(slabs=SMALL))])
+def by_groups(identity: Identity, config: DistributedConfig = PATIENT) -> SocketTransport:
+    return SocketTransport(identity, [DistributedCarrier(identity, config)])
 
 
 async def carries(transport: SocketTransport, far: Far, endpoint: Endpoint) -> Link:
@@ -132,7 +134,7 @@ async def test_a_peer_that_does_not_join_is_not_waited_for_long(monkeypatch: pyt
 
 
 async def test_a_slab_that_was_asked_for_and_is_not_taken_ends_the_link_alone() -> None:
-    near = by_groups(PREFILL, DistributedConfig(slabs=SMALL, move_timeout_s=SHORT_S))
+    near = by_groups(PREFILL, replace(PATIENT, move_timeout_s=SHORT_S))
     async with listening(by_groups(DECODE)) as (far, endpoint):
         link = await near.connect(endpoint, timeout_s=HANGS_S)
         peer = await asyncio.wait_for(far.links.get(), HANGS_S)
@@ -220,7 +222,7 @@ async def test_a_dialer_that_names_no_slab_size_is_refused(caplog: pytest.LogCap
 
 async def test_the_smaller_slabs_count() -> None:
     near = by_groups(PREFILL)
-    few = DistributedConfig(slabs=SlabConfig(slab_bytes=1000, num_slabs=2))
+    few = replace(PATIENT, slabs=SlabConfig(slab_bytes=1000, num_slabs=2))
     async with listening(by_groups(DECODE, few)) as (far, endpoint):
         link = await carries(near, far, endpoint)
         with pytest.raises(ValueError, match="1 to 1000 bytes, not 1001"):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(
 
 
 def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("engine.parallel.leader.STEP_S", 5.0)
     runner = start(checkpoint)
+    assert runner.group is not None
+    monkeypatch.setattr(runner.group.ranks, "_timeout", timedelta(seconds=1))  # only now: the start may take longer
     [rank] = other_ranks(runner)
     rank.suspend()
     began = time.monotonic()

@@ -18,6 +18,7 @@ from typing import cast
 import uvloop
 import xxhash
 
+from kv_transfer.connections.connection import ConnectionConfig
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
@@ -29,18 +30,22 @@ from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from tests.kv_transfer.transports.slab_content import content
 from tests.kv_transfer.transports.slab_content import send as send_slab
 from tests.support.device_memory import device_memory
+from tests.support.waiting import HANGS_S
 
 MIB = 1 << 20
 SLABS = SlabConfig(slab_bytes=64 * MIB, num_slabs=3)
+PATIENT = ConnectionConfig(idle_timeout_s=HANGS_S)  # the other process may be kept from running
 
 
 def make_transport(kind: str, worker_id: str, slabs: SlabConfig = SLABS) -> Transport:
     identity = Identity(worker_id=worker_id, node_id="a", secret=b"secret", compatibility={"model": "x"})
+    config = LinkConfig(slabs=slabs, connection=PATIENT)
     if kind == "device":
-        return SocketTransport(identity, [DeviceCarrier(identity, device_memory(), LinkConfig(slabs=slabs))])
+        return SocketTransport(identity, [DeviceCarrier(identity, device_memory(), config)])
     if kind == "gloo":
-        return SocketTransport(identity, [DistributedCarrier(identity, DistributedConfig(slabs=slabs))])
-    return open_transport(cast(TransportKind, kind), identity, host="127.0.0.1", config=LinkConfig(slabs=slabs))
+        patient = DistributedConfig(slabs=slabs, connection=PATIENT, join_timeout_s=HANGS_S, move_timeout_s=HANGS_S)
+        return SocketTransport(identity, [DistributedCarrier(identity, patient)])
+    return open_transport(cast(TransportKind, kind), identity, host="127.0.0.1", config=config)
 
 
 def digest(payload: bytes | memoryview) -> str:

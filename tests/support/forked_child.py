@@ -23,7 +23,7 @@ class ForkedChild:
 
     def told(self) -> Any:
         """What it sent next. Raises EOFError where it has ended."""
-        assert self._pipe.poll(HANGS_S), "it says nothing"
+        assert self._pipe.poll(3 * HANGS_S), "it says nothing"  # the first one waits for the imports
         return self._pipe.recv()
 
     def tell(self, message: object) -> None:
