@@ -381,8 +381,8 @@ def wait_until_ready(states: StartStates, interrupted: Interruption, silence_s: 
     a large model may take longer in all."""
     try:
         while not interrupted.wait(_LOOK_EVERY_S):
+            why = _why_not_ready(states.url)  # first, so that whatever is ready by then is told, too
             states.refresh()
-            why = _why_not_ready(states.url)
             if why is None and states.all_ready:
                 break
             if time.monotonic() - states.changed_s > silence_s:
