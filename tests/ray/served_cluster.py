@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.deployment.ray_environment import free_port
 
-START_TIMEOUT_S = 180.0
+# A start takes 15 to 25 s on two cores, and several times as long beside other tests.
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
 MODEL = "smollm2-135m-instruct"
 
@@ -55,7 +56,8 @@ class ServedCluster:
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     def kill(self, role: str) -> int:
-        """SIGKILL one worker of that role; its pid."""
+        """SIGKILL one worker of that role, once there is one; its pid."""
+        self.wait_until(lambda: bool(self.worker(role)), f"there is a {role} worker")
         pid: int = self.worker(role)["pid"]
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -69,7 +71,7 @@ class ServedCluster:
                     return child.pid
         raise AssertionError("there is no gateway")
 
-    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError, StopIteration):
@@ -78,7 +80,7 @@ class ServedCluster:
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; workers: {self.workers()}"
             time.sleep(0.1)
 
-    def wait_idle(self, timeout_s: float = 60.0) -> None:
+    def wait_idle(self, timeout_s: float = 120.0) -> None:
         """Until no worker holds a lease: nothing leaked."""
         self.wait_until(
             lambda: all(w["num_leases"] == 0 and w["num_running"] == 0 for w in self.workers()),
@@ -86,7 +88,7 @@ class ServedCluster:
             timeout_s,
         )
 
-    def wait_for_workers(self, timeout_s: float = 120.0, **wanted: int) -> None:
+    def wait_for_workers(self, timeout_s: float = START_TIMEOUT_S, **wanted: int) -> None:
         """Until as many workers of each role are there."""
 
         def there() -> bool:
@@ -105,6 +107,19 @@ def listening_sockets(process: subprocess.Popen[bytes]) -> list[tuple[str, str, 
                 if connection.status == psutil.CONN_LISTEN:
                     found.append((child.name(), connection.laddr.ip, connection.laddr.port))
     return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended between two looks
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []
 
 
 def post_job(host: str, port: int) -> httpx.Response:

@@ -17,7 +17,7 @@ from tests.ray.http_generation import Answer, complete, greedy_body, http_client
 from tests.ray.served_cluster import MODEL, ServedCluster, served_cluster
 from tests.support.exactness import LONGEST, exactness_prompts
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
 CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL},

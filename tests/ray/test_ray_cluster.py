@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import statistics
 import time
@@ -30,13 +31,21 @@ import pytest
 from cluster.http.server.connection import ACCEPTED_PER_TURN
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
-from tests.ray.served_cluster import MODEL, ServedCluster, listening_sockets, post_job, served_cluster
+from tests.ray.served_cluster import (
+    MODEL,
+    START_TIMEOUT_S,
+    ServedCluster,
+    listening_sockets,
+    post_job,
+    served_cluster,
+    words_of,
+)
 from tests.support.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
 from tests.support.openai_conformance import CHECKS, Target
 from tests.support.otlp_receiver import Receiver, assert_filled, attributes, children, otlp_receiver, roots
 from tests.support.thoroughness import THOROUGH
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 64
 NUM_LINES = 1000 if THOROUGH else 200  # of a batch
@@ -54,8 +63,9 @@ CONFIG: dict[str, Any] = {
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm"},
     "tuning": {
-        "PrefillWorkerConfig": {"calibration_s": 0.0},
-        "DecodeWorkerConfig": {"calibration_s": 0.0, "reserve_wait_s": 240.0, "lease_ttl_s": 5.0},
+        # Nobody's requests go elsewhere because this machine is busy.
+        "PrefillWorkerConfig": {"calibration_s": 0.0, "overdue_s": 600.0},
+        "DecodeWorkerConfig": {"calibration_s": 0.0, "overdue_s": 600.0, "reserve_wait_s": 240.0, "lease_ttl_s": 5.0},
     },
 }
 SECRET = "the secret of these processes only"
@@ -78,6 +88,7 @@ def cluster(
     tracing = {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{receiver.endpoint}/v1/traces",
         "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "60",  # the receiver may be kept from answering, and is to get nothing twice
     }
     with served_cluster(config, folder, env={"LEGATO_SECRET": SECRET, **tracing}) as running:
         running.wait_for_workers(prefill=1, decode=1)
@@ -122,8 +133,10 @@ def test_the_gateway_accepts_many_connections_in_a_turn(cluster: ServedCluster) 
     """Of the one HTTP socket that Serve made, its server has as many handles."""
     handles: Counter[str] = Counter()
     for process in psutil.Process(cluster.process.pid).children(recursive=True):
-        with contextlib.suppress(FileNotFoundError):  # it has ended
-            handles.update(f"{process.pid} {file.readlink()}" for file in Path(f"/proc/{process.pid}/fd").iterdir())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # it is closed by now
+                    handles[f"{process.pid} {file.readlink()}"] += 1
     num_handles = [number for opened, number in handles.items() if "socket:" in opened]
     assert ACCEPTED_PER_TURN in num_handles, handles
 
@@ -136,32 +149,40 @@ def test_nobody_else_runs_jobs_here(cluster: ServedCluster) -> None:
         for found in addresses
         if found.family == socket.AF_INET and not ipaddress.ip_address(found.address).is_loopback
     }
-    refused = 0
-    for _, _, port in listening_sockets(cluster.process):
-        for host in elsewhere:
-            with pytest.raises(httpx.ConnectError):
-                post_job(host, port)
-        with contextlib.suppress(httpx.HTTPError):
-            answer = post_job("127.0.0.1", port)
-            assert answer.status_code >= 400, f"port {port} took the job: {answer.text}"
-            refused += answer.status_code == 401
-    assert refused >= 1  # by the job agent, for want of a token
+
+    def is_refused() -> bool:
+        refused = 0
+        for _, _, port in listening_sockets(cluster.process):
+            for host in elsewhere:
+                with pytest.raises(httpx.ConnectError):
+                    post_job(host, port)
+            with contextlib.suppress(httpx.HTTPError):
+                answer = post_job("127.0.0.1", port)
+                assert answer.status_code >= 400, f"port {port} took the job: {answer.text}"
+                refused += answer.status_code == 401
+        return refused >= 1
+
+    cluster.wait_until(is_refused, "the job agent asks for a token")
 
 
 def test_the_secret_is_in_no_log_and_on_no_command_line(cluster: ServedCluster) -> None:
     """Whatever Ray, Serve and Legato have written so far, and what every user of the machine sees of processes."""
     processes = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
-    lines = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            lines.append(" ".join(process.cmdline()))
+    lines = [" ".join(words_of(process)) for process in processes]
     (session,) = {found.group(1) for line in lines if (found := re.search(r"--session[-_]dir=(\S+)", line))}
     logs = [cluster.log, *(path for path in Path(session).rglob("*") if path.is_file())]
     assert {"gcs_server.out", "raylet.out"} <= {path.name for path in logs} and any("serve" in str(p) for p in logs)
     raw = SECRET.encode()
     for form in (raw, raw.hex().encode(), base64.b64encode(raw)):
-        assert [path for path in logs if form in path.read_bytes()] == []
+        assert [path for path in logs if form in _content(path)] == []
         assert [line for line in lines if form in line.encode()] == []
+
+
+def _content(path: Path) -> bytes:
+    """Empty if another file has taken its place meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
 
 
 def test_workers_are_separate_processes(cluster: ServedCluster) -> None:
@@ -261,11 +282,18 @@ def test_disconnected_client_frees_everything_at_once(cluster: ServedCluster, pr
                 if len(answer.token_ids) >= 5:
                     return
 
+    def computed() -> float:
+        """Tokens of all steps of decode, as they were told last."""
+        return cluster.metric("legato_worker_step_tokens_total", role="decode")
+
+    cluster.wait_idle()
+    at_first = computed()
     asyncio.run(leave_after_a_few_tokens())
-    left = time.monotonic()
-    # Workers report twice a second and the gateway hears of it each second, so this sees it up to 1.5 s late.
-    cluster.wait_idle(timeout_s=10.0)
+    left, when_it_left = time.monotonic(), computed()
+    cluster.wait_until(lambda: computed() > at_first, "what was computed is told")
+    cluster.wait_idle()
     print(f"idle {time.monotonic() - left:.2f} s after the client left")
+    assert computed() - when_it_left < 1600 / 2, "it went on without its client"
 
 
 def test_200_requests_a_third_cancelled(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
@@ -318,12 +346,12 @@ def _worker_memory(cluster: ServedCluster) -> dict[int, int]:
 
 def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
     """The streams go on with the same tokens once Serve has put a new worker in its place."""
-    num_tokens = 3 * NUM_TOKENS  # seconds of them: the kill is in mid-stream even if this process is late with it
+    num_tokens = 3 * NUM_TOKENS  # seconds of them
     chosen = [4, 9, 33, LONGEST]
     references = hf_reference(smollm2_folder, [prompts[number] for number in chosen], num_tokens)
-    answers = [Answer() for _ in chosen]
 
-    async def run() -> None:
+    async def run(answers: list[Answer]) -> bool:
+        """Whether the kill was in mid-stream, and not too late."""
         all_stream = asyncio.Event()
         async with http_client(cluster.url) as client:
 
@@ -333,15 +361,22 @@ def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[
                         all_stream.set()
 
             tasks = [asyncio.create_task(one(*pair)) for pair in zip(chosen, answers, strict=True)]
-            await asyncio.wait_for(all_stream.wait(), 120)
-            assert max(len(answer.token_ids) for answer in answers) < num_tokens, "too late to kill in mid-stream"
-            await asyncio.to_thread(cluster.kill, "decode")
+            await asyncio.wait_for(all_stream.wait(), START_TIMEOUT_S)
+            pid = (await asyncio.to_thread(cluster.worker, "decode"))["pid"]
+            if in_time := max(len(answer.token_ids) for answer in answers) < num_tokens:
+                os.kill(pid, signal.SIGKILL)
             await asyncio.gather(*tasks)
+        return in_time
 
-    asyncio.run(run())
-    assert [answer.error for answer in answers] == [None] * len(chosen)
-    for number, reference, answer in zip(chosen, references, answers, strict=True):
-        assert answer.token_ids == reference.token_ids, f"prompt {number}"
+    for _ in range(5):
+        answers = [Answer() for _ in chosen]
+        was_killed = asyncio.run(run(answers))
+        assert [answer.error for answer in answers] == [None] * len(chosen)
+        for number, reference, answer in zip(chosen, references, answers, strict=True):
+            assert answer.token_ids == reference.token_ids, f"prompt {number}"
+        if was_killed:
+            break
+    assert was_killed, "it was over five times before the worker could be killed"
     cluster.wait_for_workers(prefill=1, decode=1)
     cluster.wait_idle()
 
@@ -419,7 +454,7 @@ def test_a_batch_and_a_response_survive_workers_and_gateway(cluster: ServedClust
     wait_for(NUM_LINES // 4)
     # Before the other worker: a gateway that saw both go may hold them against the line it was trying alone just then.
     cluster.kill_gateway()
-    wait_for(NUM_LINES * 9 // 20)
+    wait_for(NUM_LINES * 3 // 10)
     cluster.kill("prefill")
     cluster.wait_until(lambda: found()["status"] == "completed", "the batch is completed", timeout_s=900)
     ended = found()

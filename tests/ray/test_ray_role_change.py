@@ -17,10 +17,11 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import Answer, complete, greedy_body, http_client, stream_events
-from tests.ray.served_cluster import MODEL, ServedCluster, served_cluster
+from tests.ray.served_cluster import MODEL, ServedCluster, is_alive, served_cluster, words_of
 from tests.support.exactness import exactness_prompts, hf_reference
+from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 12
 MEMORY = {"memory": "256 blocks", "host_memory": "16MiB"}
@@ -41,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> I
         running.wait_for_workers(prefill=1, decode=2)
         yield running
         last = ranks(running)
-    assert not any(map(is_alive, last))
+    wait_until(lambda: not any(map(is_alive, last)), what="processes of the group are left")
     assert running.process.returncode == 0
     last_words = running.log.read_text().split("Stopping.")[1]
     assert not re.search("fail|error|retried|not end", last_words, re.IGNORECASE), last_words
@@ -119,11 +120,7 @@ def _change(cluster: ServedCluster, worker_id: str, role: str) -> httpx.Response
 def ranks(cluster: ServedCluster) -> list[psutil.Process]:
     """The other processes of the prefill worker's group."""
     children = psutil.Process(cluster.worker("prefill")["pid"]).children()
-    return [child for child in children if is_alive(child) and "engine.parallel.follower" in child.cmdline()]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return [child for child in children if is_alive(child) and "engine.parallel.follower" in words_of(child)]
 
 
 def is_replaced(cluster: ServedCluster, before: list[psutil.Process]) -> bool:

@@ -29,13 +29,15 @@ from tests.cluster.deployment.test_capacity import CPU_FILES
 from tests.ray.served_cluster import MODEL, end_with_its_children, heed_interrupts, listening_sockets, post_job
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 HANGS_S = 300.0  # it takes 15 to 25 s on two cores
 FILES = ROOT / "ray_configs"
 URL = "http://127.0.0.1:8000"
 SAYS_WHERE = r"Legato: serves .+ on (\S+)"
+# What Serve says of processes that were kept from running for 10 s.
+ABOUT_THE_MACHINE = "control loop was slow|Didn't receive|check for proxy .* didn't complete|timed out after"
 
 
 class ServeRun:
@@ -104,7 +106,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -
         running.process.wait(HANGS_S)
     assert "Traceback" not in running.printed
     # Ray's own word on its token stands before Serve starts; after that nothing is left to interpret.
-    assert "WARNING" not in running.printed.partition("Started a local Ray")[2]
+    lines = running.printed.partition("Started a local Ray")[2].splitlines()
+    assert [line for line in lines if "WARNING" in line and not re.search(ABOUT_THE_MACHINE, line)] == []
 
 
 def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
@@ -154,25 +157,43 @@ def _deploy(path: Path) -> None:
 
 
 def _answers_where_it_says(running: ServeRun, path: Path) -> None:
-    """With all of the workers that the file asks for, and no other."""
+    """With all of the workers that the file asks for, and no other. Serve's proxy may hear of a new gateway a little
+    after that has said where it serves."""
     url = running.wait_for_number(SAYS_WHERE, 1)[-1]
     assert url == f"{URL}/v1"
     client = openai.OpenAI(base_url=url, api_key="unused", timeout=HANGS_S, max_retries=0)
-    answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
-    )
-    assert "Paris" in (answer.choices[0].message.content or "")
     args = yaml.safe_load(path.read_text())["applications"][0]["args"]
     wanted = sum(need.replicas for need in needs(load_config(args)) if need.what.endswith(" worker"))
-    wait_until(lambda: len(httpx.get(f"{URL}/cluster", timeout=60).json()["workers"]) == wanted, HANGS_S)
+
+    def answers() -> bool:
+        with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
+            answer = client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
+            )
+            assert "Paris" in (answer.choices[0].message.content or "")
+            return True
+        return False
+
+    def has_all() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            cluster = httpx.get(f"{URL}/cluster", timeout=60).raise_for_status().json()
+            return len(cluster["workers"]) == wanted
+        return False
+
+    wait_until(answers, HANGS_S, "it does not answer")
+    wait_until(has_all, HANGS_S, "there are not as many workers")
 
 
 def _nobody_runs_jobs_here(running: ServeRun) -> None:
     """This Ray is open to other machines, so it asks for its token."""
-    refused = 0
-    for _, address, port in listening_sockets(running.process):
-        with contextlib.suppress(httpx.HTTPError):
-            answer = post_job("127.0.0.1" if address in ("::", "0.0.0.0") else address, port)
-            assert answer.status_code >= 400, f"{address}:{port} took the job: {answer.text}"
-            refused += answer.status_code == 401
-    assert refused >= 1
+
+    def is_refused() -> bool:
+        refused = 0
+        for _, address, port in listening_sockets(running.process):
+            with contextlib.suppress(httpx.HTTPError):
+                answer = post_job("127.0.0.1" if address in ("::", "0.0.0.0") else address, port)
+                assert answer.status_code >= 400, f"{address}:{port} took the job: {answer.text}"
+                refused += answer.status_code == 401
+        return refused >= 1
+
+    wait_until(is_refused, HANGS_S, "the job agent asks for a token")

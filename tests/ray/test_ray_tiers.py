@@ -6,10 +6,12 @@ A tiny random model, so that a thousand requests take a minute; real processes, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import shutil
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +29,7 @@ from tests.ray.http_generation import Answer, complete, complete_all, greedy_bod
 from tests.ray.served_cluster import ServedCluster, served_cluster
 from tests.support.small_models import greedy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 NAME = "tiny"
 NUM_CONVERSATIONS = 50
@@ -142,7 +144,22 @@ def ask(cluster: ServedCluster, prompt: list[int], num_tokens: int = 4) -> Answe
 
 
 def files_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another one has taken its place
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def stored(cluster: ServedCluster, role: str, tier: str) -> float:
+    return cluster.metric("legato_worker_kv_stored_columns_total", role=role, tier=tier)
+
+
+def disks_have_what_they_get(cluster: ServedCluster) -> bool:
+    """Whether nothing was written for some reports: what waits to be written is lost with a worker."""
+    before = [stored(cluster, role, "disk") for role in ("prefill", "decode")]
+    time.sleep(3)
+    return before == [stored(cluster, role, "disk") for role in ("prefill", "decode")]
 
 
 def worker_bytes(cluster: ServedCluster) -> list[int]:
@@ -175,19 +192,22 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         assert files_bytes(disk) <= 2 * DISK_BYTES, "two workers keep at most their budget each"
         last = talks[-1].prompt(NUM_TURNS - 1)
         assert ask(cluster, last).cached_tokens > 0
+        cluster.wait_until(lambda: disks_have_what_they_get(cluster), "all is written")
 
     with served_cluster(settings(model, disk), tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
-        found = ask(cluster, last, ANSWER_TOKENS)
-        assert found.token_ids == talks[-1].expected[-1]
-        assert found.cached_tokens > len(last) // 2, "the restart lost what the disk tier held"
+        assert any(is_found(cluster, talk) for talk in reversed(talks[-5:])), "the restart lost what the disk tier held"
 
         for path in disk.rglob("*.kv"):  # so that only host memory can know what follows
-            path.unlink()
+            path.unlink(missing_ok=True)
         prompt = [1500 + n for n in range(200)]
+        before = stored(cluster, "prefill", "host")
         alone = ask(cluster, prompt, ANSWER_TOKENS)
+        cluster.wait_until(
+            lambda: stored(cluster, "prefill", "host") >= before + len(prompt) // 16, "host memory has it"
+        )
         for path in disk.rglob("*.kv"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         killed = cluster.kill("prefill")
         cluster.wait_until(
             lambda: [w["pid"] != killed for w in cluster.workers() if w["role"] == "prefill"] == [True],
@@ -197,6 +217,14 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         assert adopted.token_ids == alone.token_ids
         assert adopted.cached_tokens >= 192, "the dead worker's host memory was lost"
         cluster.wait_idle()
+
+
+def is_found(cluster: ServedCluster, talk: Conversation) -> bool:
+    """Whether most of its last prompt was. A worker that is kept from loading for 2 s computes instead."""
+    prompt = talk.prompt(NUM_TURNS - 1)
+    answer = ask(cluster, prompt, ANSWER_TOKENS)
+    assert answer.token_ids == talk.expected[-1]
+    return answer.cached_tokens > len(prompt) // 2
 
 
 def talk_to_all(cluster: ServedCluster, talks: list[Conversation], turns: range) -> list[Answer]:
