@@ -109,6 +109,7 @@ def test_a_hundred_new_connections_take_few_turns_of_the_loop(monkeypatch: pytes
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await eventually(lambda: server.started)
         clients = [socket.create_connection(address) for _ in range(101)]
+        wait_until(lambda: _num_queued(address[1]) == len(clients))  # the kernel has made the last one, too
         turns = _Turns()
         await eventually(lambda: turns.number >= 20)
         assert len(server.server_state.connections) == len(clients)
@@ -120,6 +121,13 @@ def test_a_hundred_new_connections_take_few_turns_of_the_loop(monkeypatch: pytes
             socket.create_connection(address)
 
     uvloop.run(scenario())
+
+
+def _num_queued(port: int) -> int:
+    """How many connections wait to be accepted by who listens there."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    (queues,) = (row[4] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A")
+    return int(queues.partition(":")[2], 16)
 
 
 async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:

@@ -189,6 +189,6 @@ try:
 except SegmentError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert "A shared-memory segment of 1073741824 bytes cannot be made: [Errno 27] File too large." in done.stdout
     assert "use the transport 'tcp'" in done.stdout
