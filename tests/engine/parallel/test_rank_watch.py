@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from multiprocessing import Pipe
 from queue import Queue
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from engine.parallel import processes
 from engine.parallel.processes import APART, GroupWatch, RankProcess, end_of
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -67,12 +70,16 @@ def test_a_device_that_does_not_come_to_a_mark_is_told_of() -> None:
     watching.close()
 
 
-def test_of_many_marks_the_last_one_is_looked_at_next() -> None:
+def test_of_many_marks_the_last_one_is_looked_at_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    are_given = threading.Event()  # before that no time passes
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() if are_given.is_set() else 0.0)
+    monkeypatch.setattr(processes, "time", clock)
     watching, _, lost = watch(0.05)
     first, between, last = Place(), Place(), Place()
     first.reached = True
     for place in (first, between, last):
         watching.expect(place.query)
+    are_given.set()
     assert "did not come" in lost.get(timeout=HANGS_S)
     assert (first.num_asked, between.num_asked, last.num_asked) == (1, 0, 1)
     watching.close()

@@ -10,7 +10,7 @@ import pytest
 from kv_transfer.tiers import prefix_tiers
 from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
 from tests.kv_transfer.tiers.tier_bench import GROUPS, ScriptedSource, fill, hashes, holds
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 # --- down ---
 
@@ -177,7 +177,10 @@ async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
     below = ScriptedSource(digests)
     async with opened(Tiers(below, load_timeout_s=0.1)) as bench:
         below.go.clear()
-        assert await bench.promote(digests) == 0
+        promotion = asyncio.create_task(bench.promote(digests))
+        await asyncio.sleep(0)
+        assert below.begun.wait(HANGS_S)  # and no time passes on the loop: what has not begun by then is not loaded
+        assert await promotion == 0
         assert bench.host.pool.num_held == 4 * GROUPS, "the thread still writes into them"
         below.go.set()
         await bench.settled()

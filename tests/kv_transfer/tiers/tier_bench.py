@@ -67,7 +67,7 @@ class ScriptedSource:
         self.digests = set(digests)
         self.gone: set[bytes] = set()  # still believed to be there
         self.loads: list[bytes] = []
-        self.go = Event()
+        self.begun, self.go = Event(), Event()
         self.go.set()
         self.before_load: Callable[[], None] = lambda: None
 
@@ -75,6 +75,7 @@ class ScriptedSource:
         return digest in self.digests
 
     def load(self, hashes: Sequence[bytes], destinations: Sequence[ColumnViews]) -> list[bool]:
+        self.begun.set()
         assert self.go.wait(HANGS_S)
         self.before_load()
         self.loads += hashes

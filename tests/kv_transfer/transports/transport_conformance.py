@@ -291,7 +291,7 @@ class TransportConformance:
                 self._use_and_stop(make, loop_kind)
                 gc.collect()
                 resident.append(resident_bytes())
-        wait_until(lambda: num_open_files() == files)
+        wait_until(lambda: num_open_files() <= files)  # what earlier tests left may end meanwhile
         wait_until(lambda: threading.active_count() <= threads)  # loops do not wait for threads of their own to end
         assert set(mapped_memory_files()) <= set(mapped)  # another test's cluster may still lie in this process
         # Each round writes 17 MiB of slabs or more. A leak grows every round.
