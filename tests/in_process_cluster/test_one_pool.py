@@ -17,7 +17,7 @@ from engine.sequence import SequenceKey
 from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Reserved, Start, StepFrame
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
 from tests.in_process_cluster.test_poison import innocents_beside_poison
-from tests.in_process_cluster.test_silence import know_costs
+from tests.in_process_cluster.test_silence import KNOWN
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import (
     PROMPT,
@@ -225,7 +225,8 @@ async def test_a_step_that_fails_costs_another_attempt_and_no_token(llama: Small
 @pytest.mark.parametrize("deed", ["raises", "kills"])
 async def test_a_prompt_that_makes_the_computing_worker_fail_takes_no_other_down(llama: SmallModel, deed: Any) -> None:
     async with one_pool(llama, 3) as cluster:
-        know_costs(cluster)
+        for worker in cluster.workers:
+            worker.steps.costs.seed(KNOWN)
         await innocents_beside_poison(cluster, llama, deed, "prefill", at_once=False)
 
 

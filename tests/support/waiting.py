@@ -12,20 +12,23 @@ from collections.abc import Callable
 
 HANGS_S = 60.0  # for what takes milliseconds: longer than this is never
 _LOOKS_EVERY_S = 0.005
+_LEAST_LOOKS = 200  # before it is too late: while this process was kept from running, nothing could happen
 _NEVER = "what was waited for did not happen"
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "") -> None:
     """Until the condition holds; AssertionError if that takes too long."""
-    deadline = time.monotonic() + timeout_s
+    deadline, num_looks = time.monotonic() + timeout_s, 0
     while not condition():
-        assert time.monotonic() < deadline, what or _NEVER
+        num_looks += 1
+        assert num_looks < _LEAST_LOOKS or time.monotonic() < deadline, what or _NEVER
         await asyncio.sleep(_LOOKS_EVERY_S)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "") -> None:
     """Like `eventually`, for a thread without an event loop."""
-    deadline = time.monotonic() + timeout_s
+    deadline, num_looks = time.monotonic() + timeout_s, 0
     while not condition():
-        assert time.monotonic() < deadline, what or _NEVER
+        num_looks += 1
+        assert num_looks < _LEAST_LOOKS or time.monotonic() < deadline, what or _NEVER
         time.sleep(_LOOKS_EVERY_S)

@@ -2,7 +2,7 @@
 
 Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come. A
 number that it reads then is a position: it prints a line, and another one when its device hangs before the first step
-that goes beyond it. `worker_processes` starts it.
+that goes beyond it. By 0 its device goes on for good. `worker_processes` starts it.
 
 It is as patient as a mini cluster's workers are. Imports nothing that takes long, for the same reason.
 """
@@ -53,18 +53,23 @@ async def work(role: Role, folder: str, secret: bytes) -> None:
         config = DecodeWorkerConfig(token_budget=64, max_slab_bytes=4096, overdue_s=HANGS_S, lease_ttl_s=HANGS_S)
         await DecodeWorker(parts, config).start()
     print(identity.worker_id, flush=True)
-    while position := await asyncio.to_thread(sys.stdin.readline):
-        hang_beyond(model.runner, int(position))
-        print("will hang", flush=True)
+    goes_on = threading.Event()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if position := int(line):
+            hang_beyond(model.runner, position, goes_on)
+            print("will hang", flush=True)
+        else:
+            goes_on.set()
+            print("goes on", flush=True)
 
 
-def hang_beyond(runner: ModelRunner, position: int) -> None:
+def hang_beyond(runner: ModelRunner, position: int, goes_on: threading.Event) -> None:
     run = runner.run
 
     def hanging(step: PreparedStep, *hooks: Any) -> PendingOutput:
-        if any(item.stop > position for item in step.plan.items):
+        if any(item.stop > position for item in step.plan.items) and not goes_on.is_set():
             print("hangs", flush=True)
-            threading.Event().wait()
+            goes_on.wait()
         return run(step, *hooks)
 
     runner.run = hanging  # type: ignore[method-assign,assignment]

@@ -66,16 +66,31 @@ async def worker_processes(
 
 
 async def hang_beyond(process: subprocess.Popen[str], position: int) -> None:
-    """Its device will hang before the first step that goes beyond this position, until the process is killed."""
-    assert process.stdin is not None
-    process.stdin.write(f"{position}\n")
-    process.stdin.flush()
+    """Its device will hang before the first step that goes beyond this position, until the process is killed or told
+    that the device goes on."""
+    _tell(process, position)
     assert await _line_of(process) == "will hang"
 
 
 async def hangs(process: subprocess.Popen[str]) -> None:
     """Waits until it does."""
     assert await asyncio.wait_for(_line_of(process), HANGS_S) == "hangs"
+
+
+def tell_to_go_on(process: subprocess.Popen[str]) -> None:
+    """Its device hangs no more, once it has heard that: at once, or when a process that is stopped is continued."""
+    _tell(process, 0)
+
+
+async def goes_on(process: subprocess.Popen[str]) -> None:
+    """Waits until it does."""
+    assert await asyncio.wait_for(_line_of(process), HANGS_S) == "goes on"
+
+
+def _tell(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
 
 
 async def _line_of(process: subprocess.Popen[str]) -> str:
