@@ -6,8 +6,10 @@ Decode has 12 blocks; a prompt of 150 tokens takes 10, and its tokens the others
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -28,9 +30,9 @@ def decodes(plan: StepPlan) -> bool:
 
 
 @asynccontextmanager
-async def full(llama: SmallModel, decode: DecodeWorkerConfig = PATIENT) -> AsyncIterator[tuple[MiniCluster, Brake]]:
+async def full(llama: SmallModel) -> AsyncIterator[tuple[MiniCluster, Brake]]:
     """Decode is held in a step of one request; nobody else has room."""
-    async with cluster_of(llama, decode_engine=FULL, decode=decode) as cluster:
+    async with cluster_of(llama, decode_engine=FULL, decode=PATIENT) as cluster:
         with brake(cluster.decodes[0].model.runner, decodes) as held:
             first = asyncio.create_task(tokens(cluster, "first", PROMPT, greedy()))
             await held.reached()
@@ -65,11 +67,15 @@ async def test_a_client_that_leaves_while_its_prompt_is_kept_leaves_nothing(llam
 
 async def test_a_prompt_that_waits_for_room_too_long_goes_on_elsewhere(llama: SmallModel) -> None:
     """Its client has the first token already, so that it is not turned away."""
-    async with full(llama, DecodeWorkerConfig(reserve_wait_s=0.2)) as (cluster, held):
+    async with full(llama) as (cluster, held):
         second = asyncio.create_task(tokens(cluster, "second", OTHER, greedy()))
         await eventually(lambda: "second" in cluster.orchestrator.runs)
-        run = cluster.orchestrator.runs["second"]
-        await eventually(lambda: run.attempt > 0 and run.emitted, HANGS_S)
+        run, reservations = cluster.orchestrator.runs["second"], cluster.decodes[0].reservations
+        await eventually(lambda: run.emitted and reservations.num_waiting)
+        assert run.attempt == 0
+        reservations._queue[0] = replace(reservations._queue[0], deadline=time.monotonic())  # however soon that was
+        reservations.retry()
+        await eventually(lambda: run.attempt > 0)
         held.release()
         found = await second
         assert found == llama.hugging_face(OTHER, len(found))
