@@ -173,7 +173,8 @@ async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
 
 async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
     config = OrchestratorConfig(max_attempts=3, retry_delay_s=0.01)
-    async with cluster_of(llama, orchestrator=config) as cluster:
+    silent = DecodeWorkerConfig(heartbeat_s=HANGS_S)  # else nobody is sent to a worker that has failed so often
+    async with cluster_of(llama, orchestrator=config, decode=silent) as cluster:
         runner = cluster.decodes[0].model.runner
         with broken(runner), pytest.raises(FailedError, match="3 times"):
             await cluster.generate("r", PROMPT, greedy())

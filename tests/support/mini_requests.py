@@ -100,13 +100,21 @@ async def cancel(*requests: asyncio.Task[Any]) -> None:
 async def interrupted(
     cluster: MiniCluster, params: SamplingParams, after: int, interrupt: Callable[[], Awaitable[object]]
 ) -> list[int]:
-    """The tokens of a request that is interrupted after so many of them."""
+    """The tokens of a request that is interrupted after so many of them, while decode is held in the step behind them:
+    however late this comes, that has not gone on to the end."""
     found = []
-    async with aclosing(cluster.stream("interrupted", PROMPT, params)) as events:
-        async for event in events:
-            found.append(event)
-            if len(found) == after:
-                await interrupt()
+    with ExitStack() as stack:
+        goes_on = is_long(len(PROMPT) + after - 1)
+        held = [stack.enter_context(brake(worker.model.runner, goes_on)) for worker in cluster.decodes]
+        async with aclosing(cluster.stream("interrupted", PROMPT, params)) as events:
+            async for event in events:
+                found.append(event)
+                if len(found) == after:
+                    interrupting = asyncio.ensure_future(interrupt())
+                    await asyncio.sleep(0)
+                    for one in held:
+                        one.release()
+                    await interrupting
     return tokens_of(found)
 
 
