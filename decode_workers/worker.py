@@ -46,7 +46,7 @@ class DecodeWorkerConfig(WorkerConfig):
 
     max_num_seqs: int = 64
     token_budget: int = 512
-    reserve_wait_s: float = 10.0
+    reserve_wait_s: float = 60.0
     lease_ttl_s: float = 30.0
     layerkv: LayerKvConfig | None = None
     overlap_steps: bool | None = None

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -361,14 +362,11 @@ async def test_a_replica_may_be_stopped_while_it_drains(llama: SmallModel) -> No
         assert [tokens_of(await request) for request in asking] == [expected] * 4
 
 
-async def test_blocks_that_are_not_let_go_make_the_replica_unhealthy(
-    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocks_that_are_not_let_go_make_the_replica_unhealthy(llama: SmallModel) -> None:
     """Better another process than memory that an old step may still write to."""
-    monkeypatch.setattr(worker_replica, "CLEAR_S", 0.05)
     async with replica_cluster(llama, num_prefill=1) as cluster:
         replica = cluster.replicas[0]
-        with brake(replica.model.runner) as held:
+        with mock.patch.object(worker_replica, "CLEAR_S", 0.05), brake(replica.model.runner) as held:
             asking = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
             await held.reached()
             assert replica.change_role("decode", 0.0)

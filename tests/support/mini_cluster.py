@@ -30,6 +30,7 @@ from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.connections.connection import Connection, connect
 from kv_transfer.digest import DigestKind
+from kv_transfer.handoff import sender
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.tiers.block_events import BlockEventLog
@@ -109,9 +110,15 @@ class MiniCluster:
             model.costs.seed(cost)
 
     async def start(self) -> None:
-        # No gateway places a request itself, and no hand-off is begun again, because this machine is busy.
-        self._patience.enter_context(mock.patch.object(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S))
-        self._patience.enter_context(mock.patch.object(choose, "SILENCE_S", self.config.kv_silence_s))
+        # No gateway places a request itself or forgets who worked before its scheduler did, and no hand-off is begun
+        # again, because this machine is busy.
+        for module, name, seconds in (
+            (scheduler_client, "PLACE_TIMEOUT_S", HANGS_S),
+            (scheduler_client, "SETTLE_S", HANGS_S),
+            (sender, "CONNECT_TIMEOUT_S", HANGS_S),
+            (choose, "SILENCE_S", self.config.kv_silence_s),
+        ):
+            self._patience.enter_context(mock.patch.object(module, name, seconds))
         await self.start_scheduler()
         for model in ({}, *({"model_name": name, "model_ref": ref} for name, ref in self.config.others.items())):
             for _ in range(self.config.num_prefill):

@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 from decode_workers.worker import DecodeWorker
 from engine.steps.loading import EngineConfig
 from kv_transfer.messages.fields import Role
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
+from kv_transfer.worker import replica as worker_replica
 from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ModelKit, ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker
@@ -36,6 +38,12 @@ class ReplicaCluster(MiniCluster):
             "decode": partial(DecodeWorker, config=self.config.decode),
         }
         self.replicas: list[WorkerReplica] = []
+
+    async def start(self) -> None:
+        # No change of a role comes to nothing because this machine is busy.
+        for name in ("CLEAR_S", "STOP_S", "START_S"):
+            self._patience.enter_context(mock.patch.object(worker_replica, name, HANGS_S))
+        await super().start()
 
     async def add_prefill(self, **engine: str) -> PrefillWorker:
         worker = (await self.add_replica("prefill", self.roles, **engine)).worker

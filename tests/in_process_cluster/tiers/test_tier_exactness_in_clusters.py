@@ -35,7 +35,7 @@ from tests.support.tier_shapes import (
     small_models,
     watching,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 Source = Literal["nowhere", "device", "host", "neighbour", "disk", "damaged disk"]
 
@@ -201,7 +201,7 @@ async def _cluster(model: SmallModel, case: Case, tmp_path: Path, max_attempts: 
         decode_engine=case.decode.engine(case.family),
         prefill=PrefillWorkerConfig(chunk_tokens=case.chunk_tokens),
         orchestrator=OrchestratorConfig(max_attempts=max_attempts),
-        decode=DecodeWorkerConfig(layerkv=LayerKvConfig(growth_tokens=16), reserve_wait_s=30.0),
+        decode=DecodeWorkerConfig(layerkv=LayerKvConfig(growth_tokens=16), reserve_wait_s=HANGS_S),
         tiers=TiersConfig(host=Budget(num_bytes=host_bytes), disk=disk),
     )
     async with mini_cluster(config) as cluster:
