@@ -120,6 +120,10 @@ class RecordedScheduler(GlobalScheduler):
 _TICK = "time passes"
 
 
+def kinds_of(told: list[tuple[float, bytes | str]]) -> set[type[Message]]:
+    return {type(decode(what)) for _, what in told if isinstance(what, bytes)}
+
+
 class RecordedCluster(MiniCluster):
     async def start_scheduler(self) -> None:
         await super().start_scheduler()
@@ -143,9 +147,7 @@ async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: S
             await asyncio.gather(*(ask(number) for number in range(20 * wave, 20 * wave + 20)))
         live = cluster.recorded
         # All of it may take less time than passes between two of a worker's reports.
-        await eventually(
-            lambda: any(isinstance(decode(what), Heartbeat) for _, what in live.told if isinstance(what, bytes))
-        )
+        await eventually(lambda: {Heartbeat, BlockEvents} <= kinds_of(live.told))
         told, said, decisions = list(live.told), list(live.said), [str(one) for one in live.log.newest(10_000)]
     finally:
         await cluster.stop()
@@ -154,8 +156,7 @@ async def test_a_recorded_log_replays_to_the_same_decisions_bit_for_bit(llama: S
     assert len(said) >= 60
     assert again.said == said
     assert [str(one) for one in again.log.newest(10_000)] == decisions
-    kinds = {type(decode(what)) for _, what in told if isinstance(what, bytes)}
-    assert kinds == {Register, Heartbeat, BlockEvents, BlockIndexSnapshot, Place, FirstToken, Ended}
+    assert kinds_of(told) == {Register, Heartbeat, BlockEvents, BlockIndexSnapshot, Place, FirstToken, Ended}
 
 
 # --- logs ---
