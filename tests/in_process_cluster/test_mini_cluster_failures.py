@@ -167,7 +167,8 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
 
 async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
     async with cluster_of(llama, orchestrator=OrchestratorConfig(request_deadline_s=0.3)) as cluster:
-        with brake(cluster.prefills[0].model.runner), pytest.raises(DeadlineError, match="within"):
+        told = "within 0.3 s|before its deadline"  # which on a busy machine may come while it is placed
+        with brake(cluster.prefills[0].model.runner), pytest.raises(DeadlineError, match=told):
             await cluster.generate("r", PROMPT, greedy())
 
 
