@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final
 
 from decode_workers.local_prefill import LocalPrefill
@@ -36,6 +37,7 @@ from engine.sequence import (
     finish_reason,
 )
 
+_NO_DRAFTS: Final[Mapping[Sequence, tuple[int, ...]]] = MappingProxyType({})
 _STEPS_AHEAD: Final = 16
 """Where steps overlap, of so many one knows its tokens, so that drafts can be tried."""
 
@@ -382,8 +384,8 @@ class DecodeScheduler:
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         is_wanted = oldest is not None or bool(self._local.suspects)
-        prompts = [] if oldest is None else self._prompts(running, selection, now)
-        drafts = {} if prompts else self._drafts(selection, now)
+        drafts = self._drafts(selection, now, beside_prompts=oldest is not None)
+        prompts = [] if oldest is None else self._prompts(running, selection, drafts, now)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
         drawing_s = 0.0 if self._speculation is None or not drafts else self._speculation.drawing_s
@@ -392,12 +394,14 @@ class DecodeScheduler:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
         return plan
 
-    def _drafts(self, selection: StepSelection, now: float) -> Mapping[Sequence, tuple[int, ...]]:
-        """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear. To be asked for
-        in steps without prompts: with these a step waits for products, not for weights. None where the sequences'
-        newest tokens are not known yet."""
+    def _drafts(
+        self, selection: StepSelection, now: float, *, beside_prompts: bool
+    ) -> Mapping[Sequence, tuple[int, ...]]:
+        """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts are
+        to be computed, in half of the step's tokens at most. None where the sequences' newest tokens are not known
+        yet."""
         if self._speculation is None or self._in_flight or not selection.ready:
-            return {}
+            return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
         # A column more for everyone, and another one.
         may_grow = self.allocator.pool.num_available >= 2 * len(self._running) * self.allocator.layer_groups
@@ -405,10 +409,12 @@ class DecodeScheduler:
             Candidate(seq, self._room_for_drafts(seq, may_grow), self._pacer.is_late(seq, now))
             for seq in selection.ready
         ]
+        most = self._token_budget - len(selection.ready)
         drafts = self._speculation.plan(
             candidates,
             work,
-            most=self._token_budget - len(selection.ready),
+            most=most // 2 if beside_prompts else most,
+            beside_prompts=beside_prompts,
             longest_s=min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf),
         )
         for seq, token_ids in drafts.items():
@@ -429,9 +435,11 @@ class DecodeScheduler:
             self._max_model_len - seq.num_tokens - 1,
         )
 
-    def _prompts(self, running: list[Sequence], selection: StepSelection, now: float) -> list[ScheduledSequence]:
-        """Chunks beside the selected decodes."""
-        room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now)
+    def _prompts(
+        self, running: list[Sequence], selection: StepSelection, drafts: Mapping[Sequence, tuple[int, ...]], now: float
+    ) -> list[ScheduledSequence]:
+        """Chunks beside the selected decodes and their drafts."""
+        room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now, drafts)
         chunks = self._local.fill(room, selection.ring_left, self.tiers.max_in_flight - self.num_running)
         for seq, copies in chunks.started:
             self._entries[seq.key].state = DecodeState.PREFILLING
@@ -440,11 +448,19 @@ class DecodeScheduler:
                 selection.move(seq, copies)
         return chunks.items
 
-    def _room(self, running: list[Sequence], decoding: list[Sequence], most_tokens: int, now: float) -> StepRoom:
-        """The room that prompts have in the next step, in which `decoding` advance by a token. It stays so short that
-        every sequence in `running` has its next token in time. Where no other step is to be made, prompts get theirs,
-        however soon others come: nobody would count how long they wait."""
+    def _room(
+        self,
+        running: list[Sequence],
+        decoding: list[Sequence],
+        most_tokens: int,
+        now: float,
+        drafts: Mapping[Sequence, tuple[int, ...]] = _NO_DRAFTS,
+    ) -> StepRoom:
+        """The room that prompts have in the next step, in which `decoding` advance by a token, with these drafts after
+        it. It stays so short that every sequence in `running` has its next token in time. Where no other step is to be
+        made, prompts get theirs, however soon others come: nobody would count how long they wait."""
         cost = self._cost()
+        most_tokens -= sum(map(len, drafts.values()))
         if cost is None:
             return StepRoom(None, most_tokens=most_tokens)
         beside = StepWork(decodes=len(decoding), context_tokens=sum(seq.num_tokens_ahead for seq in decoding))
@@ -456,6 +472,10 @@ class DecodeScheduler:
         longest_s = self._pacer.longest_step_s(running, begins_at, decodes_s, cost.margin)
         allowed_s = min(longest_s, longest_before_s(self._coming, decodes_s))
         is_due = self._pacer.prefill_is_overdue or not (running or self._in_flight)
+        for seq, token_ids in drafts.items():
+            beside = beside.plus_prefill(len(token_ids), seq.num_tokens)
+        if self._speculation is not None and drafts:
+            allowed_s -= self._speculation.drawing_s
         return StepRoom(
             cost,
             most_tokens=most_tokens,

@@ -26,8 +26,9 @@ STILL_S: Final = 1.0
 class StepWork:
     """What a step computes. `prefill_pairs`: (query, key) pairs of prompt tokens that attend to each other or to a
     prefix; `context_tokens`: tokens that the decoding sequences attend to, all together; `drafts`: tokens that are
-    guessed after theirs, whose cost `engine.cost_model.row_costs` knows. Nobody changes one: it is not frozen because
-    several are made for each step, and a frozen one takes twice as long."""
+    guessed after theirs in a step without prompts, whose cost `engine.cost_model.row_costs` knows. Beside prompts a
+    step waits for products, and a draft counts as one more of a prompt's tokens. Nobody changes one: it is not frozen
+    because several are made for each step, and a frozen one takes twice as long."""
 
     prefill_tokens: float = 0.0
     prefill_pairs: float = 0.0
@@ -43,16 +44,20 @@ class StepWork:
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepWork:
         """A sequence with one new token counts as decoding."""
-        prefill_tokens = prefill_pairs = decodes = context = drafts = 0
+        prefill_tokens = prefill_pairs = decodes = context = drafts = draft_pairs = 0
         for item in plan.items:
             num_cached = item.start
             if item.num_tokens == 1:
                 decodes += 1
                 context += num_cached + 1
-                drafts += len(item.drafts)
+                if num_drafts := len(item.drafts):
+                    drafts += num_drafts
+                    draft_pairs += num_drafts * (num_cached + 1) + num_drafts * (num_drafts + 1) // 2
             else:
                 prefill_tokens += item.num_tokens
                 prefill_pairs += item.num_tokens * num_cached + item.num_tokens * (item.num_tokens + 1) // 2
+        if prefill_tokens and drafts:
+            prefill_tokens, prefill_pairs, drafts = prefill_tokens + drafts, prefill_pairs + draft_pairs, 0
         return cls(
             prefill_tokens=prefill_tokens,
             prefill_pairs=prefill_pairs,

@@ -3,8 +3,9 @@
 The decode scheduler asks it in each step, and tells it what became of the drafts. It learns how often each drafter is
 right, of each sequence and of all, and what rows cost beside the step (`engine.cost_model.row_costs`). A slot, which is
 the n-th draft of a sequence, is filled with the probability that it and all before it are right; slots are taken in
-falling order while that brings more tokens a second (Liu et al., "TurboSpec", arXiv:2406.14066). Where drafts do not
-pay, one is tried now and then, for a small part of the time.
+falling order while that brings more tokens a second (Liu et al., "TurboSpec", arXiv:2406.14066). Beside prompts a draft
+takes the time of a prompt's token, and is worth it where a token takes longer in a step of decodes alone. Where drafts
+do not pay, one is tried now and then, for a small part of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.cost_model.costs import StepCosts
-from engine.cost_model.step_cost import StepWork
+from engine.cost_model.step_cost import StepCost, StepWork
 from engine.drafting.drafter import Draft, Drafter, DrafterName, DraftingCost
 from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
@@ -153,10 +154,16 @@ class Speculation:
         return cls(drafters_of(config.drafters, masks, draft_model), costs, fixed=config.fixed)
 
     def plan(
-        self, candidates: list[Candidate], work: StepWork, *, most: int, longest_s: float = math.inf
+        self,
+        candidates: list[Candidate],
+        work: StepWork,
+        *,
+        most: int,
+        longest_s: float = math.inf,
+        beside_prompts: bool = False,
     ) -> dict[Sequence, tuple[int, ...]]:
-        """Plan at most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens; none
-        by which it lasts longer than `longest_s`."""
+        """Plan at most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens, and
+        perhaps chunks of prompts; none by which it lasts longer than `longest_s` without the prompts."""
         self._step += 1
         self.drawing_s = 0.0
         if self._fixed is not None:
@@ -169,7 +176,7 @@ class Speculation:
             return {}
 
         def extra_s(num_drafts: int) -> float:
-            return self._costs.rows.extra_s(work.decodes, num_drafts, cost.prefill_token_s)
+            return self._rows_s(cost, work, num_drafts, beside_prompts)
 
         least = len(candidates) * extra_s(1) / plain_s  # of a first slot, to pay by itself
         drafts: dict[Sequence, Draft] = {}
@@ -238,13 +245,22 @@ class Speculation:
         return self._stretched / self._num_steps if self._num_steps else 1.0
 
     def _stretch(self, plan: StepPlan, drawing_s: float) -> float:
-        has_drafts = drawing_s or any(item.drafts for item in plan.items)
-        cost = self._costs.recent_cost() if has_drafts else None
+        """How many times as long as its decodes alone these took with their drafts."""
+        num_drafts = sum(len(item.drafts) for item in plan.items)
+        cost = self._costs.recent_cost() if num_drafts or drawing_s else None
         if cost is None:
             return 1.0
         work = StepWork.of_plan(plan)
-        extra_s = drawing_s + self._costs.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s)
-        return 1.0 + extra_s / cost.step_s(work)
+        decodes = StepWork(decodes=work.decodes, context_tokens=work.context_tokens)
+        extra_s = drawing_s + self._rows_s(cost, decodes, num_drafts, work.prefill_tokens > 0)
+        return 1.0 + extra_s / cost.step_s(decodes)
+
+    def _rows_s(self, cost: StepCost, work: StepWork, num_drafts: int, beside_prompts: bool) -> float:
+        """Seconds that the rows of so many drafts add to a step with the decodes of `work`, and perhaps prompts."""
+        if beside_prompts:
+            num_cached = work.context_tokens / work.decodes
+            return num_drafts * (cost.prefill_token_s + cost.prefill_pair_s * num_cached)
+        return self._costs.rows.extra_s(work.decodes, num_drafts, cost.prefill_token_s)
 
     def ended(self, seq: Sequence) -> None:
         """`seq` generates no more here."""

@@ -13,14 +13,17 @@ import pytest
 from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import MAX_STEPS_WITHOUT_PREFILL, LayerKvConfig
 from decode_workers.scheduler import DecodeScheduler
+from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import DECODES_PART, StepCost, StepWork
 from engine.cost_model.step_room import LEAST_CHUNK
+from engine.drafting.drafter import Draft, DrafterName
+from engine.drafting.speculation import Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
-from tests.support.ghost_runner import GhostRunner
+from tests.support.ghost_runner import GhostRunner, next_token
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, prefill_pair_s=1e-7, decode_s=1e-3, context_token_s=1e-7)
 BLOCK_SIZE, BOUND = 16, 4096
@@ -44,7 +47,14 @@ def seq(
 class Bench:
     """Decodes beside prompts. `times`: when each sequence's tokens came."""
 
-    def __init__(self, cost: StepCost | None = COST, *, layerkv: bool = False, columns: int = 2000) -> None:
+    def __init__(
+        self,
+        cost: StepCost | None = COST,
+        *,
+        layerkv: bool = False,
+        columns: int = 2000,
+        speculation: Speculation | None = None,
+    ) -> None:
         allocator = BlockAllocator(
             BlockPool(columns),
             layer_groups=1,
@@ -71,6 +81,7 @@ class Bench:
             eos_token_ids=frozenset(),
             tiers=tiers,
             cost=lambda: cost,
+            speculation=speculation,
         )
         self.now = 0.0
         self.times: dict[Sequence, list[float]] = {}
@@ -106,6 +117,21 @@ class Bench:
 
     def longest_gap_s(self, which: Sequence) -> float:
         return max(later - earlier for earlier, later in itertools.pairwise(self.times[which]))
+
+
+class Knowing:
+    """Drafts what the ghost will say."""
+
+    name: DrafterName = "lookup"
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        token_ids: list[int] = []
+        while len(token_ids) < most:
+            token_ids.append(next_token([*seq.tokens(0, seq.num_tokens), *token_ids]))
+        return Draft(tuple(token_ids), self.name, 1)
+
+    def ended(self, seq: Sequence) -> None:
+        pass
 
 
 def step_s(plan: StepPlan) -> float:
@@ -166,6 +192,40 @@ def test_what_was_saved_up_by_the_mean_is_spent_and_no_more() -> None:
     means = [(at - times[0]) / number for number, at in enumerate(times) if number]
     assert max(means) <= 0.05
     assert means[-2] > 0.045, "and all of it went to the prompt"
+
+
+def test_tokens_that_are_guessed_beside_a_prompt_leave_it_longer_steps() -> None:
+    """With three right drafts a step may last four times as long for the same mean, in time at each token."""
+    ends_at: dict[bool, float] = {}
+    for guesses in (False, True):
+        costs = StepCosts(COST)
+        costs.seed(COST)
+        speculation = Speculation([Knowing()], costs, fixed=3) if guesses else None
+        bench = Bench(speculation=speculation)
+        stream, prompt = seq(50, tpot_s=0.02), seq(2000)
+        bench.decode(stream)
+        chunks = bench.compute(prompt)
+        ends_at[guesses] = bench.now
+        times = bench.times[stream]
+        means = [(at - times[0]) / number for number, at in enumerate(times) if number]
+        assert max(means) <= 0.02
+        if speculation is not None:
+            assert sorted(filter(None, chunks))[len(chunks) // 2] > 50
+            assert 1.0 < speculation.drafts_stretch < 1.5, "three more tokens beside a step of eleven"
+            assert speculation.tokens_per_step == pytest.approx(4.0, rel=0.01)
+    assert ends_at[True] < 0.6 * ends_at[False]
+
+
+def test_drafts_take_the_room_of_prompts_and_no_more() -> None:
+    costs = StepCosts(COST)
+    costs.seed(COST)
+    bench = Bench(speculation=Speculation([Knowing()], costs, fixed=15))
+    stream, prompt = seq(50, gap_s=0.1), seq(3000)
+    bench.decode(stream)
+    bench.scheduler.add(prompt)
+    plan = bench.step()
+    assert len(plan.items[0].drafts) > 10 and chunk_of(plan, prompt) >= LEAST_CHUNK
+    assert 0.09 < step_s(plan) <= 0.095
 
 
 def test_a_late_stream_catches_up_and_does_not_stop_prompts() -> None:

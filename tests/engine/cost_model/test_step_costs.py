@@ -11,6 +11,8 @@ from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
+from engine.sampling.params import SamplingParams
+from engine.sequence import ScheduledSequence, Sequence, StepPlan
 from kv_transfer.messages.fields import Role
 from kv_transfer.worker.cost_report import cost_report, reported_cost
 
@@ -40,6 +42,20 @@ def step_s(costs: StepCosts, work: StepWork) -> float:
     cost = costs.cost()
     assert cost is not None
     return cost.step_s(work)
+
+
+@pytest.mark.parametrize("has_prompt", [False, True])
+def test_a_draft_beside_prompts_is_one_of_their_tokens(has_prompt: bool) -> None:
+    params = SamplingParams(max_tokens=9, seed=0)
+    stream, prompt = (
+        Sequence(request_id=name, attempt=0, params=params, prompt_token_ids=[1] * 100) for name in ("stream", "prompt")
+    )
+    stream.num_computed = 99
+    items = [ScheduledSequence(stream, 1, (7, 7, 7))] + [ScheduledSequence(prompt, 40)] * has_prompt
+    expected = StepWork(decodes=1, context_tokens=100, drafts=3)
+    if has_prompt:
+        expected = StepWork.of_prefill(40).plus_prefill(3, 100) + StepWork(decodes=1, context_tokens=100)
+    assert StepWork.of_plan(StepPlan(tuple(items))) == expected
 
 
 def test_nothing_is_known_before_the_first_step() -> None:

@@ -135,6 +135,16 @@ def test_no_step_is_longer_than_promised_gaps_bear() -> None:
     assert bench.speculation.plan(candidates, work, most=64, longest_s=plain_s) == {}
 
 
+def test_beside_prompts_a_draft_costs_a_prompts_token_whatever_rows_were_seen_to_cost() -> None:
+    bench = Workbench(1, free_rows=100)
+    for turn in range(400):
+        bench.step(turn % 2)  # every other one is right, and rows are free
+    work, candidates = StepWork(decodes=1), [Candidate(bench.seqs[0], 15)]
+    alone = bench.speculation.plan(candidates, work, most=64)
+    beside = bench.speculation.plan(candidates, work, most=64, beside_prompts=True)
+    assert 1 <= sum(map(len, beside.values())) < sum(map(len, alone.values()))
+
+
 @pytest.mark.parametrize(("pass_s", "num_drafts"), [(0.0005, range(3, 16)), (0.003, range(1, 3)), (0.02, range(1))])
 def test_what_is_drawn_has_to_bring_more_than_it_takes(pass_s: float, num_drafts: range) -> None:
     """Steps take 8 ms; of three drafts two are right."""
