@@ -119,6 +119,7 @@ def _settings(arguments: argparse.Namespace) -> Iterator[Setting]:
                         tpot_s=tpot_s,
                         gap_s=gap_s,
                         declared_tokens=arguments.declared_tokens,
+                        acceptance=arguments.acceptance,
                     )
 
 
@@ -185,6 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gap-ms", type=float, action="append", default=[], help="promised P99 of gaps")
     parser.add_argument("--counting", action="append", choices=COUNTINGS, help="default: all")
     parser.add_argument("--declared-tokens", type=int, help="max_tokens of clients; default: what they will get")
+    parser.add_argument("--acceptance", type=float, default=0.0, help="of drafts that workers check; default: none")
     parser.add_argument(
         "--overload", action=argparse.BooleanOptionalAction, default=True, help="what more load does; default: yes"
     )

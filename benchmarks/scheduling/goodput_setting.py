@@ -170,7 +170,7 @@ def with_limits(router: str, layout: Layout) -> list[Layout]:
 class Setting:
     """One cell of the table. `tpot_s`, `gap_s`: what is promised beside TTFT; each that is set is judged. `stretch`:
     TTFT targets are at least so many times what an idle worker takes; 0: all are the same. `seed`: of the noise in
-    steps, and of who is whose tenant. `declared_tokens`: see `SimulationConfig`."""
+    steps, and of who is whose tenant. `declared_tokens`: see `SimulationConfig`; `acceptance`: `WorkerShape`."""
 
     trace: TraceFormat
     path: Path | None
@@ -185,6 +185,7 @@ class Setting:
     max_returns: int = MAX_RETURNS
     has_tenants: bool = True  # told to routers; they are counted in any case
     declared_tokens: int | None = None
+    acceptance: float = 0.0
 
     def key(self) -> Json:
         """What tells it from others in a file."""
@@ -293,6 +294,7 @@ def config_of(setting: Setting, router: str, layout: Layout) -> SimulationConfig
             handoff_token_s=layer_token_s,
             pulled_token_s=layer_token_s * (model.num_layers - 1) if router in PULLS else 0.0,
             step_noise=setting.noise,
+            acceptance=setting.acceptance,
         )
 
     return SimulationConfig(
