@@ -65,8 +65,8 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
     }
 
 
-def deepened(folder: Path, into: Path, strength: float) -> None:
-    """The model in `folder` with `NUM_ECHOES` more layers after each, whose outputs are so much of the layer's own."""
+def deepened(folder: Path, into: Path, strength: float, num_echoes: int = NUM_ECHOES) -> None:
+    """The model in `folder` with so many more layers after each, whose outputs are so much of the layer's own."""
     for path in folder.iterdir():
         if path.suffix != ".safetensors" and path.is_file():
             shutil.copy(path, into)
@@ -81,11 +81,11 @@ def deepened(folder: Path, into: Path, strength: float) -> None:
             continue
         layer, rest = name.removeprefix("model.layers.").split(".", 1)
         is_output = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        for echo in range(NUM_ECHOES + 1):
-            number = int(layer) * (NUM_ECHOES + 1) + echo
+        for echo in range(num_echoes + 1):
+            number = int(layer) * (num_echoes + 1) + echo
             deep[f"model.layers.{number}.{rest}"] = weight * strength if echo and is_output else weight.clone()
     save_file(deep, into / "model.safetensors", {"format": "pt"})
-    num_layers = config["num_hidden_layers"] * (NUM_ECHOES + 1)
+    num_layers = config["num_hidden_layers"] * (num_echoes + 1)
     (into / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
 
 
