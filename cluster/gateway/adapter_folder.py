@@ -66,15 +66,16 @@ class AdapterFolder:
     def listed(self) -> list[ListedAdapter]:
         """The adapters in the folder that can be read, by name."""
         names = sorted(entry.name for entry in self._folder.iterdir())
-        return [told for name in names if _is_name(name) and (told := self._listed(name)) is not None]
+        return [told for name in names if (told := self.look(name)) is not None]
 
-    def _listed(self, name: str) -> ListedAdapter | None:
-        """None: what has this name is no adapter, cannot be read, or has just gone."""
+    def look(self, name: str) -> ListedAdapter | None:
+        """The adapter of this name as it lies there. None: what has this name is no adapter, cannot be read, or has
+        just gone."""
         folder = self._folder / name
         try:
-            if not (folder / CONFIG_NAME).is_file():
+            if not _is_name(name) or not (folder / CONFIG_NAME).is_file():
                 return None
-            return ListedAdapter(name, str(folder.resolve()), int(folder.stat().st_mtime))
+            return ListedAdapter(name, os.path.realpath(folder), int(folder.stat().st_mtime))
         except OSError:
             return None
 

@@ -233,6 +233,13 @@ class Orchestrator:
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)
         if run.num_faults >= self._config.max_attempts:
+            if failure.cause == "adapter" and run.request.adapter is not None:
+                raise FailedError(
+                    f"No worker could load the adapter {run.request.adapter.name!r} as it was when the request came: it"
+                    f" was replaced or taken away since, or workers cannot read it. {_what_to_do(run)}",
+                    param="model",
+                    code="adapter_not_loaded",
+                )
             raise FailedError(f"The request failed {self._config.max_attempts} times. {_what_to_do(run)}")
         # All of a worker's requests come back at once: the second time not all in the same moment.
         delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)

@@ -237,7 +237,7 @@ class RequestRun:
         """Go on to the next attempt: forget the last one, but keep its tokens."""
         if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
             self.num_faults = self.num_stumbles = 0
-        self.num_faults += cause in ("fault", "raised", "broke")
+        self.num_faults += cause in ("fault", "raised", "broke", "adapter")
         self.num_stumbles += 1
         self.excluded = self._to_exclude(failed_worker, cause)
         self.attempt += 1

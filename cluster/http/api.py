@@ -167,18 +167,27 @@ class Api:
         return next((model for model in self.models if model.name == name), None)
 
     async def find_model(self, name: str | None) -> Asked:
-        """What a request for that model, or adapter of one, asks for. None: the model that there is. Raises
-        NotFoundError where there is no such model, InvalidRequestError where there is one that cannot be computed, or
-        where it takes a name to know which is meant."""
+        """What a request for that model, or adapter of one, asks for: of several adapters of one name, the first that
+        can be computed. None: the model that there is. Raises NotFoundError where there is no such model,
+        InvalidRequestError where there is one that cannot be computed, or where it takes a name to know which is meant.
+        """
         if name is None and len(self.models) > 1:
             raise InvalidRequestError(f"Several models are served here. Say which: {self._names}.", param="model")
         if name is None:
             return Asked(self, self.models[0], None)
         if (found := self.served(name)) is not None:
             return Asked(self, found, None)
+        refused: InvalidRequestError | None = None
         for model in self.models:
-            if (adapter := await model.adapter(name)) is not None:
-                return Asked(self, model, adapter)
+            try:
+                adapter = await model.adapter(name)
+            except InvalidRequestError as error:
+                refused = refused or error
+            else:
+                if adapter is not None:
+                    return Asked(self, model, adapter)
+        if refused is not None:
+            raise refused
         raise NotFoundError(
             f"The model {name[:200]!r} does not exist here. Use {self._names} (see /v1/models).",
             param="model",

@@ -59,6 +59,10 @@ class ServedModel:
         """The adapters that there are."""
         return [] if self.adapters is None else await asyncio.to_thread(self.adapters.listed)
 
+    async def listed_adapter(self, name: str) -> ListedAdapter | None:
+        """The one of that name, whether or not it can be computed; None: there is none."""
+        return None if self.adapters is None else await asyncio.to_thread(self.adapters.look, name)
+
     def require_limits(self) -> ServingLimits:
         """What its live workers can do together. Raises UnavailableError while none is known."""
         limits = self.limits()

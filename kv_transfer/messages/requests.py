@@ -127,10 +127,11 @@ class TokenEvent:
     embedding: Embedding | None = None  # what was asked for in place of tokens: `token_id` says nothing
 
 
-FailureCause = Literal["fault", "moved", "shared", "raised", "broke"]
+FailureCause = Literal["fault", "moved", "shared", "raised", "broke", "adapter"]
 """Why an attempt ended: something went wrong; its worker leaves in order, or for another request's sake, and others are
 to go on with it; a step of it and others failed, after which it cannot go on there; its own steps fail while the worker
-computes others'; the worker's device failed in a step of it, and has computed nothing since."""
+computes others'; the worker's device failed in a step of it, and has computed nothing since; the worker cannot load its
+adapter."""
 
 
 @record

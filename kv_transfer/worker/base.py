@@ -406,7 +406,7 @@ class Worker(ABC):
 
     def _on_no_adapter(self, slot: AdapterSlot, reason: str) -> None:
         for seq in [seq for seq, _ in self._adapter_users() if seq.adapter is slot]:
-            self._end(seq.key, f"its adapter cannot be loaded: {reason}", "fault")
+            self._end(seq.key, f"its adapter cannot be loaded: {reason}", "adapter")
 
     def _refused_adapter(self, gateway: GatewayId, request: RequestSpec) -> bool:
         """Whether the request names an adapter here, where there are none."""

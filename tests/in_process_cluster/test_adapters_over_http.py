@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import json
+import random
+import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,20 @@ import openai
 import pytest
 
 from cluster.gateway.adapter_folder import AdapterFolder
+from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.http.api import Api
+from cluster.http.served_model import ServedModel
+from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.tokenizer import Tokenizer
+from kernels.adapters import Adapter
 from tests.support.adapters import merged_tokens, write_adapter
 from tests.support.http_server import MODEL, clients_of, scripted_api
-from tests.support.mini_cluster import cluster_of
-from tests.support.scripted_generator import ScriptedGenerator
+from tests.support.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.mini_requests import busy, is_long
+from tests.support.processor_time import Stepped, turn_s
+from tests.support.scripted_generator import EMBEDDING_SIZE, ScriptedGenerator
 from tests.support.small_models import SmallModel
+from tests.support.waiting import eventually
 
 PROMPT = "the lamp was lit before the boats came in"
 ADAPTERS: dict[str, Any] = {"prefill_engine": {"max_adapters": 2}, "decode_engine": {"max_adapters": 2}}
@@ -37,11 +49,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 @asynccontextmanager
 async def served(model: SmallModel, folder: Path | None) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx.AsyncClient]]:
     """OpenAI's client, and one for what that has no words for."""
-    async with cluster_of(model, **(ADAPTERS if folder else {})) as cluster:
+    async with serving(model, folder, **(ADAPTERS if folder else {})) as (_, client, http):
+        yield client, http
+
+
+@asynccontextmanager
+async def serving(
+    model: SmallModel, folder: Path | None, **config: Any
+) -> AsyncIterator[tuple[MiniCluster, openai.AsyncOpenAI, httpx.AsyncClient]]:
+    """With the cluster."""
+    async with cluster_of(model, **config) as cluster:
         adapters = None if folder is None else AdapterFolder.of(str(folder), model.folder, "auto", max_rank=8)
         api = scripted_api(cluster.orchestrator, Tokenizer(model.folder), adapters=adapters)
-        async with clients_of(api) as clients:
-            yield clients
+        async with clients_of(api) as (client, http):
+            yield cluster, client, http
 
 
 async def completed(client: openai.AsyncOpenAI, name: str, **fields: Any) -> list[int]:
@@ -58,8 +79,12 @@ async def completed(client: openai.AsyncOpenAI, name: str, **fields: Any) -> lis
     return ids
 
 
+def prompt_of(model: SmallModel) -> list[int]:
+    return Tokenizer(model.folder).encode(PROMPT, True)
+
+
 def expected(model: SmallModel, adapter: Path | None) -> list[int]:
-    return merged_tokens(model.folder, adapter, Tokenizer(model.folder).encode(PROMPT, True), NUM_TOKENS)
+    return merged_tokens(model.folder, adapter, prompt_of(model), NUM_TOKENS)
 
 
 async def test_what_is_in_the_folder_is_a_model(model: SmallModel, tmp_path: Path) -> None:
@@ -219,16 +244,168 @@ def test_a_folder_of_another_models_adapters_names_what_is_wrong(model: SmallMod
         adapters.find("x")
 
 
-def test_a_thousand_cost_nothing_until_they_are_named(model: SmallModel, tmp_path: Path) -> None:
-    """No file of weights is read to list them, and each once to name it however often."""
+async def test_a_thousand_cost_nothing_until_they_are_named(model: SmallModel, tmp_path: Path) -> None:
+    """No file of weights is read to list them, nor is the loop kept; and each is read once to name it however often."""
     first = write_adapter(tmp_path / "served" / "adapter 0", model.folder, seed=1)
     for number in range(1, 1_000):
         (tmp_path / "served" / f"adapter {number}").symlink_to(first)
     adapters = AdapterFolder.of(str(tmp_path / "served"), model.folder, "auto", max_rank=8)
     assert len(adapters.listed()) == 1_000
+    async with clients_of(scripted_api_of(model, tmp_path / "served")) as (_, http):
+        listing = [Stepped(http.get("/v1/models")) for _ in range(5)]
+        gc.collect()
+        gc.disable()  # the heap of a replica is settled (`cluster.app`)
+        try:
+            for one in listing:
+                await one
+        finally:
+            gc.enable()
+        assert len((await http.get("/v1/models")).json()["data"]) == 1 + 1_000
+    longest = min(max(one.steps_s) for one in listing)
+    assert longest / turn_s() < 200_000, "to make the list on the loop takes twice as long, and more"
     found = {adapters.find(f"adapter {number}") for number in range(1_000)}
     assert len({ref.digest for ref in found if ref is not None}) == 1
     config = json.loads((first / "adapter_config.json").read_text())
     (first / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     renewed = adapters.find("adapter 7")
     assert renewed is not None and renewed not in found
+
+
+def open_below(folder: Path) -> list[str]:
+    """Files below it that this process holds open or has mapped."""
+    found = Path("/proc/self/maps").read_text().splitlines()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was the listing's own
+            found.append(str(descriptor.readlink()))
+    return [line for line in found if str(folder) in line]
+
+
+async def test_of_a_thousand_each_answers_as_itself_and_nothing_is_left(model: SmallModel, tmp_path: Path) -> None:
+    """Sixteen have room on a worker, twice as many are asked for, by clients that do not wait for each other; and one
+    of the workers dies meanwhile."""
+    served_folder = tmp_path / "served"
+    names = [f"adapter-{number:03}" for number in range(1_000)]
+    for number, name in enumerate(names):
+        write_adapter(served_folder / name, model.folder, seed=number, rank=2, layers=(1,))
+    asked = names[::32]
+    wanted = {name: expected(model, served_folder / name) for name in asked}
+    assert len(set(map(tuple, wanted.values()))) > 0.9 * len(asked), "adapters that say the same show nothing"
+    room = {"max_adapters": 16}
+    shape: dict[str, Any] = {"num_decode": 2, "prefill_engine": room, "decode_engine": room}
+    async with serving(model, served_folder, **shape) as (cluster, client, _):
+        found: list[tuple[str, list[int]]] = []
+
+        async def ask_for_all(seed: int) -> None:
+            for name in random.Random(seed).sample(asked, len(asked) // 2):
+                found.append((name, await completed(client, name)))
+
+        async def kill_one() -> None:
+            await eventually(lambda: len(found) > 40 and any(worker.gateway_of for worker in cluster.decodes))
+            await cluster.remove(busy(cluster))
+            await cluster.add_decode()
+
+        await asyncio.gather(kill_one(), *map(ask_for_all, range(6)))
+        assert len(found) == 6 * len(asked) // 2
+        assert [name for name, tokens in found if tokens != wanted[name]] == []
+
+        await cluster.idle()
+        for loaded in cluster.models:
+            assert loaded.adapters is not None
+            loaded.adapters.check()
+            assert loaded.adapters.num_waiting == 0
+        assert sum(len(loaded.adapters.loaded) for loaded in cluster.models if loaded.adapters) > 16
+        gc.collect()
+        in_memory = [thing for thing in gc.get_objects() if type(thing) is Adapter]
+        assert len(in_memory) == sum(len(loaded.adapters.loaded) for loaded in cluster.models if loaded.adapters)
+        assert open_below(served_folder) == []
+        ledger = cluster.scheduler.scheduler.ledger
+        await eventually(lambda: not len(ledger), what="the scheduler still counts requests")
+        assert set(ledger.table.adapters) == {worker.info.worker_id for worker in cluster.workers}
+        assert not cluster.orchestrator.runs
+
+
+async def test_a_broken_one_hides_no_other_models_adapter_of_its_name(model: SmallModel, tmp_path: Path) -> None:
+    other = "another/model"
+    write_adapter(tmp_path / "first" / "x", model.folder, seed=1, use_dora=True)
+    good = write_adapter(tmp_path / "second" / "x", model.folder, seed=2)
+    write_adapter(tmp_path / "first" / "both broken", model.folder, seed=1, use_dora=True)
+    write_adapter(tmp_path / "second" / "both broken", model.folder, seed=1, rank=9)
+    folders = [AdapterFolder.of(str(tmp_path / n), model.folder, "auto", max_rank=8) for n in ("first", "second")]
+    engine = {"max_adapters": 1}
+    async with cluster_of(model, others={other: str(model.folder)}, num_prefill=0, decode_engine=engine) as cluster:
+        second = ServedModel(
+            name=other,
+            tokenizer=Tokenizer(model.folder),
+            pooling=CheckpointPooling(size=EMBEDDING_SIZE),
+            limits=partial(cluster.orchestrator.limits, other),
+            adapters=folders[1],
+        )
+        api = scripted_api(cluster.orchestrator, Tokenizer(model.folder), adapters=folders[0], others=[second])
+        async with clients_of(api) as (client, http):
+            assert await completed(client, "x") == expected(model, good)
+            assert (await client.models.retrieve("x")).model_dump()["parent"] == other
+            body = {"model": "both broken", "prompt": "x", "max_tokens": 1}
+            refused = await http.post("/v1/completions", json=body)
+            assert refused.status_code == 400 and "sets use_dora" in refused.json()["error"]["message"]
+            shutil.rmtree(tmp_path / "second" / "x")
+            assert (await client.models.retrieve("x")).model_dump()["parent"] == MODEL
+            with pytest.raises(openai.BadRequestError):
+                await completed(client, "x")
+
+
+async def test_one_that_was_replaced_before_it_was_loaded_is_told_so(model: SmallModel, tmp_path: Path) -> None:
+    first, second = (write_adapter(tmp_path / name, model.folder, seed=n) for n, name in enumerate(("first", "second")))
+    config: dict[str, Any] = {"num_prefill": 0, "orchestrator": OrchestratorConfig(retry_delay_s=0.001)}
+    async with serving(model, tmp_path, decode_engine={"max_adapters": 1}, **config) as (cluster, client, _):
+        (decode,) = cluster.decodes
+        pool = decode.model.adapters
+        assert pool is not None
+        with brake(decode.model.runner, is_long(len(prompt_of(model)) + 2)) as held:
+            running = asyncio.create_task(completed(client, "first"))
+            await held.reached()
+            waiting = asyncio.create_task(completed(client, "second"))
+            await eventually(lambda: pool.num_waiting == 1, what="nobody waits for the second adapter")
+            write_adapter(second, model.folder, seed=3)
+        assert await running == expected(model, first)
+        with pytest.raises(openai.InternalServerError) as told:
+            await waiting
+        assert told.value.code == "adapter_not_loaded" and "the adapter 'second'" in told.value.message
+        assert await completed(client, "second") == expected(model, second)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["it goes on", "but not where nobody has it"])
+async def test_a_stream_whose_adapter_is_taken_away(model: SmallModel, tmp_path: Path, killed: bool) -> None:
+    folder = write_adapter(tmp_path / "mine", model.folder, seed=4)
+    merged = expected(model, folder)
+    engines: dict[str, Any] = {**ADAPTERS, "num_decode": 2, "orchestrator": OrchestratorConfig(retry_delay_s=0.001)}
+    tokens: list[int] = []
+    async with serving(model, tmp_path, **engines) as (cluster, client, _):
+
+        async def read() -> None:
+            fields = {"return_token_ids": True, "ignore_eos": True}
+            stream = await client.completions.create(
+                model="mine", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, stream=True, extra_body=fields
+            )
+            async for chunk in stream:
+                tokens.extend((chunk.choices[0].model_extra or {}).get("token_ids", []))
+
+        with ExitStack() as stack:
+            fourth = is_long(len(prompt_of(model)) + 4)
+            brakes = [stack.enter_context(brake(worker.model.runner, fourth)) for worker in cluster.decodes]
+            reading = asyncio.create_task(read())
+            await eventually(lambda: any(held.holding.is_set() for held in brakes), what="no such step was made")
+            shutil.rmtree(folder)
+            for held in brakes:
+                held.release()
+            if killed:
+                await cluster.remove(busy(cluster))
+        if killed:
+            with pytest.raises(openai.APIError) as told:
+                await reading
+            assert told.value.code == "adapter_not_loaded" and "the adapter 'mine'" in told.value.message
+            assert 0 < len(tokens) < NUM_TOKENS and tokens == merged[: len(tokens)]
+        else:
+            await reading
+            assert tokens == merged
+        with pytest.raises(openai.NotFoundError):
+            await completed(client, "mine")

@@ -27,7 +27,7 @@ async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
     if api.served(body.lora_name) is not None:
         raise InvalidRequestError(f"{body.lora_name!r} is the model itself. Use another name.", param="lora_name")
     for model in api.models:
-        if model.adapters is not adapters and body.lora_name in {told.name for told in await model.listed_adapters()}:
+        if model.adapters is not adapters and await model.listed_adapter(body.lora_name) is not None:
             raise InvalidRequestError(
                 f"{body.lora_name!r} is an adapter of {model.name!r}. Use another name.", param="lora_name"
             )

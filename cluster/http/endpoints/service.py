@@ -26,27 +26,33 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/v1/models", response_model=None)
 @router.get("/v1/models/", response_model=None, include_in_schema=False)  # as people type it to see who is there
-async def list_models(api: ApiOf) -> dict[str, Any]:
-    cards = []
-    for model in api.models:
-        cards.append(_model_card(api, model))
-        cards += [_adapter_card(api, model, told) for told in await model.listed_adapters()]
-    return {"object": "list", "data": cards}
+async def list_models(api: ApiOf) -> Response:
+    listed = [(_model_card(api, model), await model.listed_adapters()) for model in api.models]
+
+    def answer() -> dict[str, Any]:
+        cards = []
+        for card, adapters in listed:
+            cards += [card, *(_adapter_card(card, told) for told in adapters)]
+        return {"object": "list", "data": cards}
+
+    return await _json(answer, api)
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
 async def retrieve_model(model: str, api: ApiOf) -> dict[str, Any]:
-    if api.served(model) is None:  # an adapter is listed as it lies there, whether or not it can be computed
+    cards: dict[str, dict[str, Any]] = {}  # of the adapters of that name, by the models whose they are
+    if api.served(model) is None:
         for base in api.models:
-            for told in await base.listed_adapters():
-                if told.name == model:
-                    return _adapter_card(api, base, told)
-    return _model_card(api, (await api.find_model(model)).model)
+            if (told := await base.listed_adapter(model)) is not None:
+                cards[base.name] = _adapter_card(_model_card(api, base), told)
+    if len(cards) == 1:  # as it lies there, whether or not it can be computed
+        return next(iter(cards.values()))
+    asked = await api.find_model(model)
+    return cards.get(asked.model.name) or _model_card(api, asked.model)
 
 
-def _adapter_card(api: Api, model: ServedModel, told: ListedAdapter) -> dict[str, Any]:
-    card = {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": model.name}
-    return _model_card(api, model) | card
+def _adapter_card(base: dict[str, Any], told: ListedAdapter) -> dict[str, Any]:
+    return base | {"id": told.name, "created": told.changed_at, "root": told.folder, "parent": base["id"]}
 
 
 def _model_card(api: Api, model: ServedModel) -> dict[str, Any]:
