@@ -9,7 +9,8 @@ Shape legend: T packed tokens, N rows of one adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +84,7 @@ class _Adapted:
         return y
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowAdapters:
     """Which adapter each row of a step is computed with: row t with `adapters[of_row[t]]`, or with none where that is
     -1."""
@@ -91,11 +92,11 @@ class RowAdapters:
     adapters: tuple[Adapter, ...]
     of_row: Tensor  # [T] int64, on the CPU
     device: torch.device  # where the rows are
-    _rows: tuple[Tensor, ...] = field(init=False)  # of each adapter, rising
 
-    def __post_init__(self) -> None:
-        rows = [(self.of_row == number).nonzero().flatten().to(self.device) for number in range(len(self.adapters))]
-        object.__setattr__(self, "_rows", tuple(rows))
+    @cached_property
+    def _rows(self) -> list[Tensor]:
+        """Of each adapter, rising. Layers in one call have no use for them."""
+        return [(self.of_row == number).nonzero().flatten().to(self.device) for number in range(len(self.adapters))]
 
     def selected(self, rows: Tensor) -> RowAdapters:
         """The adapters of these rows of the step, in this order."""

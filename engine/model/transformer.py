@@ -8,7 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from engine.model.latent import (
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import Shard
 from kernels.adapters import Adapter, AdapterLayer, LowRank, UpProjection
+from kernels.cpu.huge_pages import memory_apart
 from kernels.interface import (
     ExpertChoice,
     GatedMlp,
@@ -234,7 +235,7 @@ class Model:
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
         kernels = self._kernels
         if isinstance(kernels, NativeCpuKernels):
-            kernels = kernels.packing_into(_own_memory)
+            kernels = kernels.packing_into(memory_apart())
         layers = tuple(
             self._adapter_layer(weights, f"model.layers.{index}.", kernels, layer.rope)
             for index, layer in enumerate(self.config.layers)
@@ -506,13 +507,6 @@ class Model:
         want."""
         by_head = torch.unflatten(heads, 0, (-1, self.config.head_dim))
         return by_head[:, rope.head_order(self.config.head_dim)].flatten(0, 1)
-
-
-def _own_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-    """A `PackingMemory` for what comes and goes: mappings that many tensors share would stay as long as one of them."""
-    packed = torch.zeros(num_elements, dtype=dtype)
-    fill(packed)
-    return packed
 
 
 def _low_rank(

@@ -10,6 +10,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,18 +19,35 @@ _PAGE_BYTES = 2 << 20
 _SHARED_BYTES = 64 << 20  # of one mapping for small tensors: by itself each would fall short of a page
 _LINE_BYTES = 64
 
-_lock = threading.Lock()
-_rest = memoryview(b"")  # of the newest mapping for small tensors; guarded by the lock
+
+class _Shared:
+    """Mappings that small tensors share, each until it is full."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = memoryview(b"")  # of the newest one; guarded by the lock
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """A part of a mapping. Starts a cache line."""
+        with self._lock:
+            if num_bytes > len(self._rest):
+                self._rest = _mapped(_SHARED_BYTES)
+            rest = self._rest
+            taken, self._rest = rest[:num_bytes], rest[-(-num_bytes // _LINE_BYTES) * _LINE_BYTES :]
+        return taken
 
 
-def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+_everybodys = _Shared()
+
+
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype, shared: _Shared = _everybodys) -> Tensor:
     """Zeros on the CPU, at least one, in 2 MiB pages where Linux grants them.
 
     The memory goes back to the machine with the last tensor that lies in the same mapping.
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else _allocate_shared(num_bytes)
+    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else shared.allocate(num_bytes)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
 
@@ -42,16 +60,6 @@ def _mapped(num_bytes: int) -> memoryview:
     return memoryview(mapping)
 
 
-def _allocate_shared(num_bytes: int) -> memoryview:
-    """A part of a mapping that small tensors share. Starts a cache line."""
-    global _rest
-    with _lock:
-        if num_bytes > len(_rest):
-            _rest = _mapped(_SHARED_BYTES)
-        taken, _rest = _rest[:num_bytes], _rest[-(-num_bytes // _LINE_BYTES) * _LINE_BYTES :]
-    return taken
-
-
 PackingMemory = Callable[[int, torch.dtype, Callable[[Tensor], None]], Tensor]
 """Where packed weights lie: (elements, type, fill) -> `[elements]`, only to be read, from the start of a cache line.
 
@@ -61,6 +69,15 @@ They hold what `fill` makes of zeros, or made of them before. For one model it i
 
 def private_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
     """A `PackingMemory`: large pages of this process."""
-    packed = huge_zeros([num_elements], dtype)
+    return _filled(_everybodys, num_elements, dtype, fill)
+
+
+def memory_apart() -> PackingMemory:
+    """Large pages for what comes and goes as one: all of them go back with the last tensor that was packed there."""
+    return partial(_filled, _Shared())
+
+
+def _filled(shared: _Shared, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
+    packed = huge_zeros([num_elements], dtype, shared)
     fill(packed)
     return packed

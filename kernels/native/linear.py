@@ -14,8 +14,6 @@ from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight
 
-_PANEL = 32  # outputs, of `src/panels.h`
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear:
@@ -98,7 +96,7 @@ class NativeHeads:
     """`kernels.interface.HeadwiseLinear`. A row's result is the same to the bit whatever the other rows are."""
 
     compute: Function
-    packed: Tensor  # head after head, in panels of 32 outputs
+    packed: Tensor  # head after head, each as a projection's weight
     num_outputs: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,10 +118,15 @@ class NativeHeads:
 
 def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = private_memory) -> NativeHeads:
     """Pack a projection of each head, from `weight [Q, out, in]`."""
-    num_outputs = weight.shape[1]
-    # Each head begins a panel.
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))
-    packed = pack_linear(library, padded.flatten(0, 1), None, memory).packed
+    num_heads, num_outputs, num_inputs = weight.shape
+    packed_size, pack, _ = _linear_functions(library, TYPE_NAMES[weight.dtype])
+    size = packed_size(num_inputs, num_outputs)
+
+    def fill(packed: Tensor) -> None:
+        for head, into in zip(weight.contiguous(), packed.view(num_heads, size), strict=True):
+            pack(head.data_ptr(), num_inputs, num_outputs, into.data_ptr())
+
+    packed = memory(num_heads * size, weight.dtype, fill)
     compute = declare(library, f"heads_{TYPE_NAMES[weight.dtype]}", [Pointer, *[Size] * 3, Pointer, Size, Pointer])
     return NativeHeads(compute=compute, packed=packed, num_outputs=num_outputs)
 

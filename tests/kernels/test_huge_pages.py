@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cpu.huge_pages import huge_zeros
+from kernels.cpu.huge_pages import huge_zeros, memory_apart
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
@@ -30,3 +31,22 @@ def test_a_large_one_has_memory_of_its_own_that_goes_with_it() -> None:
     del tensor
     gc.collect()
     assert storage() is None
+
+
+def test_what_was_packed_apart_lies_together_and_goes_with_the_last_of_it() -> None:
+    def is_mapped(address: int) -> bool:
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(first, 16) <= address < int(stop, 16) for first, stop in ranges)
+
+    pack = memory_apart()
+    first, second = pack(100, torch.float32, torch.Tensor.zero_), pack(100, torch.bfloat16, lambda it: it.fill_(2.0))
+    elsewhere = huge_zeros((100,), torch.float32)
+    addresses = first.data_ptr(), second.data_ptr()
+    assert addresses[1] - addresses[0] == 7 * 64
+    assert not first.any() and (second == 2.0).all()
+    del pack, first
+    gc.collect()
+    assert is_mapped(addresses[1])
+    del second
+    gc.collect()
+    assert not is_mapped(addresses[0]) and is_mapped(elsewhere.data_ptr())

@@ -12,7 +12,11 @@ namespace {
 
 using namespace legato;
 
-constexpr int kTile = 12;       // rows of a tile: 24 registers of sums, of 32
+constexpr int kTile = 12;                   // rows of a tile: 24 registers of sums, of 32
+constexpr int64_t kWorthThreads = 1 << 18;  // numbers of a weight, from which on other threads are called to pack it
+
+// Numbers of a packed weight: outputs are filled up to half a panel or a whole one.
+int64_t packed_size(int64_t inputs, int64_t outputs) { return (outputs + kHalf - 1) / kHalf * kHalf * inputs; }
 
 // One input of 16 outputs, or, in bfloat16, two: the instruction multiplies and adds pairs.
 template <typename T>
@@ -43,56 +47,62 @@ struct Inputs<bf16> {
 template <typename T>
 struct Linear {
   const T* x;       // [rows, inputs]
-  const T* weight;  // [panels, inputs / kTogether, kPanel, kTogether]: what `pack` made
+  const T* weight;  // [panels, inputs / kTogether, width of the panel, kTogether]: what `pack` made
   int64_t rows, inputs;
   Outputs<T> to;
 };
 
+// A panel's outputs. The last one is half as wide where no more are left, as those of most adapters' ranks are: what is
+// read from memory takes longest there.
+int64_t width_of(int64_t outputs, int64_t panel) { return outputs - panel * kPanel > kHalf ? kPanel : kHalf; }
+
 // `ahead`: weights that memory is asked for meanwhile, a line of 64 bytes for each step, which is half of a panel.
-template <typename T, int kRows, bool kAhead>
+template <typename T, int kRows, bool kAhead, bool kWhole>
 void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel, const char* ahead) {
   using In = Inputs<T>;
+  constexpr int64_t width = kWhole ? kPanel : kHalf;
   const T* weight = job.weight + panel * job.inputs * kPanel;
   const T* x = job.x + first_row * job.inputs;
   __m512 left[kRows], right[kRows];
   for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
   for (int64_t input = 0; input < job.inputs; input += In::kTogether, ahead += 64) {
     if constexpr (kAhead) _mm_prefetch(ahead, _MM_HINT_T1);
-    const auto a = In::of_weight(weight + input * kPanel);
-    const auto b = In::of_weight(weight + input * kPanel + kPanel / 2 * In::kTogether);
+    const auto a = In::of_weight(weight + input * width);
+    const auto b = kWhole ? In::of_weight(weight + input * width + kHalf * In::kTogether) : a;
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       const auto own = In::of_row(x + row * job.inputs + input);
       left[row] = In::add(left[row], a, own);
-      right[row] = In::add(right[row], b, own);
+      if constexpr (kWhole) right[row] = In::add(right[row], b, own);
     }
   }
   for (int row = 0; row < kRows; ++row) {
     finish(job.to, first_row + row, panel * kPanel, left[row]);
-    finish(job.to, first_row + row, panel * kPanel + kPanel / 2, right[row]);
+    if constexpr (kWhole) finish(job.to, first_row + row, panel * kPanel + kHalf, right[row]);
   }
 }
 
-template <typename T, int kRows, bool kAhead>
+template <typename T, int kRows, bool kAhead, bool kWhole>
 void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t panel, const char* ahead) {
-  if (rows == kRows) return compute_tile<T, kRows, kAhead>(job, first_row, panel, ahead);
-  if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead>(job, first_row, rows, panel, ahead);
+  if (rows == kRows) return compute_tile<T, kRows, kAhead, kWhole>(job, first_row, panel, ahead);
+  if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead, kWhole>(job, first_row, rows, panel, ahead);
 }
 
 // In tiles that are as equal as may be: few rows left over would take longer than their share. The first tile reads the
-// panel from memory; while the second and the third compute with it, memory has time for the thread's next one.
-template <typename T>
+// panel from memory; while the second and the third compute with it, memory has time for the thread's next one, which
+// there is none of behind half a panel.
+template <typename T, bool kWhole>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
-  const int64_t half = job.inputs * kPanel / 2 * static_cast<int64_t>(sizeof(T));
+  const int64_t half = job.inputs * kHalf * static_cast<int64_t>(sizeof(T));
   const int64_t tiles = (job.rows + kTile - 1) / kTile;
   for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
     const int64_t rows = (job.rows - row) / (tiles - tile);
-    if (tile == 1 || tile == 2) {
-      compute_rows<T, kTile, true>(job, row, rows, panel, ahead);
+    if (kWhole && (tile == 1 || tile == 2)) {
+      compute_rows<T, kTile, kWhole, kWhole>(job, row, rows, panel, ahead);
       ahead += half;
     } else {
-      compute_rows<T, kTile, false>(job, row, rows, panel, nullptr);
+      compute_rows<T, kTile, false, kWhole>(job, row, rows, panel, nullptr);
     }
     row += rows;
   }
@@ -110,7 +120,9 @@ void compute(const Linear<T>* jobs, int64_t count) {
   share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
     const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
     const int64_t panels = num_panels(jobs[i].to.outputs), panel = at - (ends[i] - panels);
-    compute_panel(jobs[i], panel, std::min(panel + threads, panels - 1));
+    const int64_t next = std::min(panel + threads, panels - 1);
+    width_of(jobs[i].to.outputs, panel) == kPanel ? compute_panel<T, true>(jobs[i], panel, next)
+                                                  : compute_panel<T, false>(jobs[i], panel, next);
   });
 }
 
@@ -147,8 +159,7 @@ void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, cons
   kept.clear();
   for (int64_t head = 0; head < heads; ++head) {
     const Outputs<T> to{nullptr, nullptr, out + head * rows * outputs, outputs};
-    kept.push_back(
-        {x + head * rows * inputs, weights + head * num_panels(outputs) * kPanel * inputs, rows, inputs, to});
+    kept.push_back({x + head * rows * inputs, weights + head * packed_size(inputs, outputs), rows, inputs, to});
   }
   compute(kept.data(), heads);
 }
@@ -156,14 +167,13 @@ void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, cons
 template <typename T>
 void pack(const T* weight, int64_t inputs, int64_t outputs, T* packed) {
   constexpr int64_t together = Inputs<T>::kTogether;
-#pragma omp parallel for
+#pragma omp parallel for if (outputs * inputs >= kWorthThreads)
   for (int64_t panel = 0; panel < num_panels(outputs); ++panel) {
     T* into = packed + panel * inputs * kPanel;
-    for (int64_t lane = 0; lane < kPanel; ++lane) {
-      const int64_t output = panel * kPanel + lane;
-      for (int64_t input = 0; input < inputs; ++input) {
-        const int64_t at = input / together * kPanel * together + lane * together + input % together;
-        into[at] = output < outputs ? weight[output * inputs + input] : 0;
+    const int64_t first = panel * kPanel, width = width_of(outputs, panel);
+    for (int64_t input = 0; input < inputs; input += together) {
+      for (int64_t output = first; output < first + width; ++output) {
+        for (int64_t i = 0; i < together; ++i) *into++ = output < outputs ? weight[output * inputs + input + i] : 0;
       }
     }
   }
@@ -185,8 +195,8 @@ void products(const Product* products, int64_t count, float) { compute_products<
 
 extern "C" {
 
-// How many numbers packing writes: outputs are filled up to whole panels.
-int64_t linear_packed_size(int64_t inputs, int64_t outputs) { return num_panels(outputs) * kPanel * inputs; }
+// How many numbers packing writes.
+int64_t linear_packed_size(int64_t inputs, int64_t outputs) { return packed_size(inputs, outputs); }
 
 // From `weight [outputs, inputs]`. In bfloat16, `inputs` is even.
 void linear_pack_bf16(const bf16* weight, int64_t inputs, int64_t outputs, bf16* packed) {

@@ -9,7 +9,7 @@
 
 namespace legato {
 
-constexpr int64_t kPanel = 32;  // outputs of a panel: two registers of sums
+constexpr int64_t kHalf = 16, kPanel = 2 * kHalf;  // outputs of a register of sums, and of a panel
 
 inline int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
