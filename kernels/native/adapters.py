@@ -18,8 +18,12 @@ class _Up(ctypes.Structure):
     _fields_ = (("by", ProjectionRecord), ("first_rank", Size), ("first_output", Size))
 
 
+class _Stretch(ctypes.Structure):
+    _fields_ = (("first", Pointer), ("lines", Size))
+
+
 class _LowRank(ctypes.Structure):
-    _fields_ = (("down", ProjectionRecord), ("ups", ctypes.POINTER(_Up)), ("num_ups", Size))
+    _fields_ = (("down", ProjectionRecord), ("weights", _Stretch), ("ups", ctypes.POINTER(_Up)), ("num_ups", Size))
 
 
 class AdaptersRecord(ctypes.Structure):
@@ -51,7 +55,11 @@ def _record(low_rank: LowRank | None) -> _LowRank:
     if low_rank is None:
         return _LowRank()
     ups = [_Up(projection_record(up.linear), up.ranks.start, up.outputs.start) for up in low_rank.ups]
-    return _LowRank(projection_record(low_rank.down), (_Up * len(ups))(*ups), len(ups))
+    linears = (low_rank.down, *(up.linear for up in low_rank.ups))
+    packed = [linear.packed for linear in linears if isinstance(linear, NativeLinear)]
+    first = min(part.data_ptr() for part in packed)
+    lines = (max(part.data_ptr() + part.nbytes for part in packed) - first) // 64
+    return _LowRank(projection_record(low_rank.down), _Stretch(first, lines), (_Up * len(ups))(*ups), len(ups))
 
 
 def adapters_record(rows: RowAdapters) -> AdaptersRecord:

@@ -252,7 +252,11 @@ async def test_a_thousand_cost_nothing_until_they_are_named(model: SmallModel, t
     adapters = AdapterFolder.of(str(tmp_path / "served"), model.folder, "auto", max_rank=8)
     assert len(adapters.listed()) == 1_000
     async with clients_of(scripted_api_of(model, tmp_path / "served")) as (_, http):
-        listing = [Stepped(http.get("/v1/models")) for _ in range(5)]
+
+        async def look() -> None:
+            await http.get("/v1/models")
+
+        listing = [Stepped(look()) for _ in range(5)]
         gc.collect()
         gc.disable()  # the heap of a replica is settled (`cluster.app`)
         try:

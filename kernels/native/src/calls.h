@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "bf16.h"
 
 namespace legato {
@@ -52,6 +54,14 @@ struct Product {
 void products(const Product* products, int64_t count, bf16);
 void products(const Product* products, int64_t count, float);
 
+// Of memory that is read soon: a projection of many rows asks for it while it computes, since adapters of few rows each
+// take as long as reading their weights does.
+struct Stretch {
+  const void* first;
+  int64_t lines;  // of 64 bytes
+};
+using Stretches = std::vector<Stretch>;
+
 // This and the following: those of kernels/native/adapters.py, field by field. What an adapter adds to a projection, or
 // to several side by side: to the outputs from `first_output` on what is made of the ranks from `first_rank` on.
 struct Up {
@@ -61,6 +71,7 @@ struct Up {
 
 struct LowRank {
   Projection down;
+  Stretch weights;  // all of them, side by side
   const Up* ups;  // [num_ups], none where the adapter leaves the projection alone
   int64_t num_ups;
 };
@@ -75,11 +86,18 @@ struct Adapters {
   int64_t count;
 };
 
+// The weights that `add_adapters` reads at that place; good until the thread asks again.
+const Stretches& adapters_soon(const Adapters& adapters, int64_t layer, Place place);
+
 // To `y [rows, outputs]`, in place, what the adapters of the step's rows from `first_row` on make of `x [rows, ..]`.
 void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const bf16* x,
                   bf16* y, int64_t outputs);
 void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const float* x,
                   float* y, int64_t outputs);
+
+// As `linear_bf16` and `linear_f32` below; memory is asked for what is read `soon`.
+void linear(const Product& product, const Stretches& soon, bf16);
+void linear(const Product& product, const Stretches& soon, float);
 
 // Each group's rows of `x [rows, inputs]` by its projection.
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out);

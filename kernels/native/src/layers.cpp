@@ -49,8 +49,10 @@ struct Step {
   const legato::Adapters* adapters;  // null: no row has one
 };
 
-void project(const Projection& projection, const bf16* x, int64_t rows, const bf16* residual, bf16* out) {
+void project(const Projection& projection, const bf16* x, int64_t rows, const bf16* residual, bf16* out,
+             const legato::Stretches* soon) {
   const auto* bias = static_cast<const bf16*>(projection.bias);
+  if (soon && !projection.bits) return legato::linear({&projection, x, rows, residual, out}, *soon, bf16{});
   if (projection.bits) {
     return quantised_linear(x, rows, projection.inputs, static_cast<const uint8_t*>(projection.weight),
                             projection.outputs, projection.group, projection.bits, projection.lowest,
@@ -60,7 +62,9 @@ void project(const Projection& projection, const bf16* x, int64_t rows, const bf
               residual, out);
 }
 
-void project(const Projection& projection, const float* x, int64_t rows, const float* residual, float* out) {
+void project(const Projection& projection, const float* x, int64_t rows, const float* residual, float* out,
+             const legato::Stretches* soon) {
+  if (soon) return legato::linear({&projection, x, rows, residual, out}, *soon, float{});
   linear_f32(x, rows, projection.inputs, static_cast<const float*>(projection.weight), projection.outputs,
               static_cast<const float*>(projection.bias), residual, out);
 }
@@ -134,7 +138,7 @@ class Pass {
   // Up to the keys and values in the cache.
   void begin(const Part& part) const {
     X* projected = scratch_.projected + part.at * widths_.projected;
-    project(layer_.qkv, row(step_.normed, part), part.rows, nullptr, projected);
+    project(layer_.qkv, row(step_.normed, part), part.rows, nullptr, projected, soon(legato::kQkv));
     adapt(part, legato::kQkv, row(step_.normed, part), projected, layer_.qkv.outputs);
     rotate_and_store(part, projected);
   }
@@ -164,7 +168,7 @@ class Pass {
     X* projected = scratch_.projected + part.at * widths_.projected;
     X* activated = scratch_.activated + part.at * widths_.activated;
     finish_attention(part);
-    project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected);
+    project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected, soon(legato::kGateUp));
     adapt(part, legato::kGateUp, row(step_.normed, part), projected, layer_.gate_up.outputs);
     activate(projected, part.rows, activated);
     add(part, layer_.down, legato::kDown, activated, layer_.mlp_output_norm, following);
@@ -173,6 +177,10 @@ class Pass {
  private:
   // Of the residual stream or its norm.
   X* row(void* rows, const Part& part) const { return static_cast<X*>(rows) + part.first * layer_.output.outputs; }
+
+  const legato::Stretches* soon(legato::Place place) const {
+    return step_.adapters ? &legato::adapters_soon(*step_.adapters, index_, place) : nullptr;
+  }
 
   // What the rows' adapters, if there are any, add to a projection of `x`.
   void adapt(const Part& part, legato::Place place, const X* x, X* y, int64_t outputs) const {
@@ -223,12 +231,12 @@ class Pass {
     const int64_t width = projection.outputs;
     X *x = row(step_.x, part), *normed = row(step_.normed, part);
     if (!norm) {
-      project(projection, y, part.rows, x, x);
+      project(projection, y, part.rows, x, x, soon(place));
       adapt(part, place, y, x, width);
       return legato::rms_norm(x, part.rows, width, 1, width, following, shape_.eps, normed);
     }
     X* own = scratch_.normed + part.at * widths_.normed;
-    project(projection, y, part.rows, nullptr, own);
+    project(projection, y, part.rows, nullptr, own, soon(place));
     adapt(part, place, y, own, width);
     legato::rms_norm(own, part.rows, width, 1, width, static_cast<const W*>(norm), shape_.eps, own);
     if (!following) {

@@ -50,7 +50,19 @@ struct Linear {
   const T* weight;  // [panels, inputs / kTogether, width of the panel, kTogether]: what `pack` made
   int64_t rows, inputs;
   Outputs<T> to;
+  const Stretches* soon = nullptr;  // what is read after the weight, if that is known
 };
+
+// Where a panel begins to ask for what is read soon, if each asks for so many lines; null: nothing is left for it.
+const char* soon_from(const Stretches* soon, int64_t panel, int64_t lines) {
+  if (!soon) return nullptr;
+  int64_t line = panel * lines;
+  for (const Stretch& stretch : *soon) {
+    if (line < stretch.lines) return static_cast<const char*>(stretch.first) + line * 64;
+    line -= stretch.lines;
+  }
+  return nullptr;
+}
 
 // A panel's outputs. The last one is half as wide where no more are left, as those of most adapters' ranks are: what is
 // read from memory takes longest there.
@@ -88,17 +100,20 @@ void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t
   if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead, kWhole>(job, first_row, rows, panel, ahead);
 }
 
-// In tiles that are as equal as may be: few rows left over would take longer than their share. The first tile reads the
-// panel from memory; while the second and the third compute with it, memory has time for the thread's next one, which
-// there is none of behind half a panel.
+// In tiles that are as equal as may be: few rows left over would take longer than their share. While the second and the
+// third tile compute, memory has time for the thread's next panel, which there is none of behind half a panel. So the
+// first tile, which would read the panel from memory, has time to ask for what comes after the weight.
 template <typename T, bool kWhole>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
   const int64_t half = job.inputs * kHalf * static_cast<int64_t>(sizeof(T));
   const int64_t tiles = (job.rows + kTile - 1) / kTile;
+  const char* soon = tiles > 1 ? soon_from(job.soon, panel, job.inputs / Inputs<T>::kTogether) : nullptr;
   for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
     const int64_t rows = (job.rows - row) / (tiles - tile);
-    if (kWhole && (tile == 1 || tile == 2)) {
+    if (kWhole && tile == 0 && soon) {
+      compute_rows<T, kTile, kWhole, kWhole>(job, row, rows, panel, soon);
+    } else if (kWhole && (tile == 1 || tile == 2)) {
       compute_rows<T, kTile, kWhole, kWhole>(job, row, rows, panel, ahead);
       ahead += half;
     } else {
@@ -154,6 +169,16 @@ void compute_products(const Product* products, int64_t count) {
 }
 
 template <typename T>
+void compute_one(const Product& product, const Stretches& soon) {
+  const Projection& by = *product.by;
+  const Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product.residual),
+                      static_cast<T*>(product.out), by.outputs};
+  const auto *x = static_cast<const T*>(product.x), *weight = static_cast<const T*>(by.weight);
+  const Linear<T> job{x, weight, product.rows, by.inputs, to, &soon};
+  compute(&job, 1);
+}
+
+template <typename T>
 void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, const T* weights, int64_t outputs, T* out) {
   static thread_local std::vector<Linear<T>> kept;
   kept.clear();
@@ -186,6 +211,10 @@ namespace legato {
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out) { compute_groups(groups, x, out); }
 
 void linear_groups(const RowGroups& groups, const float* x, float* out) { compute_groups(groups, x, out); }
+
+void linear(const Product& product, const Stretches& soon, bf16) { compute_one<bf16>(product, soon); }
+
+void linear(const Product& product, const Stretches& soon, float) { compute_one<float>(product, soon); }
 
 void products(const Product* products, int64_t count, bf16) { compute_products<bf16>(products, count); }
 

@@ -120,6 +120,16 @@ void add(const Adapters& adapters, int64_t layer, Place place, int64_t first_row
 
 namespace legato {
 
+const Stretches& adapters_soon(const Adapters& adapters, int64_t layer, Place place) {
+  static thread_local Stretches soon;
+  soon.clear();
+  for (int64_t number = 0; number < adapters.count; ++number) {
+    const LowRank& by = adapters.low_ranks[number][layer * kPlaces + place];
+    if (by.num_ups) soon.push_back(by.weights);
+  }
+  return soon;
+}
+
 void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const bf16* x,
                   bf16* y, int64_t outputs) {
   add(adapters, layer, place, first_row, rows, x, y, outputs);
