@@ -97,14 +97,11 @@ def build_application(config: LegatoConfig) -> Application:
         if not served.is_colocated:
             pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler))
         pools.append(worker_pool("decode", served, others, drawn_secret, scheduler))
-    # What a gateway still carries when this time is over breaks off. Where others answer meanwhile, it has as long as
-    # any request may take; of a single one the next may find no room before it is gone.
-    grace_s = 20.0 + (config.gateway.request_deadline_s if config.gateway.replicas > 1 else 0.0)
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": config.gateway.num_cpus},
-        graceful_shutdown_timeout_s=grace_s,
+        graceful_shutdown_timeout_s=20,
     )
     application: Application = gateway.bind(config, drawn_secret, scheduler, pools)
     return application

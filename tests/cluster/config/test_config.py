@@ -317,14 +317,6 @@ def test_a_secret_is_drawn_where_none_is_given(monkeypatch: pytest.MonkeyPatch, 
     assert draw_secret() is None and len(cluster_secret(None)) == 64
 
 
-@pytest.mark.parametrize(("replicas", "grace_s"), [(1, 20.0), (2, 920.0)])
-def test_one_of_several_gateways_may_end_its_streams(replicas: int, grace_s: float) -> None:
-    """When a change is deployed: however long they take."""
-    config = load_config({"gateway": {"replicas": replicas, "request_deadline_s": 900}})
-    gateway = build_application(config)._bound_deployment
-    assert gateway.name == "Gateway" and gateway._deployment_config.graceful_shutdown_timeout_s == grace_s
-
-
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_given_secret_is_no_deployments_argument(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
     """Serve keeps these, pickled, in its checkpoints."""
