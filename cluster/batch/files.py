@@ -84,7 +84,8 @@ class Files:
             created_at=int(time.time()),
             expires_at=expires_at,
         )
-        await self._database.transact(_require_room, self._database.files, self._budget)
+        num_bytes = await self._database.in_thread(_bytes_in, self._database.files)  # may take long, so under no lock
+        await self._database.transact(_require_room, num_bytes, self._budget)
         await self._database.transact(insert_file, file)
         return file
 
@@ -139,20 +140,26 @@ def _of_row(row: sqlite3.Row) -> StoredFile:
     return StoredFile(num_bytes=row["bytes"], **{name: row[name] for name in row.keys() if name != "bytes"})  # noqa: SIM118
 
 
-def _require_room(connection: sqlite3.Connection, folder: Path, budget: int) -> None:
-    """Raises UnavailableError where the folder's contents and the records beside them take more. A batch keeps its
-    lines when their file is deleted: what is on the disk counts, under however many names. Most of the records are the
-    answers of batches that have not ended, and responses; room that was theirs is used again, and does not count."""
+def _bytes_in(folder: Path) -> int:
+    """What a folder's files take. A batch keeps its lines when their file is deleted: what is on the disk counts, under
+    however many names."""
     sizes: dict[int, int] = {}
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # another gateway took it away
             found = entry.stat(follow_symlinks=False)
             sizes[found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def _require_room(connection: sqlite3.Connection, num_bytes: int, budget: int) -> None:
+    """Raises UnavailableError where files of so many bytes and the records beside them take more. Most of the records
+    are the answers of batches that have not ended, and responses; room that was theirs is used again, and does not
+    count."""
     (records,) = connection.execute(
         "SELECT (page_count - freelist_count) * page_size"
         " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
     ).fetchone()
-    if (used := records + sum(sizes.values())) > budget:
+    if (used := records + num_bytes) > budget:
         raise UnavailableError(
             f"Files, batches and responses would take {used} of the {budget} bytes that the server has for them."
             " Delete some, or ask who operates it for more room (gateway.storage_budget).",

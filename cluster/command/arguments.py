@@ -37,8 +37,10 @@ def guide() -> Path:
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # a path must not be cut in two
+    # pip may have put it elsewhere, and then nobody knows where.
+    epilog = f"The guide: {guide()}" if guide().is_dir() else None
     parser = argparse.ArgumentParser(
-        prog=prog, description=DESCRIPTION, epilog=f"The guide: {guide()}", allow_abbrev=False, formatter_class=raw
+        prog=prog, description=DESCRIPTION, epilog=epilog, allow_abbrev=False, formatter_class=raw
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

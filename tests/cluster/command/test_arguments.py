@@ -29,13 +29,16 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_help_says_where_the_guide_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a checkout, and where the wheel puts it."""
+    """Of a checkout, and where the wheel puts it, if it is there."""
     monkeypatch.setenv("COLUMNS", "40")
     assert typed(monkeypatch, "--help") == 0 and f"{ROOT}/docs/guide\n" in capsys.readouterr().out
     monkeypatch.setattr(arguments, "__file__", "/usr/lib/python3/site-packages/cluster/command/arguments.py")
-    assert typed(monkeypatch, "--help") == 0
     (folder,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    assert f"{sys.prefix}/{folder}\n" in capsys.readouterr().out
+    assert arguments.guide() == Path(sys.prefix, folder)
+    for is_there in (True, False):
+        monkeypatch.setattr(Path, "is_dir", lambda path, found=is_there: found and "share" in path.parts)
+        assert typed(monkeypatch, "--help") == 0
+        assert (f"{sys.prefix}/{folder}\n" in capsys.readouterr().out) is is_there
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
     sent = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
-    assert sent == packages | {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    others = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], "docs/guide"}
+    assert sent == packages | others
     for name in re.findall(r"ray_configs/(\S+\.yaml)", made):
         assert (CONFIGS / name).is_file()
 
