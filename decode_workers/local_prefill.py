@@ -76,6 +76,12 @@ class LocalPrefill:
         return next(iter((*self._unplanned, *self._startable)), None)
 
     @property
+    def oldest_may_begin(self) -> bool:
+        """Whether that one has blocks, or would find them now."""
+        oldest = self.oldest
+        return oldest is not None and bool(self._unplanned or self._host_groups_for(oldest.num_tokens) is not None)
+
+    @property
     def _unplanned(self) -> list[Sequence]:
         """The prompts with blocks, but for those whose last chunk is in flight or that share no step."""
         shared = [s for s in self._computing if not (s.num_awaited or s.num_alone) and s.has_adapter]

@@ -384,7 +384,10 @@ class DecodeScheduler:
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         is_wanted = oldest is not None or bool(self._local.suspects)
-        drafts = self._drafts(selection, now, beside_prompts=oldest is not None)
+        room = None
+        if self._local.oldest_may_begin:
+            room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now)
+        drafts = self._drafts(selection, now, room if room is not None and room.is_open else None)
         prompts = [] if oldest is None else self._prompts(running, selection, drafts, now)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
@@ -395,11 +398,11 @@ class DecodeScheduler:
         return plan
 
     def _drafts(
-        self, selection: StepSelection, now: float, *, beside_prompts: bool
+        self, selection: StepSelection, now: float, room: StepRoom | None
     ) -> Mapping[Sequence, tuple[int, ...]]:
-        """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts are
-        to be computed, in half of the step's tokens at most. None where the sequences' newest tokens are not known
-        yet."""
+        """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts
+        have `room`, in half of it at most, of the tokens and of the time. None where the sequences' newest tokens are
+        not known yet."""
         if self._speculation is None or self._in_flight or not selection.ready:
             return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
@@ -410,12 +413,13 @@ class DecodeScheduler:
             for seq in selection.ready
         ]
         most = self._token_budget - len(selection.ready)
+        longest_s = min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf)
         drafts = self._speculation.plan(
             candidates,
             work,
-            most=most // 2 if beside_prompts else most,
-            beside_prompts=beside_prompts,
-            longest_s=min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf),
+            most=most if room is None else most // 2,
+            beside_prompts=room is not None,
+            longest_s=longest_s if room is None else min(longest_s, room.half_s),
         )
         for seq, token_ids in drafts.items():
             grown = self.allocator.grow(seq, seq.num_tokens + len(token_ids))

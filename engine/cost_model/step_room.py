@@ -43,6 +43,14 @@ class StepRoom:
         self._allowed_s = self._shared_s if beside.decodes else allowed_s
 
     @property
+    def half_s(self) -> float:
+        """How long the step may last if drafts take half of what prompts have."""
+        if self._cost is None:
+            return math.inf
+        decodes_s = self._cost.step_s(self._work)
+        return decodes_s + (self._allowed_s - decodes_s) / 2
+
+    @property
     def is_open(self) -> bool:
         """Whether another prompt would get tokens."""
         return self.chunk(LEAST_CHUNK, 0) > 0

@@ -228,6 +228,24 @@ def test_drafts_take_the_room_of_prompts_and_no_more() -> None:
     assert 0.09 < step_s(plan) <= 0.095
 
 
+def test_drafts_leave_prompts_half_of_the_time() -> None:
+    """Also those of so many streams that theirs alone would fill the gap that is promised."""
+    chunks: dict[bool, int] = {}
+    for guesses in (False, True):
+        costs = StepCosts(COST)
+        costs.seed(COST)
+        knowing = Knowing()
+        knowing.name = "grammar"  # who is taken to be right mostly
+        bench = Bench(speculation=Speculation([knowing], costs) if guesses else None)
+        streams, prompt = [seq(50, gap_s=0.07) for _ in range(16)], seq(3000)
+        bench.decode(*streams)
+        bench.scheduler.add(prompt)
+        plan = bench.step()
+        chunks[guesses] = chunk_of(plan, prompt)
+        assert any(item.drafts for item in plan.items) is guesses
+    assert chunks[True] >= 0.45 * chunks[False] > LEAST_CHUNK
+
+
 def test_a_late_stream_catches_up_and_does_not_stop_prompts() -> None:
     bench = Bench()
     stream = seq(50, tpot_s=0.1)
