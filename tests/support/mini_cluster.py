@@ -115,7 +115,7 @@ class MiniCluster:
         for module, name, seconds in (
             (scheduler_client, "PLACE_TIMEOUT_S", HANGS_S),
             (scheduler_client, "SETTLE_S", HANGS_S),
-            (sender, "CONNECT_TIMEOUT_S", HANGS_S),
+            (sender, "CONNECT_TIMEOUT_S", HANGS_S / 6),  # sooner than `idle` gives up: who is called may be dead
             (choose, "SILENCE_S", self.config.kv_silence_s),
         ):
             self._patience.enter_context(mock.patch.object(module, name, seconds))
