@@ -384,11 +384,12 @@ class DecodeScheduler:
         # Of the oldest: later prompts on the device could go on for ever while it waits for the ring.
         oldest = self._local.oldest
         is_wanted = oldest is not None or bool(self._local.suspects)
-        room = None
-        if self._local.oldest_may_begin:
-            room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now)
-        drafts = self._drafts(selection, now, room if room is not None and room.is_open else None)
-        prompts = [] if oldest is None else self._prompts(running, selection, drafts, now)
+        most_tokens = self._token_budget - len(selection.ready)
+        room = None if oldest is None else self._room(running, selection.ready, most_tokens, now)
+        drafts = self._drafts(selection, now, room)
+        if room is not None and drafts:
+            room = self._room(running, selection.ready, most_tokens, now, drafts)
+        prompts = [] if room is None else self._prompts(selection, room)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
         drawing_s = 0.0 if self._speculation is None or not drafts else self._speculation.drawing_s
@@ -401,8 +402,8 @@ class DecodeScheduler:
         self, selection: StepSelection, now: float, room: StepRoom | None
     ) -> Mapping[Sequence, tuple[int, ...]]:
         """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts
-        have `room`, in half of it at most, of the tokens and of the time. None where the sequences' newest tokens are
-        not known yet."""
+        will have some of `room`, in half of it at most, of the tokens and of the time. None where the sequences' newest
+        tokens are not known yet."""
         if self._speculation is None or self._in_flight or not selection.ready:
             return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
@@ -414,13 +415,10 @@ class DecodeScheduler:
         ]
         most = self._token_budget - len(selection.ready)
         longest_s = min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf)
-        drafts = self._speculation.plan(
-            candidates,
-            work,
-            most=most if room is None else most // 2,
-            beside_prompts=room is not None,
-            longest_s=longest_s if room is None else min(longest_s, room.half_s),
-        )
+        beside_prompts = room is not None and room.is_open and self._local.oldest_may_begin
+        if room is not None and beside_prompts:
+            most, longest_s = most // 2, min(longest_s, room.half_s)
+        drafts = self._speculation.plan(candidates, work, most=most, longest_s=longest_s, beside_prompts=beside_prompts)
         for seq, token_ids in drafts.items():
             grown = self.allocator.grow(seq, seq.num_tokens + len(token_ids))
             assert grown, "drafts were planned for which there is no room"
@@ -439,11 +437,8 @@ class DecodeScheduler:
             self._max_model_len - seq.num_tokens - 1,
         )
 
-    def _prompts(
-        self, running: list[Sequence], selection: StepSelection, drafts: Mapping[Sequence, tuple[int, ...]], now: float
-    ) -> list[ScheduledSequence]:
+    def _prompts(self, selection: StepSelection, room: StepRoom) -> list[ScheduledSequence]:
         """Chunks beside the selected decodes and their drafts."""
-        room = self._room(running, selection.ready, self._token_budget - len(selection.ready), now, drafts)
         chunks = self._local.fill(room, selection.ring_left, self.tiers.max_in_flight - self.num_running)
         for seq, copies in chunks.started:
             self._entries[seq.key].state = DecodeState.PREFILLING
