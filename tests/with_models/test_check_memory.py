@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,30 +119,35 @@ def test_what_a_worker_would_refuse(
     assert err.startswith("error: a decode worker: ") and told in err and "The configuration is valid" in out
 
 
-def test_a_model_that_is_damaged_or_unknown(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], str]:
+    """What `legato check` says of a model that it refuses."""
+
     def told(model: Path) -> str:
         monkeypatch.setattr("sys.argv", ["legato", "check", str(model)])
         assert main() == 1
         return capsys.readouterr().err
 
+    return told
+
+
+def test_a_model_that_is_damaged_or_unknown(folder: Path, tmp_path: Path, refusal: Callable[[Path], str]) -> None:
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     whole = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(whole[:-10])
-    assert "is no whole safetensors file (it ends before its tensors do); fetch the model again" in told(damaged)
+    assert "is no whole safetensors file (it ends before its tensors do); fetch the model again" in refusal(damaged)
     (damaged / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert "its header has no end" in told(damaged)
+    assert "its header has no end" in refusal(damaged)
     (damaged / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert "is in none of the *.safetensors" in told(damaged)
+    assert "is in none of the *.safetensors" in refusal(damaged)
     config = json.loads((damaged / "config.json").read_text())
     for wrong in ({"hidden_size": "many"}, {"rope_parameters": 3}):
         (damaged / "config.json").write_text(json.dumps(config | wrong))
-        assert "config.json cannot be read as a model config: " in told(damaged)
+        assert "config.json cannot be read as a model config: " in refusal(damaged)
     (damaged / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
-    assert "(OtherForCausalLM), which is no language model" in told(damaged)
+    assert "(OtherForCausalLM), which is no language model" in refusal(damaged)
     (tmp_path / "empty").mkdir()
-    assert "config.json is missing" in told(tmp_path / "empty")
+    assert "config.json is missing" in refusal(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -161,20 +167,13 @@ def test_a_model_that_is_damaged_or_unknown(
     ],
 )
 def test_sizes_that_no_model_has(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    wrong: dict[str, Any],
-    told: str,
+    folder: Path, tmp_path: Path, refusal: Callable[[Path], str], wrong: dict[str, Any], told: str
 ) -> None:
     """One sentence that says what to do, whatever would have divided by zero."""
     odd = Path(shutil.copytree(folder, tmp_path / "odd"))
     config = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | wrong))
-    monkeypatch.setattr("sys.argv", ["legato", "check", str(odd)])
-    assert main() == 1
-    err = capsys.readouterr().err
+    err = refusal(odd)
     assert told in err and err.endswith("; fetch it again\n") and err.count("\n") == 1
 
 
