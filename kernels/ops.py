@@ -25,9 +25,8 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
     kernels = _cpu_kernels(activation_bits)
     if batch_invariant and not isinstance(kernels, NativeCpuKernels):
         raise ValueError(
-            f"batch_invariant asks for kernels that there are not for {device} here; on a CPU they take AVX-512 with"
-            " bfloat16 and a C++ compiler (the log says what lacks): leave batch_invariant off, or give the worker a"
-            " GPU (num_gpus: 1)"
+            f"batch_invariant asks for kernels that there are not for {device} here; on a CPU they take AVX2 and a"
+            " C++ compiler (the log says what lacks): leave batch_invariant off, or give the worker a GPU (num_gpus: 1)"
         )
     return kernels
 

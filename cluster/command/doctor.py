@@ -201,9 +201,9 @@ _SHARED_ADVICE: Final = (
 
 
 def _kernels() -> Iterator[Finding]:
-    """Look for what the CPU's kernels need: torch, a processor with AVX-512, a C++ compiler."""
+    """Look for what the CPU's kernels need: torch, a processor with AVX2, a C++ compiler."""
     try:
-        from kernels.native.library import SWITCH, NativeUnavailableError, find_compiler, require_processor
+        from kernels.native.library import SWITCH, NativeUnavailableError, find_compiler, processor_instructions
     except (ImportError, OSError) as error:
         yield Finding("stop", "torch", f"cannot be imported: {error}", "pip install torch==2.13.0")
         return
@@ -212,9 +212,9 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("warn", "CPU kernels", f"{SWITCH}=0 leaves them to torch", f"Unset it. {slower}")
         return
     try:
-        require_processor()
+        processor_instructions()
     except NativeUnavailableError as error:
-        yield Finding("warn", "CPU kernels", str(error), f"They need AVX-512 with bfloat16. {slower}")
+        yield Finding("warn", "CPU kernels", str(error), f"They need AVX2. {slower}")
     try:
         yield Finding("ok", "C++ compiler", f"{find_compiler()}, for the CPU's kernels")
     except NativeUnavailableError:

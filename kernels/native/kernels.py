@@ -1,4 +1,4 @@
-"""The kernels on a CPU that has AVX-512 with bfloat16 and a C++ compiler; what they leave out, torch does."""
+"""The kernels on a CPU that has AVX2 or more and a C++ compiler; what they leave out, torch does."""
 
 from __future__ import annotations
 

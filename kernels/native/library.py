@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,17 +33,31 @@ TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 SOURCE_FOLDER = Path(__file__).parent / "src"
 SWITCH = "LEGATO_NATIVE"
-"""Environment variable: 0 leaves the kernels to torch."""
+"""Environment variable: 0 leaves the kernels to torch, avx2 takes those for AVX2 where the processor has more."""
 
-# Every processor that has these runs the same code; none beyond them is used.
-_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c")
 # Contracting a product and a sum is left to the source: done here and not there, it would make a row's result depend on
 # which of two loops computed it.
-_OPTIONS = (
-    *("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-ffp-contract=off"),
-    *("-fopenmp", "-fPIC", "-shared", "-w"),
-)
+_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
 _COMPILE_DEADLINE_S = 600.0  # a quiet core takes half a minute; without these kernels bits depend on company
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """What a processor must have, by the names of /proc/cpuinfo, for code that is compiled with these options.
+
+    Every processor that has these runs the same code; none beyond them is used.
+    """
+
+    flags: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+AVX512 = Instructions(
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
+    ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+)
+AVX2 = Instructions(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
+"""Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
 
 
 class NativeUnavailableError(Exception):
@@ -69,15 +84,15 @@ def _library() -> Path:
     """The compiled file. Raises NativeUnavailableError, OSError."""
     if os.environ.get(SWITCH) == "0":
         raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
-    require_processor()
+    instructions = processor_instructions()
     compiler = find_compiler()
-    target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler)}.so"
+    target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler, instructions)}.so"
     if is_private(target):
         return target
     try:
         with FileLock(target.with_suffix(".lock"), timeout=_COMPILE_DEADLINE_S):
             if not is_private(target):  # another process may have been faster
-                compile_library(compiler, target)
+                compile_library(compiler, instructions, target)
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
     return target
@@ -88,14 +103,16 @@ def activation_number(activation: Activation) -> int:
     return get_args(Activation).index(activation)
 
 
-def require_processor() -> None:
-    """Raises NativeUnavailableError where this processor lacks an instruction that the kernels use."""
+def processor_instructions() -> Instructions:
+    """The best that this processor has. Raises NativeUnavailableError where it lacks what the kernels use at least."""
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
-    lacking = [flag for flag in _FLAGS if flag not in present]
-    if lacking:
-        raise NativeUnavailableError(f"this processor lacks {', '.join(lacking)}")
+    for instructions in (AVX2,) if os.environ.get(SWITCH) == "avx2" else (AVX512, AVX2):
+        if present.issuperset(instructions.flags):
+            return instructions
+    lacking = ", ".join(flag for flag in AVX2.flags if flag not in present)
+    raise NativeUnavailableError(f"this processor lacks {lacking}")
 
 
 def _processor_flags() -> frozenset[str]:
@@ -118,19 +135,19 @@ def _sources() -> list[Path]:
     return sorted(SOURCE_FOLDER.glob("*.cpp"))
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, instructions: Instructions) -> str:
     """A digest of everything that the compiled file depends on."""
-    digest = hashlib.sha256("\0".join((compiler, *_OPTIONS, *_openmp())).encode())
+    digest = hashlib.sha256("\0".join((compiler, *_OPTIONS, *instructions.options, *_openmp())).encode())
     for path in sorted((*_sources(), *SOURCE_FOLDER.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, target: Path) -> None:
+def compile_library(compiler: str, instructions: Instructions, target: Path) -> None:
     """Make `target` of all sources, whole or not at all. Raises NativeUnavailableError with what the compiler said."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *_OPTIONS, *map(str, _sources()), *_openmp(), "-o", str(made)]
+        command = [compiler, *_OPTIONS, *instructions.options, *map(str, _sources()), *_openmp(), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

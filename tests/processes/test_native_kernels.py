@@ -42,7 +42,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     compiler.chmod(0o755)
     with pytest.raises(compiling.NativeUnavailableError, match="no such option"):
-        compiling.compile_library(str(compiler), tmp_path / "legato.so")
+        compiling.compile_library(str(compiler), compiling.AVX2, tmp_path / "legato.so")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
@@ -60,10 +60,32 @@ def test_the_switch_leaves_them_to_torch() -> None:
     assert f"{SWITCH}=0 asks for it" in log
 
 
+@pytest.mark.parametrize(
+    ("present", "switch", "expected"),
+    [
+        (compiling.AVX512.flags + compiling.AVX2.flags, "", compiling.AVX512),
+        (compiling.AVX512.flags + compiling.AVX2.flags, "avx2", compiling.AVX2),
+        ((*compiling.AVX2.flags, "avx512f"), "", compiling.AVX2),  # without bfloat16
+    ],
+)
+def test_a_processor_runs_the_best_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, present: tuple[str, ...], switch: str, expected: compiling.Instructions
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setattr(compiling, "_processor_flags", lambda: frozenset(present))
+    assert compiling.processor_instructions() == expected
+
+
+def test_what_an_old_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_processor_flags", lambda: frozenset(compiling.AVX2.flags) - {"fma", "movbe"})
+    with pytest.raises(compiling.NativeUnavailableError, match="lacks fma, movbe$"):
+        compiling.processor_instructions()
+
+
 def test_this_machine_compiles_them_if_it_can() -> None:
     """So that a kernel that does not compile is no silent fall back to torch."""
     try:
-        compiling.require_processor()
+        compiling.processor_instructions()
         compiling.find_compiler()
     except compiling.NativeUnavailableError:
         assert native_library() is None

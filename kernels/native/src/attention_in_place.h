@@ -10,8 +10,9 @@
 
 namespace legato {
 
-// Rows at a time. Keys are turned over once for all of them: 16 registers of keys and a sum of each row, 28 of 32.
-constexpr int kInPlaceRows = 12;
+// Rows at a time. Keys are turned over once for all of them: 16 registers of keys and a sum of each row, 28 of 32. Where
+// there are fewer, the keys lie in the first cache.
+constexpr int kInPlaceRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kTokensPerAsk = 16;  // as many of this tile are read before the next one is asked for again
 
 // Whether a tile is read in place for so many rows.
@@ -65,6 +66,10 @@ inline __attribute__((always_inline)) void load_step(const TileInPlace& tile, in
                                                      __m512i (&values)[kVectors]) {
   if (step % (kTokensPerAsk / 2) == 0) tile.ahead.ask();
   const bf16* const* from = tile.tokens.values() + 2 * step;
+  if constexpr (kRegisters < 32 && kVectors == 1) {
+    values[0] = alternate(from[0] + tile.at + at, from[1] + tile.at + at);
+    return;
+  }
   for (int v = 0; v < kVectors; v += 2) {
     const __m512i a = _mm512_loadu_si512(from[0] + tile.at + at + 16 * v);
     const __m512i b = _mm512_loadu_si512(from[1] + tile.at + at + 16 * v);

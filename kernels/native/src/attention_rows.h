@@ -12,12 +12,16 @@
 
 namespace legato {
 
-constexpr int kBlockRows = 6;             // rows at a time: with kKeyVectors registers of sums each, 24 of 32
+constexpr int kBlockRows = 6;             // rows at a time: with kKeysAtOnce registers of sums each, 24 of 32
+constexpr int64_t kKeysAtOnce = kRegisters == 32 ? kKeyVectors : 1;  // or 6 of 8
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so that differences of it are numbers
 
 // Registers of outputs that are summed at a time, for so many rows.
-constexpr int width_vectors(int64_t num_rows) { return num_rows > kBlockRows ? 2 : 4; }
+constexpr int width_vectors(int64_t num_rows) {
+  if (kRegisters < 32) return num_rows > kBlockRows / 2 ? 1 : 2;
+  return num_rows > kBlockRows ? 2 : 4;
+}
 
 // The sums of a row: its weights' sum in 16 parts, and `width` weighted sums of values; weights are 2 to the power of
 // their exponent less the reference.
@@ -69,6 +73,21 @@ inline __attribute__((always_inline)) void multiply_keys(const PackedTile& tile,
   if constexpr (kVectors > 1) {
     if (tile.key_vectors < kVectors) return multiply_keys<T, kRows, kVectors - 1>(tile, rows, products);
   }
+  if constexpr (kKeysAtOnce == 1) {
+    for (int64_t v = 0; v < kVectors; ++v) {
+      __m512 sums[kRows];
+      for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_ps();
+      for (int64_t word = 0; word < tile.words; ++word) {
+        const __m512i keys = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row) {
+          sums[row] = Words<T>::add_product(sums[row], keys, _mm512_set1_epi32(rows[row].query[word]));
+        }
+      }
+      for (int row = 0; row < kRows; ++row) products[row][v] = sums[row];
+    }
+    return;
+  }
   for (int64_t word = 0; word < tile.words; ++word) {
     __m512i keys[kVectors];
     for (int64_t v = 0; v < kVectors; ++v) keys[v] = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
@@ -103,7 +122,7 @@ inline void store_weights(float* into, const __m512 (&weights)[kKeyVectors]) {
 
 inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
   for (int64_t v = 0; v < kKeyVectors; v += 2) {
-    _mm512_storeu_si512(into + 16 * v, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(weights[v + 1], weights[v])));
+    _mm512_storeu_si512(into + 16 * v, as_words(_mm512_cvtne2ps_pbh(weights[v + 1], weights[v])));
   }
 }
 
@@ -200,7 +219,9 @@ void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents)
   for (; at + kVectors * 16 <= tile.width; at += kVectors * 16) {
     add_values<T, kRows, kVectors>(tile, rows, weights[0], factors, at);
   }
-  if (at < tile.width) add_rest<T, kRows, kVectors - 1>(tile, rows, weights[0], factors, at);
+  if constexpr (kVectors > 1) {
+    if (at < tile.width) add_rest<T, kRows, kVectors - 1>(tile, rows, weights[0], factors, at);
+  }
 }
 
 template <typename T, int kRows, typename Tile>

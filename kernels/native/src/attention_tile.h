@@ -29,7 +29,7 @@ template <>
 struct Words<bf16> {
   static constexpr int64_t kNumbers = 2;
   static __m512 add_product(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    return _mm512_dpbf16_ps(sum, as_pairs(a), as_pairs(b));
   }
 };
 
@@ -96,20 +96,6 @@ inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t step
     }
   }
 }
-
-// The order of numbers in which two tokens' numbers from `first` on alternate.
-struct Interleaved {
-  alignas(64) uint16_t numbers[32];
-  constexpr explicit Interleaved(int first) : numbers{} {
-    for (int i = 0; i < 16; ++i) {
-      numbers[2 * i] = static_cast<uint16_t>(first + i);
-      numbers[2 * i + 1] = static_cast<uint16_t>(first + i + 32);
-    }
-  }
-  __m512i of(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, _mm512_load_si512(numbers), b); }
-};
-
-constexpr Interleaved kLow(0), kHigh(16);
 
 inline void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
                         int32_t* into) {

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "vectors.h"
 
 namespace legato {
 
@@ -23,10 +21,7 @@ inline __m512 load(const bf16* from, __mmask16 lanes) { return widen(_mm256_mask
 
 inline __m512 load(const float* from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
 
-// To the nearest, ties to even.
-inline __m256i narrow(__m512 wide) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(wide)); }
-
-inline void store(bf16* to, __mmask16 lanes, __m512 wide) { _mm256_mask_storeu_epi16(to, lanes, narrow(wide)); }
+inline void store(bf16* to, __mmask16 lanes, __m512 wide) { _mm256_mask_storeu_epi16(to, lanes, to_bf16(wide)); }
 
 inline void store(float* to, __mmask16 lanes, __m512 wide) { _mm512_mask_storeu_ps(to, lanes, wide); }
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <immintrin.h>
+#include "vectors.h"
 
 namespace legato {
 

@@ -12,7 +12,10 @@ namespace {
 
 using namespace legato;
 
-constexpr int kTile = 12;                   // rows of a tile: 24 registers of sums, of 32
+// Rows of a tile: with both halves of a panel 24 registers of sums, of 32. Where there are fewer, a tile of more rows
+// than kWholeRows passes by one half after the other: 6 of 8.
+constexpr int kTile = kRegisters == 32 ? 12 : 6;
+constexpr int kWholeRows = kRegisters == 32 ? 12 : 2;
 constexpr int64_t kWorthThreads = 1 << 18;  // numbers of a weight, from which on other threads are called to pack it
 
 // Numbers of a packed weight: outputs are filled up to half a panel or a whole one.
@@ -35,11 +38,11 @@ template <>
 struct Inputs<bf16> {
   static constexpr int64_t kTogether = 2;
   using Lanes = __m512bh;
-  static Lanes of_weight(const bf16* panel) { return reinterpret_cast<Lanes>(_mm512_loadu_si512(panel)); }
+  static Lanes of_weight(const bf16* panel) { return as_pairs(_mm512_loadu_si512(panel)); }
   static Lanes of_row(const bf16* x) {
     int32_t both;
     __builtin_memcpy(&both, x, sizeof both);
-    return reinterpret_cast<Lanes>(_mm512_set1_epi32(both));
+    return as_pairs(_mm512_set1_epi32(both));
   }
   static __m512 add(__m512 sum, Lanes weight, Lanes x) { return _mm512_dpbf16_ps(sum, weight, x); }
 };
@@ -68,35 +71,43 @@ const char* soon_from(const Stretches* soon, int64_t panel, int64_t lines) {
 // read from memory takes longest there.
 int64_t width_of(int64_t outputs, int64_t panel) { return outputs - panel * kPanel > kHalf ? kPanel : kHalf; }
 
+// Of a panel's outputs from `kFirst` on 16, or all 32 (`kBoth`).
 // `ahead`: weights that memory is asked for meanwhile, a line of 64 bytes for each step, which is half of a panel.
-template <typename T, int kRows, bool kAhead, bool kWhole>
+template <typename T, int kRows, bool kAhead, bool kWhole, bool kBoth = kWhole, int64_t kFirst = 0>
 void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel, const char* ahead) {
   using In = Inputs<T>;
   constexpr int64_t width = kWhole ? kPanel : kHalf;
-  const T* weight = job.weight + panel * job.inputs * kPanel;
+  const T* weight = job.weight + panel * job.inputs * kPanel + kFirst * In::kTogether;
   const T* x = job.x + first_row * job.inputs;
   __m512 left[kRows], right[kRows];
   for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
   for (int64_t input = 0; input < job.inputs; input += In::kTogether, ahead += 64) {
     if constexpr (kAhead) _mm_prefetch(ahead, _MM_HINT_T1);
     const auto a = In::of_weight(weight + input * width);
-    const auto b = kWhole ? In::of_weight(weight + input * width + kHalf * In::kTogether) : a;
+    const auto b = kBoth ? In::of_weight(weight + input * width + kHalf * In::kTogether) : a;
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       const auto own = In::of_row(x + row * job.inputs + input);
       left[row] = In::add(left[row], a, own);
-      if constexpr (kWhole) right[row] = In::add(right[row], b, own);
+      if constexpr (kBoth) right[row] = In::add(right[row], b, own);
     }
   }
   for (int row = 0; row < kRows; ++row) {
-    finish(job.to, first_row + row, panel * kPanel, left[row]);
-    if constexpr (kWhole) finish(job.to, first_row + row, panel * kPanel + kHalf, right[row]);
+    finish(job.to, first_row + row, panel * kPanel + kFirst, left[row]);
+    if constexpr (kBoth) finish(job.to, first_row + row, panel * kPanel + kHalf, right[row]);
   }
 }
 
 template <typename T, int kRows, bool kAhead, bool kWhole>
 void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t panel, const char* ahead) {
-  if (rows == kRows) return compute_tile<T, kRows, kAhead, kWhole>(job, first_row, panel, ahead);
+  if (rows == kRows) {
+    if constexpr (!kWhole || kRows <= kWholeRows) {
+      return compute_tile<T, kRows, kAhead, kWhole>(job, first_row, panel, ahead);
+    } else {
+      compute_tile<T, kRows, kAhead, kWhole, false>(job, first_row, panel, ahead);
+      return compute_tile<T, kRows, false, kWhole, false, kHalf>(job, first_row, panel, nullptr);
+    }
+  }
   if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead, kWhole>(job, first_row, rows, panel, ahead);
 }
 

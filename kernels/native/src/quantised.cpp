@@ -19,7 +19,7 @@ namespace {
 using namespace legato;
 using Layout = QuantisedLayout;
 
-constexpr int kTile = 6;  // rows of a tile: sums of a group and of all groups in 24 registers, of 32
+constexpr int kTile = kRegisters == 32 ? 6 : 2;  // rows of a tile: sums of a group and of all groups in 24 registers, of 32
 
 struct Job {
   const WholeActivations& x;
@@ -28,12 +28,6 @@ struct Job {
   int64_t first, stop;    // rows of `x`, and of what it becomes
   Outputs<bf16> to;
 };
-
-// As an intrinsic, it makes g++ copy every sum twice each time, and run out of registers.
-inline __m512i add_products(__m512i sums, __m512i codes, __m512i x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
-  return sums;
-}
 
 inline __m512i four_of(const int8_t* x) {
   int32_t four;
