@@ -78,7 +78,7 @@ def test_a_processor_runs_the_best_that_it_has(
 
 def test_what_an_old_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_processor_flags", lambda: frozenset(compiling.AVX2.flags) - {"fma", "movbe"})
-    with pytest.raises(compiling.NativeUnavailableError, match="lacks fma, movbe$"):
+    with pytest.raises(compiling.NativeUnavailableError, match=r"lacks fma, movbe$"):
         compiling.processor_instructions()
 
 
