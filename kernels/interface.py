@@ -284,7 +284,7 @@ class Layer:
 
     attention_norm: Tensor | None  # [E]
     qkv: Linear  # E -> (Q + 2H) * D
-    qk_norm: Tensor | None  # [Q + H, D]
+    qk_norm: Tensor | None  # [Q + H, D]: of a rank with all ranks' heads where these are normalised together
     sinks: Tensor | None = None  # [Q] float32
     latent: LatentProjections | None = None
     output: Linear  # Q * Dv -> E

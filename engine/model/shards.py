@@ -3,7 +3,8 @@
 Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the MLP, or each of its experts, by its
 width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. The head
 is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank. Where there are more ranks
-than key/value heads, ranks side by side have the same one.
+than key/value heads, ranks side by side have the same one. Heads that are normalised together are told to all ranks
+before that norm.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Shard:
         head = self.rank * num_kv_heads // self.degree
         return slice(head, head + 1)
 
+    def kv_holders(self, num_kv_heads: int) -> int:
+        """How many ranks side by side have the same key/value heads."""
+        return max(1, self.degree // num_kv_heads)
+
     def vocabulary(self, vocab_size: int) -> slice:
         """The rows of the vocabulary that this rank has: shares as equal as can be."""
         start, stop = (vocab_size * rank // self.degree for rank in (self.rank, self.rank + 1))
@@ -97,9 +102,10 @@ WHOLE = Shard(0, 1)
 
 def check_degree(config: ModelConfig, degree: int) -> None:
     """Raises ValueError if the model cannot be divided among so many ranks."""
-    if degree > 1 and (reason := _undivided(config)):
+    if degree > 1 and config.latent is not None:
         raise ValueError(
-            f"tensor_parallel is {degree}, but {config.architecture} {reason} is not built; leave tensor_parallel out"
+            f"tensor_parallel is {degree}, but {config.architecture} caches one latent for all heads, which no rank has"
+            " a part of: cutting its query heads is not built; leave tensor_parallel out"
         )
     if degree not in (possible := possible_degrees(config)):
         widths = " and ".join(map(str, sorted(config.mlp_widths)))
@@ -112,18 +118,9 @@ def check_degree(config: ModelConfig, degree: int) -> None:
 
 def possible_degrees(config: ModelConfig) -> list[int]:
     """Equal parts only: the slowest rank sets the pace."""
-    if _undivided(config):
+    if config.latent is not None:
         return [1]
     return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree)]
-
-
-def _undivided(config: ModelConfig) -> str:
-    """Why no rank can have a part of the model's heads; empty where it can."""
-    if config.latent is not None:
-        return "caches one latent for all heads, which no rank has a part of: cutting its query heads"
-    if config.qk_norm == "all heads":
-        return "normalises queries over all heads, of which a rank has some: a sum over the ranks before that norm"
-    return ""
 
 
 def _divides(config: ModelConfig, degree: int) -> bool:

@@ -29,7 +29,7 @@ from engine.model.latent import (
     query_rows,
 )
 from engine.model.rope import RopeConfig, RotaryEmbedding
-from engine.model.shards import Shard
+from engine.model.shards import WHOLE, Shard
 from kernels.adapters import Adapter, AdapterLayer, LowRank, UpProjection
 from kernels.cpu.huge_pages import memory_apart
 from kernels.interface import (
@@ -109,8 +109,8 @@ class Ranks(Protocol):
         """Over the ranks."""
         ...
 
-    def join(self, part_RV: Tensor, vocab_size: int) -> Tensor:
-        """All ranks' parts of the vocabulary side by side, `[R, vocab_size]`."""
+    def join(self, part: Tensor, width: int) -> Tensor:
+        """All ranks' parts of each row side by side, `[R, width]`: what a rank has of it, `Shard.vocabulary` says."""
         ...
 
 
@@ -311,12 +311,26 @@ class Model:
         return None, qk if layer.qk_norm is None else self._norm_heads(qk, layer.qk_norm), v
 
     def _norm_heads(self, qk: Tensor, weight: Tensor) -> Tensor:
-        """Queries and keys `[T, Q + H, D]`, by `weight [Q + H, D]`."""
+        """Queries and keys `[T, Q + H, D]`, by `weight [Q + H, D]`, or where they are normalised over all heads by
+        that of all ranks' heads."""
         if self.config.qk_norm == "each head":
             return self._rms_norm(qk, weight)
-        kinds = slice(self.config.num_heads), slice(self.config.num_heads, None)
-        joined = ((qk[:, kind].flatten(1).unsqueeze(1), weight[kind].view(1, -1)) for kind in kinds)
-        return torch.cat([self._rms_norm(*one) for one in joined], -1).view(qk.shape)
+        shard, of_ranks = WHOLE, qk.unsqueeze(1)
+        if self._ranks is not None:  # all that one process normalises, so that no bit can differ
+            shard, own = self._ranks.shard, qk.flatten(1)
+            of_ranks = self._ranks.join(own, shard.degree * own.shape[1]).view(len(qk), shard.degree, *qk.shape[1:])
+        num_heads = self.config.num_heads
+        q_weight, k_weight = weight[: shard.degree * num_heads], weight[shard.degree * num_heads :]
+        holders = shard.kv_holders(len(k_weight))
+        kinds = (
+            (of_ranks[:, :, :num_heads], q_weight, shard.rank),
+            (of_ranks[:, ::holders, num_heads:], k_weight, shard.rank // holders),
+        )
+        normed = [
+            self._rms_norm(heads.flatten(1).unsqueeze(1), by.view(1, -1)).view(heads.shape)[:, place]
+            for heads, by, place in kinds
+        ]
+        return torch.cat(normed, 1)
 
     def _rotate_and_store(self, qk: Tensor, v: Tensor, step: _Step, index: int) -> tuple[Tensor, Tensor]:
         """Queries `[T, Q, D]` and keys `[T, H, D]`; the keys and `v` stand in the cache."""
@@ -494,12 +508,15 @@ class Model:
         return weight if offset == 0.0 else weight.float() + offset  # 1 + w would lose bits of w in bfloat16
 
     def _qk_norm(self, weights: Weights, prefix: str, rope: RopeConfig) -> Tensor:
-        """The queries' weight for each query head, then the keys' for each key head."""
+        """The queries' weight for each query head, then the keys' for each key head: all ranks' heads where these are
+        normalised together."""
         config = self.config
         q_norm, k_norm = (
             self._norm(weights, f"{prefix}self_attn.{name}_norm").view(-1, config.head_dim) for name in "qk"
         )
-        norms = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
+        if config.qk_norm == "each head":
+            q_norm, k_norm = q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)
+        norms = torch.cat((q_norm, k_norm))
         return self._in_head_order(norms.flatten(), rope).view(norms.shape) if rope.reorders_heads else norms
 
     def _in_head_order(self, heads: Tensor, rope: RopeConfig) -> Tensor:

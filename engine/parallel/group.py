@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import (  # where they have types
     Store,
     Work,
 )
+from torch.nn import functional
 
 from engine.memory.devices import CPU
 from engine.model.shards import Shard
@@ -81,13 +82,12 @@ class RankGroup:
         sums = torch.cat(self._gather(_added(list(parts.view(num_ranks, size)))))
         return sums[: partial_TE.numel()].view(partial_TE.shape)
 
-    def join(self, part_RV: Tensor, vocab_size: int) -> Tensor:
-        """All ranks' parts of the vocabulary side by side, `[R, vocab_size]`."""
-        parts = [Shard(rank, self.shard.degree).vocabulary(vocab_size) for rank in range(self.shard.degree)]
-        widths = [part.stop - part.start for part in parts]
-        padded = part_RV.new_zeros(len(part_RV), max(widths))
-        padded[:, : part_RV.shape[1]] = part_RV
-        joined = [rows[:, :width] for rows, width in zip(self._gather(padded), widths, strict=True)]
+    def join(self, part: Tensor, width: int) -> Tensor:
+        """All ranks' parts of each row side by side, `[R, width]`: what a rank has of it, `Shard.vocabulary` says."""
+        shares = [Shard(rank, self.shard.degree).vocabulary(width) for rank in range(self.shard.degree)]
+        widths = [share.stop - share.start for share in shares]
+        padded = functional.pad(part, (0, max(widths) - part.shape[1]))
+        joined = [rows[:, :share] for rows, share in zip(self._gather(padded), widths, strict=True)]
         return torch.cat(joined, dim=1)
 
     def broadcast(self, message: Tensor) -> None:

@@ -175,11 +175,14 @@ CASES = {
     "turning in pairs side by side, overlapped": Case(
         family="glm", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, **FEW
     ),
-    "norms behind attention, one rank to two": Case(
-        family="glm-4", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), chunk_tokens=40, **FEW
-    ),
-    "norms of all heads, windows in some layers": Case(
-        family="olmo-3", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=20, overlap=True, **FEW
+    "norms behind attention": Case(family="glm-4", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, **FEW),
+    "norms of all heads, windows in some layers, one rank to two": Case(
+        family="olmo-3",
+        prefill=ranks(1, block_size=8),
+        decode=ranks(2, layers_per_group=2),
+        chunk_tokens=20,
+        overlap=True,
+        **FEW,
     ),
     "norms of all heads, decoding on the host": Case(
         family="olmo-2",
@@ -228,8 +231,8 @@ CASES = {
         overlap=True,
         **FEW,
     ),
-    "experts cut by their width, two ranks to one": Case(
-        family="mixtral", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), overlap=True, **FEW
+    "norms of all heads, experts cut by their width, two ranks to one": Case(
+        family="olmoe", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), overlap=True, **FEW
     ),
     "two ranks to three": Case(
         changes=SIX_HEADS, prefill=ranks(2, block_size=8), decode=ranks(3, layers_per_group=2), overlap=True, **FEW

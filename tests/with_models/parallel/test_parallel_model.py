@@ -22,7 +22,7 @@ from engine.parallel.group import RankGroup
 from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
-from tests.support.model_families import VOCAB_SIZE, WITH_RANKS, build_oracle
+from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
 from tests.with_models.parallel.rank_threads import on_ranks
 
 BLOCK_SIZE = 4
@@ -30,7 +30,7 @@ NUM_BLOCKS = 40
 NUM_TOKENS = 30
 
 
-@pytest.fixture(scope="module", params=WITH_RANKS)
+@pytest.fixture(scope="module", params=WITH_HEADS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, build_oracle(request.param, folder)
@@ -40,17 +40,20 @@ def logits_of(
     folder: Path, token_ids: list[int], ranks: RankGroup | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Of all tokens `[T, V]`: half of them as one chunk, then the others one by one."""
-    config = ModelConfig.from_folder(folder)
-    shard = WHOLE if ranks is None else ranks.shard
     with torch.inference_mode():
-        weights = load_weights(folder, config, dtype=dtype, shard=shard)
-        model = Model(config, weights, kernels_for(torch.device("cpu")), ranks)
+        model = model_of(folder, ranks, dtype)
         kv_cache = poisoned_cache(model.config, dtype)
         half = len(token_ids) // 2
         spans = [(0, half), *((start, start + 1) for start in range(half, len(token_ids)))]
         return torch.cat(
             [model.logits(model.forward(one_batch(token_ids, *span, kv_cache), kv_cache)) for span in spans]
         )
+
+
+def model_of(folder: Path, ranks: RankGroup | None, dtype: torch.dtype = torch.float32) -> Model:
+    config = ModelConfig.from_folder(folder)
+    weights = load_weights(folder, config, dtype=dtype, shard=WHOLE if ranks is None else ranks.shard)
+    return Model(config, weights, kernels_for(torch.device("cpu")), ranks)
 
 
 def poisoned_cache(config: ModelConfig, dtype: torch.dtype) -> KVCache:
@@ -115,6 +118,31 @@ def test_three_key_value_heads_are_cut_for_three_ranks(smollm2_folder: Path) -> 
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == reference.token_ids
 
 
+@pytest.mark.parametrize(("degree", "num_kv_heads"), [(2, 6), (3, 3), (4, 2), (6, 3)])
+def test_heads_that_are_normalised_together_are_so_to_the_bits_of_one_process(
+    degree: int, num_kv_heads: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1}
+    build_oracle("olmo-2", tmp_path, num_key_value_heads=num_kv_heads, **sizes)
+    config = ModelConfig.from_folder(tmp_path)
+    check_degree(config, degree)
+    qk = torch.randn(7, 12 + num_kv_heads, 8, generator=torch.Generator().manual_seed(0))
+
+    def part(of_all: Tensor, shard: Shard) -> Tensor:
+        return torch.cat((of_all[:, shard.query_heads(config)], of_all[:, 12:][:, shard.kv_heads(num_kv_heads)]), 1)
+
+    def normed(ranks: RankGroup | None) -> Tensor:
+        with torch.inference_mode():
+            model = model_of(tmp_path, ranks)
+            weight = model._layers[0].qk_norm
+            assert weight is not None
+            return model._norm_heads(part(qk, WHOLE if ranks is None else ranks.shard), weight)
+
+    whole = normed(None)
+    for rank, of_rank in enumerate(on_ranks(degree, normed)):
+        assert torch.equal(of_rank, part(whole, Shard(rank, degree)))
+
+
 def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[Path, Any]) -> None:
     folder, _ = family
     config = ModelConfig.from_folder(folder)
@@ -153,14 +181,12 @@ def test_what_cannot_be_cut_into_equal_parts_is_refused(smollm2_folder: Path) ->
     assert possible_degrees(with_even_mlp) == [1, 3, 9]
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"), [("olmo-2", "normalises queries over all heads"), ("deepseek-v3", "one latent for all heads")]
-)
-def test_what_no_rank_has_a_part_of_is_refused(family: str, reason: str, tmp_path: Path) -> None:
-    build_oracle(family, tmp_path)
+def test_what_no_rank_has_a_part_of_is_refused(tmp_path: Path) -> None:
+    build_oracle("deepseek-v3", tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     assert possible_degrees(config) == [1]
-    with pytest.raises(ValueError, match=f"tensor_parallel is 2, but .* {reason}, .* leave tensor_parallel out"):
+    told = r"tensor_parallel is 2, but .* one latent for all heads, .* leave tensor_parallel out"
+    with pytest.raises(ValueError, match=told):
         check_degree(config, 2)
 
 
