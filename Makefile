@@ -42,12 +42,13 @@ FAST := tests/tree tests/kernels tests/engine tests/kv_transfer tests/prefill_wo
 test-fast: setup
 	$(PYTEST) -q $(FAST)
 
-# All shapes in the interpreter, and properties with ROUNDS times other examples, as many as each says
-# (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
+# All shapes in the interpreter, all models of which `make test` has some, and properties with ROUNDS times other examples,
+# as many as each says (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
 ROUNDS ?= 5
 EXAMPLES := hypothesis|import .*(THOROUGH|examples)
 test-long: setup
-	$(PYTEST) --hypothesis-profile=random tests/interpreted tests/with_models/test_any_decoder.py
+	$(PYTEST) --hypothesis-profile=random tests/interpreted \
+	  $$(grep -rl --include='test_*.py' --exclude-dir=interpreted 'import .*in_test_long' tests)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray/test_ray_cluster.py -k batch
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random \

@@ -163,8 +163,8 @@ CASES = {
     "transformers, split in one pool": Case(
         one_pool=True, family="stablelm", decode=blocks(5, 2), chunk_tokens=33, parts=(0.4, 0.7), **FEW
     ),
-    "experts, overlapped": Case(
-        family="qwen3-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
+    "experts in groups beside one of all, overlapped": Case(
+        family="glm-4-moe", prefill=blocks(8, 1), decode=blocks(5, 2), chunk_tokens=40, overlap=True, grammars=GRAMMARS
     ),
     "experts beside one that is gated, two ranks to one": Case(
         family="qwen2-moe", prefill=ranks(2, block_size=8), decode=ranks(1, layers_per_group=2), chunk_tokens=40, **FEW

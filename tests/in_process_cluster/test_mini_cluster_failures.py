@@ -30,6 +30,7 @@ from tests.support.mini_requests import (
     tokens_of,
 )
 from tests.support.small_models import SmallModel, greedy
+from tests.support.thoroughness import in_test_long
 from tests.support.waiting import HANGS_S, eventually
 
 # --- deaths and failures ---
@@ -64,10 +65,13 @@ async def test_a_decode_s_death_is_not_noticed(llama: SmallModel, after: int) ->
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt-oss", "gemma3n_text", "deepseek-v2", "deepseek-v3", "qwen2-moe", "phi-3-long", "glm-4", "olmo-3"],
+    [
+        *("gpt-oss", "gemma3n_text", "deepseek-v3", "phi-3-long", "glm-4", "glm-4-moe", "olmoe"),
+        *in_test_long("deepseek-v2", "qwen2-moe", "olmo-3"),
+    ],
 )
 async def test_a_decode_s_death_is_not_noticed_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
-    """Those that transformers computes, and those with sinks, with a latent for KV, with a gated MLP beside experts, or
+    """Those that transformers computes, and those with sinks, with a latent for KV, with an MLP beside experts, or
     whose heads turn in part or are normalised together."""
     model = SmallModel(family, tmp_path)
     async with cluster_of(model, num_decode=2) as cluster:

@@ -26,7 +26,7 @@ def examples(number: int) -> int:
 
 
 def in_test_long(*more: T) -> tuple[T, ...]:
-    """Cases in Triton's interpreter that only `make test-long` adds, and a run on a GPU."""
+    """Cases that only `make test-long` adds, and a run on a GPU."""
     return more if THOROUGH or ON_GPU else ()
 
 

@@ -17,6 +17,7 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.thoroughness import in_test_long
 from tests.support.tier_shapes import (
     LAYER_TOKEN_BYTES,
     NUM_LAYERS,
@@ -84,13 +85,17 @@ LOCAL: list[tuple[str, TierShape, int]] = [
     ("gemma3", TierShape(block_size=4, layers_per_group=3, ring=4, device=96, staging=96), 1600),
     ("gemma3", TierShape(block_size=8, layers_per_group=1, ring=2, device=24, staging=240), 1600),
     ("gemma3", TierShape(block_size=16, layers_per_group=2, ring=1, device=112, staging=96), 192),
-    ("mixtral", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("glm-4-moe", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("gpt-oss", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("deepseek-v3", TierShape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
-    ("qwen2-moe", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ("olmoe", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("phi-3-long", TierShape(block_size=4, layers_per_group=1, ring=1, device=96, staging=96), 1600),
     ("glm-4", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
     ("olmo-3", TierShape(block_size=8, layers_per_group=1, ring=2, device=96, staging=96), 1600),
+    *in_test_long(
+        ("mixtral", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+        ("qwen2-moe", TierShape(block_size=8, layers_per_group=2, ring=2, device=96, staging=96), 1600),
+    ),
 ]
 
 
