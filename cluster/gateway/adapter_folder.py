@@ -79,6 +79,10 @@ class AdapterFolder:
         except OSError:
             return None
 
+    def has(self, name: str) -> bool:
+        """Whether something lies there under that name, which need be no adapter that can be computed."""
+        return _is_name(name) and os.path.lexists(self._folder / name)
+
     def register(self, name: str, folder: Path, *, replace: bool) -> None:
         """The adapter in a folder elsewhere is named so from now on. Raises ValueError where it cannot be, or where
         there is one of the name and it is not to be replaced."""
@@ -91,26 +95,35 @@ class AdapterFolder:
             raise ValueError(f"{folder} is no folder on the gateway's machine; give an absolute path")
         link, folder = self._folder / name, folder.resolve()
         self._digest(folder)
-        if link.is_symlink() if replace else not os.path.lexists(link):
-            new = self._folder / f".{secrets.token_hex(8)}"
-            new.symlink_to(folder)
-            new.replace(link)
-        elif replace and not os.path.lexists(link):
-            link.symlink_to(folder)
-        else:
+        if replace and link.is_symlink():
+            self._exchange(link, folder)
+            return
+        try:
+            link.symlink_to(folder)  # of several gateways that are told the same name at once, one makes it
+        except FileExistsError:
             raise ValueError(
                 f"there is an adapter {name!r} already"
-                + (", a folder that was put there by hand; replace that by hand" if replace else "")
-            )
+                + (", a folder that was put there by hand; replace that by hand" if not link.is_symlink() else "")
+            ) from None
+
+    def _exchange(self, link: Path, folder: Path) -> None:
+        """A link in the place of the one that there is, at once: nobody finds none."""
+        new = self._folder / f".{secrets.token_hex(8)}"
+        new.symlink_to(folder)
+        try:
+            new.replace(link)
+        except OSError:
+            new.unlink()
+            raise
 
     def unregister(self, name: str) -> bool:
         """Nobody can name it any more; False: nobody could. Raises ValueError for one that was put there by hand."""
-        path = self._folder / name
-        if not _is_name(name) or not os.path.lexists(path):
+        if not self.has(name):
             return False
+        path = self._folder / name
         if not path.is_symlink():
             raise ValueError(f"the adapter {name!r} is a folder that was put into {self._folder}; take it out by hand")
-        path.unlink()
+        path.unlink(missing_ok=True)  # another gateway may have been told the same
         return True
 
     def _digest(self, folder: Path) -> str:

@@ -26,7 +26,7 @@ from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.tokenizer import Tokenizer
 from kernels.adapters import Adapter
 from tests.support.adapters import merged_tokens, write_adapter
-from tests.support.http_server import MODEL, clients_of, scripted_api
+from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import busy, is_long
 from tests.support.processor_time import Stepped, turn_s
@@ -165,6 +165,72 @@ def scripted_api_of(model: SmallModel, folder: Path) -> Api:
     tokenizer = Tokenizer(model.folder)
     adapters = AdapterFolder.of(str(folder), model.folder, "auto", max_rank=8)
     return scripted_api(ScriptedGenerator(tokenizer), tokenizer, adapters=adapters)
+
+
+def test_of_several_models_adapters_of_one_name_the_one_that_is_said_goes(model: SmallModel, tmp_path: Path) -> None:
+    other, tokenizer = "another/model", Tokenizer(model.folder)
+    good = write_adapter(tmp_path / "good", model.folder, seed=6)
+    first, second = (tmp_path / name for name in ("first", "second"))
+    folders = [AdapterFolder.of(str(folder), model.folder, "auto", max_rank=8) for folder in (first, second)]
+    for link in (first / "both", second / "both", second / "one's"):
+        link.symlink_to(good)
+    generator = ScriptedGenerator(tokenizer)
+    beside = ServedModel(
+        name=other,
+        tokenizer=tokenizer,
+        pooling=CheckpointPooling(size=EMBEDDING_SIZE),
+        limits=generator.limits,
+        adapters=folders[1],
+    )
+
+    with running_server(generator, tokenizer, adapters=folders[0], others=[beside]) as target:
+
+        def unload(**told: str) -> httpx.Response:
+            return target.http.post("/v1/unload_lora_adapter", json=told)
+
+        def delete(**told: str) -> httpx.Response:
+            return target.http.delete("/v1/load_lora_adapter", params=told)
+
+        for ask in (unload, delete):
+            for told in ({}, {"base_model_name": "a third"}):
+                refused = ask(lora_name="both", **told)
+                assert refused.status_code == 400
+                error = refused.json()["error"]
+                assert (error["type"], error["param"]) == ("invalid_request_error", "base_model_name")
+                assert repr(MODEL) in error["message"] and repr(other) in error["message"]
+            missing = ask(lora_name="one's", base_model_name=MODEL)
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert all(link.is_symlink() for link in (first / "both", second / "both", second / "one's"))
+
+        assert delete(lora_name="both", base_model_name=other).status_code == 200
+        assert {path.name for path in second.iterdir()} == {"one's"} and (first / "both").is_symlink()
+        assert unload(lora_name="both").status_code == 200, "only one is left"
+        assert delete(lora_name="one's").status_code == 200
+        assert [*first.iterdir(), *second.iterdir()] == []
+
+
+def test_what_fails_leaves_nothing_in_the_folder(model: SmallModel, tmp_path: Path) -> None:
+    """Whether another gateway was faster, a folder lies there, or the disk takes no more."""
+    folder, good = tmp_path / "served", write_adapter(tmp_path / "good", model.folder, seed=6)
+    other = write_adapter(tmp_path / "other", model.folder, seed=7)
+    adapters = AdapterFolder.of(str(folder), model.folder, "auto", max_rank=8)
+    adapters.register("x", good, replace=False)
+    shutil.copytree(good, folder / "by hand")
+    for name in ("x", "by hand"):
+        with pytest.raises(ValueError, match=f"there is an adapter '{name}' already"):
+            adapters.register(name, other, replace=False)
+    with pytest.raises(ValueError, match="put there by hand"):
+        adapters.register("by hand", other, replace=True)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(path: Path, target: Path) -> Path:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            adapters.register("x", other, replace=True)
+    assert {path.name for path in folder.iterdir()} == {"x", "by hand"}
+    assert (folder / "x").readlink() == good
 
 
 async def test_one_that_cannot_be_computed_is_refused_where_it_is_named(model: SmallModel, tmp_path: Path) -> None:

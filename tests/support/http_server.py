@@ -107,11 +107,12 @@ def running_server(
     reasoning_format: ReasoningFormatName = "auto",
     storage: Path | None = None,
     adapters: AdapterFolder | None = None,
+    others: Sequence[ServedModel] = (),
 ) -> Iterator[Target]:
     """A server on a port of its own, and clients for it. The kernel holds `send_buffer_bytes` for each client, or as
     much as it likes. Files and batches: in the folder `storage`, or none."""
     app = create_app(
-        scripted_api(generator, tokenizer, settings, slo, on_ended, limits, reasoning_format, storage, adapters)
+        scripted_api(generator, tokenizer, settings, slo, on_ended, limits, reasoning_format, storage, adapters, others)
     )
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:

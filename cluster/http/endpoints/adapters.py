@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,28 +43,41 @@ async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
 @router.post("/v1/unload_lora_adapter", response_model=None)
 async def unload(body: UnloadAdapterBody, api: ApiOf) -> PlainTextResponse:
     """Refuse requests that name it from now on; those that run with it go on."""
-    return await _unload(body.lora_name, api)
+    return await _unload(body.lora_name, body.base_model_name, api)
 
 
 @router.delete("/v1/load_lora_adapter", response_model=None)
-async def delete(lora_name: Annotated[str, Query(min_length=1)], api: ApiOf) -> PlainTextResponse:
-    """Take an adapter away as `unload` does, with `lora_name` in the query."""
-    return await _unload(lora_name, api)
+async def delete(
+    lora_name: Annotated[str, Query(min_length=1)], api: ApiOf, base_model_name: str | None = None
+) -> PlainTextResponse:
+    """Take an adapter away as `unload` does, by the same fields in the query."""
+    return await _unload(lora_name, base_model_name, api)
 
 
-async def _unload(name: str, api: Api) -> PlainTextResponse:
-    for adapters in _all_adapters(api).values():
-        try:
-            was_there = await asyncio.to_thread(adapters.unregister, name)
-        except (ValueError, OSError) as error:
-            raise ConflictError(
-                f"The adapter stays: {error}.", param="lora_name", code="adapter_not_unloaded"
-            ) from error
-        if was_there:
-            return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+async def _unload(name: str, model: str | None, api: Api) -> PlainTextResponse:
+    adapters = await _adapters_with(name, api) if model is None else _adapters_of(model, api)
+    try:
+        was_there = adapters is not None and await asyncio.to_thread(adapters.unregister, name)
+    except (ValueError, OSError) as error:
+        raise ConflictError(f"The adapter stays: {error}.", param="lora_name", code="adapter_not_unloaded") from error
+    if was_there:
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
     raise NotFoundError(
         f"There is no adapter {name[:200]!r} here (see /v1/models).", param="lora_name", code="model_not_found"
     )
+
+
+async def _adapters_with(name: str, api: Api) -> AdapterFolder | None:
+    """The adapters of the only model that has one of that name, whatever lies there; None: none has. Raises
+    InvalidRequestError where several have: which one would go is not to depend on their order."""
+    folders = _all_adapters(api)
+    having = [model for model, adapters in folders.items() if await asyncio.to_thread(adapters.has, name)]
+    if len(having) > 1:
+        raise InvalidRequestError(
+            f"Adapters of several models have the name {name[:200]!r}. Say whose goes: {_choices(having)}.",
+            param="base_model_name",
+        )
+    return folders[having[0]] if having else None
 
 
 def _adapters_of(model: str | None, api: Api) -> AdapterFolder:
@@ -72,8 +86,12 @@ def _adapters_of(model: str | None, api: Api) -> AdapterFolder:
     if model is None and len(found) == 1:
         return next(iter(found.values()))
     if model is None or model not in found:
-        raise InvalidRequestError(f"Say whose adapter it is: {' or '.join(map(repr, found))}.", param="base_model_name")
+        raise InvalidRequestError(f"Say whose adapter it is: {_choices(found)}.", param="base_model_name")
     return found[model]
+
+
+def _choices(models: Iterable[str]) -> str:
+    return " or ".join(map(repr, models))
 
 
 def _all_adapters(api: Api) -> dict[str, AdapterFolder]:

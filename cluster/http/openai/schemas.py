@@ -289,7 +289,9 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """`POST /v1/unload_lora_adapter`. The id is vLLM's own number, and is not looked at."""
+    """`POST /v1/unload_lora_adapter`. The id is vLLM's own number, and is not looked at. `base_model_name`: whose,
+    where several models have one of the name."""
 
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = None
+    base_model_name: str | None = None
