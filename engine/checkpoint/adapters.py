@@ -1,7 +1,8 @@
 """LoRA adapters as PEFT saves them: a folder with `adapter_config.json` and `adapter_model.safetensors`.
 
 Read, checked against the model that they are for, and named by a digest of what they hold. What cannot be computed
-exactly is refused in a sentence. Nothing but safetensors is ever opened.
+exactly is refused in a sentence. Nothing but safetensors is ever opened, and no file is mapped: whoever writes over one
+would write into what is loaded.
 
 An adapter adds `scale * B(A(x))` to projections of `x`: `A [rank, in]`, `B [out, rank]` (arXiv:2106.09685, section
 4.1).
@@ -12,17 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
 from torch import Tensor
 
 from engine.checkpoint.stacked_tensors import fused_parts
@@ -32,7 +32,10 @@ from engine.model.config import ModelConfig
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _PICKLE_NAME: Final = "adapter_model.bin"
-_LOADABLE: Final = ("F32", "BF16", "F16")  # `LOADABLE_DTYPES`, as files call them
+_LOADABLE: Final = dict(zip(("F32", "BF16", "F16"), LOADABLE_DTYPES, strict=True))  # as files call them
+_ALL: Final = slice(None)
+_LENGTH_BYTES: Final = 8  # of the header's length, with which a file of tensors begins
+_LONGEST_HEADER: Final = 100_000_000  # bytes, by the format
 
 # Says nothing of what the adapter computes, or is looked at below; of any other field only what is false, or nothing.
 _HARMLESS: Final = frozenset(
@@ -82,45 +85,94 @@ AdapterWeights = Mapping[str, LowRankWeights]
 """By the projections' names in the model, such as `model.layers.0.self_attn.q_proj`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterFiles:
+    """An adapter's two files, each read once: what is made of them is what the digest is of, whoever writes over them
+    meanwhile."""
+
+    folder: Path
+    config: bytes
+    tensors: memoryview  # the whole file
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ValueError where the folder holds no adapter."""
+        config, path = _config_bytes(folder), _file(folder, WEIGHTS_NAME)
+        with _in_words(path), path.open("rb", buffering=0) as file:
+            tensors = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8).numpy().data
+            num_read = 0
+            while got := file.readinto(tensors[num_read:]):
+                num_read += got
+        return cls(folder, config, tensors[:num_read])
+
+    def digest(self) -> str:
+        """As `adapter_digest` has it. For another thread: it holds no lock of the interpreter's."""
+        return _digest(hashlib.sha256(part) for part in (self.config, self.tensors))
+
+    def weights(self, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
+        """All weights for this model, in its type, some of them where the file lies. Raises ValueError where they are
+        not whole, or cannot be computed exactly."""
+        config = _config(self.folder, self.config, model)
+        start, stored = _stored(self.folder / WEIGHTS_NAME, self.tensors, len(self.tensors))
+        shapes = expected_shapes(model)
+        modules = _modules(self.folder, stored, shapes, max_rank)
+        tensor = self._reader(start, stored.values())
+        found: dict[str, LowRankWeights] = {}
+        for module in modules:
+            down, up = (tensor(stored[_tensor_name(module, part)]) for part in "AB")
+            scale = _scale(config, module, rank=len(down))
+            down = down if down.dtype == dtype else down.to(dtype)
+            scaled = up * scale if up.dtype == dtype else (up.float() * scale).to(dtype)
+            for part, rows in fused_parts(f"{module}.weight", shapes).items():
+                found[part.removesuffix(".weight")] = LowRankWeights(down, scaled if rows == _ALL else scaled[rows])
+        return found
+
+    def _reader(self, start: int, stored: Iterable[_Stored]) -> Callable[[_Stored], Tensor]:
+        """Gives tensors of two dimensions and a type that can be loaded, where they lie: there are hundreds, so each
+        takes one call of torch's."""
+        data = self.tensors[start:]
+        numbers = {
+            dtype: torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
+            for dtype in {one.dtype for one in stored if one.dtype is not None}
+        }
+
+        def tensor(one: _Stored) -> Tensor:
+            assert one.dtype is not None, "refused by its type"
+            first, rest = divmod(one.place[0], one.dtype.itemsize)
+            if rest:  # behind a tensor of another type
+                return torch.frombuffer(bytearray(data[slice(*one.place)]), dtype=one.dtype).view(one.shape)
+            return numbers[one.dtype].as_strided(one.shape, (one.shape[1], 1), first)
+
+        return tensor
+
+
 def adapter_digest(folder: Path) -> str:
     """SHA-256 of the adapter's two files: equal for equal adapters, and for no others. Raises ValueError where the
     folder holds no adapter."""
-    digest = hashlib.sha256()
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
+
+    def of_file(name: str) -> hashlib._Hash:
         path = _file(folder, name)
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+        with _in_words(path), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256")
+
+    return _digest(map(of_file, (CONFIG_NAME, WEIGHTS_NAME)))
 
 
 def check_adapter(folder: Path, model: ModelConfig, max_rank: int) -> None:
     """Raises ValueError as `read_adapter` does, for what can be told without reading the weights."""
-    _config(folder, model)
+    _config(folder, _config_bytes(folder), model)
     path = _file(folder, WEIGHTS_NAME)
-    with _in_words(path), safe_open(path, framework="pt") as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict: it has no iterator
-        stored = {name: _Stored(part.get_dtype() in _LOADABLE, part.get_shape()) for name, part in parts.items()}
-    _modules(folder, stored, model, max_rank)
+    with _in_words(path), path.open("rb") as file:
+        length = file.read(_LENGTH_BYTES)
+        header = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+        num_bytes = os.fstat(file.fileno()).st_size
+    _modules(folder, _stored(path, header, num_bytes)[1], expected_shapes(model), max_rank)
 
 
 def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
     """All weights of an adapter for this model, in its type. Raises ValueError where the folder holds none, or one that
     cannot be computed exactly."""
-    config, path = _config(folder, model), _file(folder, WEIGHTS_NAME)
-    with _in_words(path):
-        tensors = load(path.read_bytes())  # not mapped: whoever writes over the file would write into what is loaded
-    stored = {name: _Stored(one.dtype in LOADABLE_DTYPES, list(one.shape)) for name, one in tensors.items()}
-    found: dict[str, LowRankWeights] = {}
-    shapes = expected_shapes(model)
-    for module in _modules(folder, stored, model, max_rank):
-        down, up = (tensors[_tensor_name(module, part)] for part in "AB")
-        scaled = (up if up.dtype == dtype else up.float()) * _scale(config, module, rank=len(down))
-        for part, rows in fused_parts(f"{module}.weight", shapes).items():
-            found[part.removesuffix(".weight")] = LowRankWeights(down.to(dtype), scaled[rows].to(dtype))
-    return found
+    return AdapterFiles.read(folder).weights(model, max_rank, dtype)
 
 
 def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype) -> int:
@@ -133,19 +185,67 @@ def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype)
 class _Stored(NamedTuple):
     """What a file says of a tensor."""
 
-    is_loadable: bool  # of a type that can be loaded
+    dtype: torch.dtype | None  # None: none that can be loaded
     shape: list[int]
+    place: tuple[int, int]  # in bytes, from the first tensor
+
+
+def _stored(path: Path, begin: bytes | memoryview, num_bytes: int) -> tuple[int, dict[str, _Stored]]:
+    """Where the tensors begin in a safetensors file of so many bytes, and what each is, by its name, from the file's
+    `begin`, which has all of the header. Raises ValueError unless the file is whole.
+
+    safetensors' own functions map the file, so whoever cuts it off ends the process that reads it, or copy each tensor.
+    The format: https://github.com/huggingface/safetensors#format.
+    """
+    start = _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")
+    try:
+        if start > len(begin):
+            raise ValueError("its header is cut off")
+        header = json.loads(bytes(begin[_LENGTH_BYTES:start]).decode())
+        header.pop("__metadata__", None)
+        stored = {name: _as_stored(fields) for name, fields in header.items()}
+        stops = [0]
+        for first, stop in sorted(one.place for one in stored.values()):
+            if first != stops[-1]:
+                raise ValueError("its tensors do not lie side by side")
+            stops.append(stop)
+        if start + stops[-1] != num_bytes:
+            raise ValueError(f"it has {num_bytes:,} bytes in place of {start + stops[-1]:,}")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+    return start, stored
+
+
+def _as_stored(fields: dict[str, Any]) -> _Stored:
+    """Raises KeyError, TypeError, ValueError for what is no tensor."""
+    dtype, shape, (first, stop) = _LOADABLE.get(fields["dtype"]), fields["shape"], fields["data_offsets"]
+    numbers = (*shape, first, stop)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
+        raise ValueError("a tensor has a size or a place that is no number")
+    num_bytes = stop - first if dtype is None else math.prod(shape) * dtype.itemsize
+    if not first <= stop == first + num_bytes:
+        raise ValueError("a tensor's place is of another size than the tensor")
+    return _Stored(dtype, list(shape), (first, stop))
+
+
+def _digest(of_files: Iterable[hashlib._Hash]) -> str:
+    """Of an adapter, from those of its two files."""
+    return hashlib.sha256(b"".join(digest.digest() for digest in of_files)).hexdigest()
 
 
 @contextmanager
 def _in_words(path: Path) -> Iterator[None]:
-    """Raises ValueError in place of what reading the weights may raise."""
+    """Raises ValueError in place of what reading a file may raise."""
     try:
         yield
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _config_bytes(folder: Path) -> bytes:
+    path = _file(folder, CONFIG_NAME)
+    with _in_words(path):
+        return path.read_bytes()
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -159,17 +259,17 @@ def _file(folder: Path, name: str) -> Path:
     raise ValueError(f"{folder} holds no {name}; an adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}")
 
 
-def _config(folder: Path, model: ModelConfig) -> Mapping[str, Any]:
+def _config(folder: Path, stored: bytes, model: ModelConfig) -> Mapping[str, Any]:
+    """What an adapter's config says. Raises ValueError for what is not computed."""
     if model.latent is not None:
         raise ValueError(
             f"the adapter in {folder} is for a model whose attention is by a latent, {model.architecture}, for which"
             " adapters are not computed"
         )
-    path = _file(folder, CONFIG_NAME)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); fetch it again") from error
+        config = json.loads(stored.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / CONFIG_NAME} is no JSON ({error}); fetch it again") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(f"the adapter in {folder} is of the kind {kind!r}; only LORA is computed")
@@ -201,9 +301,11 @@ def _check_scales(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _modules(folder: Path, stored: Mapping[str, _Stored], model: ModelConfig, max_rank: int) -> list[str]:
-    """The projections that a file's tensors are for, each with both of its parts. Raises ValueError for what is not for
-    this model."""
+def _modules(
+    folder: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], max_rank: int
+) -> list[str]:
+    """The projections that a file's tensors are for, each with both of its parts, in a model whose tensors have these
+    `shapes`. Raises ValueError for what is not for that."""
     modules: dict[str, None] = {}
     for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)
@@ -212,7 +314,7 @@ def _modules(folder: Path, stored: Mapping[str, _Stored], model: ModelConfig, ma
                 f"the adapter in {folder} has the tensor {name[:200]}, which is of no projection that adapters are"
                 f" computed for: {_PROJECTIONS} of a model's layers"
             )
-        if not tensor.is_loadable:
+        if tensor.dtype is None:
             raise ValueError(
                 f"the adapter in {folder} has another type than float32, bfloat16 and float16 for {match[1]}; only"
                 " these can be loaded"
@@ -221,7 +323,6 @@ def _modules(folder: Path, stored: Mapping[str, _Stored], model: ModelConfig, ma
     lacking = {_tensor_name(module, part) for module in modules for part in "AB"} - stored.keys()
     if lacking or not modules:
         raise ValueError(f"the adapter in {folder} lacks {min(lacking, default='any tensor')}; fetch it again")
-    shapes = expected_shapes(model)
     for module in modules:
         down, up = (stored[_tensor_name(module, part)].shape for part in "AB")
         parts = [shapes[part] for part in fused_parts(f"{module}.weight", shapes) if part in shapes]

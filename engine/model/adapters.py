@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.checkpoint.adapters import adapter_digest, read_adapter
+from engine.checkpoint.adapters import AdapterFiles
 from kernels.adapters import Adapter
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class AdapterPool:
     def want(self, digest: str, folder: Path) -> AdapterSlot:
         """The slot of this adapter, for a sequence that is to be computed with it; `next_load` may follow."""
         slot = self._slots.setdefault(digest, AdapterSlot(digest, folder))
+        slot.folder = folder  # equal files may lie in several, and this is where they were seen last
         if slot.loaded is not None:
             self._slots.move_to_end(digest)
         return slot
@@ -150,10 +152,12 @@ def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank
     """The pool of one model's adapters."""
 
     def load(digest: str, folder: Path) -> Adapter:
-        with torch.inference_mode():
-            adapter = model.adapter(read_adapter(folder, config, max_rank, model.dtype))
-        if adapter_digest(folder) != digest:
-            raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
+        files = AdapterFiles.read(folder)
+        with ThreadPoolExecutor(1, "adapter-digest") as beside, torch.inference_mode():
+            read = beside.submit(files.digest)
+            adapter = model.adapter(files.weights(config, max_rank, model.dtype))
+            if read.result() != digest:
+                raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
         return adapter
 
     return AdapterPool(load, max_loaded)

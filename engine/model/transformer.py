@@ -549,7 +549,7 @@ def _low_rank(
         first_output += num_outputs
     if not downs:
         return None
-    down = downs[0] if len(downs) == 1 else torch.cat(downs)
+    down = torch.cat(downs)  # also of one: kernels may keep it, and it may be a view of all of the adapter's file
     return LowRank(kernels.pack_linear(down.to(device), None), tuple(ups))
 
 

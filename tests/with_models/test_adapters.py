@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -9,13 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.checkpoint.adapters import adapter_digest, read_adapter
-from engine.model.adapters import AdapterSlot
+from engine.checkpoint.adapters import AdapterWeights, adapter_digest, read_adapter
+from engine.model.adapters import AdapterSlot, adapter_pool
 from engine.model.config import ModelConfig
 from engine.model.transformer import Model
 from engine.sequence import Sequence
 from engine.steps.threads import StepThreads
 from kernels import reference
+from kernels.adapters import Adapter
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels
 from kernels.native.library import native_library
@@ -80,6 +82,32 @@ def with_adapters(stepper: Stepper, found: list[AdapterSlot | None], lengths: li
     for number, seq in enumerate(seqs):
         seq.adapter = found[number % len(found)]
     return seqs
+
+
+@pytest.mark.parametrize("adapted", ["llama"], indirect=True)
+def test_what_is_loaded_under_a_digest_is_what_that_is_of(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another adapter lay in the folder just while it was read."""
+    first, second, folder = *adapted.adapters[:2], tmp_path / "replaced"
+    digest, config = adapter_digest(first), ModelConfig.from_folder(adapted.folder)
+    runner, _ = recording_runner(adapted.folder)
+    model = runner.model
+    assert isinstance(model, Model)
+    pool = adapter_pool(model, config, max_loaded=1, max_rank=64)
+    shutil.copytree(first, folder)
+    assert pool.load(digest, folder).num_bytes
+    shutil.copytree(second, folder, dirs_exist_ok=True)
+    pack = model.adapter
+
+    def put_back(weights: AdapterWeights) -> Adapter:
+        shutil.copytree(first, folder, dirs_exist_ok=True)
+        return pack(weights)
+
+    monkeypatch.setattr(model, "adapter", put_back)
+    with pytest.raises(ValueError, match="is another one by now"):
+        pool.load(digest, folder)
+    assert pool.load(digest, folder).num_bytes, "what is there again is loaded"
 
 
 def expected(adapted: Adapted, seq: Sequence) -> list[int]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save_file
 
 from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter, read_adapter
 from engine.model.config import LatentConfig, LayerConfig, ModelConfig
@@ -197,6 +198,88 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / CONFIG_NAME).write_text(config)
         with pytest.raises(ValueError, match="is no JSON"):
             check_adapter(tmp_path, MODEL, 64)
+
+
+def test_a_file_that_is_cut_off_or_goes_on_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    for length in (0, 7, 8, 9, begin - 1, begin, begin + 1, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert_not_whole(tmp_path)
+    path.write_bytes(whole + b"\0")
+    assert_not_whole(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": ["F32"]},
+        {"shape": [4, 4]},
+        {"shape": [4, -8]},
+        {"shape": [4, 8.0]},
+        {"shape": None},
+        {"data_offsets": [0, 1 << 70]},
+        {"data_offsets": [-128, 0]},
+        {"data_offsets": [128, 256]},
+        {"data_offsets": [0]},
+    ],
+)
+def test_what_a_file_says_wrongly_of_a_tensor_is_refused_as_safetensors_does(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    header, data = parts_of(path)
+    first = min(header, key=lambda name: header[name]["data_offsets"])
+    assert header[first] == {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}
+    header[first] |= change
+    write_parts(path, header, data)
+    with pytest.raises(SafetensorError):
+        load(path.read_bytes())
+    assert_not_whole(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{", b"[" * 100_000, b'{"x": 3}', b"\xff", b'"x"', b"{}"])
+def test_so_is_a_header_that_is_none(tmp_path: Path, header: bytes) -> None:
+    path = write(tmp_path) / WEIGHTS_NAME
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert_not_whole(tmp_path)
+
+
+def assert_not_whole(folder: Path) -> None:
+    for refuse in (check_adapter, partial(read_adapter, dtype=torch.float32)):
+        with pytest.raises(ValueError, match="is not a whole safetensors file"):
+            refuse(folder, MODEL, 64)
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's header and the rest."""
+    stored = path.read_bytes()
+    begin = 8 + int.from_bytes(stored[:8], "little")
+    return json.loads(stored[8:begin]), stored[begin:]
+
+
+def write_parts(path: Path, header: dict[str, Any], data: bytes) -> None:
+    """As the format has it, but that no space pads the header."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("padding", range(4))
+def test_tensors_may_be_of_several_types_and_at_any_address(tmp_path: Path, padding: int) -> None:
+    write(tmp_path, rank=3)
+    dtypes = {"A": torch.bfloat16, "B": torch.float32}
+    shapes = {"A": (3, 7), "B": (8, 3)}
+    tensors = {f"base_model.model.{Q}.lora_{part}.weight": torch.randn(shapes[part]).to(dtypes[part]) for part in "AB"}
+    places = [[0, 42], [42, 42 + 96]]
+    header: dict[str, Any] = {"__metadata__": {"padded": " " * padding}}
+    for (name, tensor), kind, place in zip(tensors.items(), ("BF16", "F32"), places, strict=True):
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
+    data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+    write_parts(tmp_path / WEIGHTS_NAME, header, data)
+    found = read_adapter(tmp_path, replace(MODEL, hidden_size=7), 64, torch.float32)[Q]
+    down, up = tensors.values()
+    assert torch.equal(found.down, down.float()) and torch.equal(found.up, up * (8 / 3))
 
 
 def test_the_digest_is_of_weights_and_config(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_one_that_cannot_be_loaded_is_another_one_when_it_is_wanted_again() -> N
     assert pool.want("a", Path("a")) is not slot
 
 
+def test_one_that_waits_is_loaded_from_where_it_was_seen_last() -> None:
+    """Equal files in two folders are one adapter, and the first folder may be gone by the time that there is room."""
+    story = Story(max_loaded=1)
+    running = story.comes("a", need=Need.NOW)
+    first, second = (User(story.pool.want("b", Path(folder))) for folder in ("gone", "there"))
+    assert first.adapter is second.adapter
+    story.users = [first, second]
+    slot = story.pool.next_load([(first, Need.NOW), (running, Need.LATER)])
+    assert slot is second.adapter and slot is not None and slot.folder == Path("there")
+
+
 def test_of_a_thousand_no_more_are_kept_than_there_is_room_for() -> None:
     """Whoever comes and goes in whatever order, all get theirs, and nothing is left."""
     story, chooser = Story(max_loaded=16), random.Random(5)
