@@ -8,7 +8,7 @@ Dv that of a value (D, but for latent attention), G layer groups, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -164,11 +164,20 @@ class ExpertChoice:
     correction: Tensor | None = None  # [experts] float32
 
 
+PackedBytes = Callable[[Iterable[tuple[int, int]], torch.dtype], int]
+"""As `Kernels.packed_bytes`."""
+
+
 class Kernels(Protocol):
     """The operators of one device. A module with these functions satisfies it."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack a projection: `weight [out, in]`, `bias [out]`. The caller should drop its reference to `weight`."""
+        ...
+
+    def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+        """How much memory `pack_linear` takes in all for weights `[out, in]` of these shapes and this type, without
+        biases, that lie in memory of their own."""
         ...
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

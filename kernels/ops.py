@@ -6,10 +6,12 @@ import functools
 
 import torch
 
+from kernels import reference
 from kernels.cpu import kernels as cpu
-from kernels.interface import Kernels
+from kernels.interface import Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import native_library
+from kernels.native.library import NativeUnavailableError, native_library, require_processor
+from kernels.native.linear import packed_bytes
 from kernels.quantised_weight import ActivationBits
 
 
@@ -29,6 +31,18 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
             " C++ compiler (the log says what lacks): leave batch_invariant off, or give the worker a GPU (num_gpus: 1)"
         )
     return kernels
+
+
+def packed_bytes_on(device: torch.device) -> PackedBytes:
+    """`Kernels.packed_bytes` on a device that need not be there, without compiling kernels: of those that it would have
+    with a compiler."""
+    if device.type == "cuda":
+        return reference.packed_bytes
+    try:
+        require_processor()
+    except NativeUnavailableError:
+        return cpu.packed_bytes
+    return packed_bytes
 
 
 @functools.cache

@@ -5,7 +5,8 @@ Shape legend: see `kernels.interface`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,10 @@ class PlainLinear:
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
     return PlainLinear(weight, bias)
+
+
+def packed_bytes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+    return sum(map(math.prod, shapes)) * dtype.itemsize
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> PlainLinear:

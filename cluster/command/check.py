@@ -169,7 +169,7 @@ class WorkerBytes:
 def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes:
     """Work out a worker's memory by the rules of a worker that loads the model.
     Raises ValueError, with advice, where that would."""
-    from torch import bfloat16
+    from torch import bfloat16, device
 
     from cluster.config.build import engine_config, tiers_config
     from cluster.simulation.plan.worker_memory import activation_bytes
@@ -179,6 +179,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.model.config import ModelConfig
     from engine.model.shards import check_degree
     from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
+    from kernels.ops import packed_bytes_on
 
     engine = engine_config(role, config)
     engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
@@ -191,7 +192,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
     weights = round(sum(by_name.values()))
-    adapters = adapter_bytes(model, engine, layout.dtype)
+    adapters = adapter_bytes(model, engine, layout.dtype, packed_bytes_on(device(engine.device)))
     step = activation_bytes(
         shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
     )

@@ -11,6 +11,7 @@ An adapter adds `scale * B(A(x))` to projections of `x`: `A [rank, in]`, `B [out
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from torch import Tensor
 from engine.checkpoint.stacked_tensors import fused_parts
 from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
 from engine.model.config import ModelConfig
+from kernels.interface import PackedBytes
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -70,6 +72,12 @@ _BEGINNINGS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 _ADAPTED: Final = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
+_SIDE_BY_SIDE: Final = (  # in a layer, as they are packed
+    ("self_attn.q", "self_attn.k", "self_attn.v"),
+    ("self_attn.o",),
+    ("mlp.gate", "mlp.up"),
+    ("mlp.down",),
+)
 _PROJECTIONS: Final = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 
 
@@ -175,11 +183,25 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.d
     return AdapterFiles.read(folder).weights(model, max_rank, dtype)
 
 
-def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype) -> int:
-    """The most memory that an adapter may take: one of the largest rank, for all projections that there are adapters
-    for."""
-    adapted = (shape for name, shape in expected_shapes(model).items() if _ADAPTED.fullmatch(name))
-    return sum(map(sum, adapted)) * max_rank * dtype.itemsize
+def product_shapes(model: ModelConfig, ranks: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """`[out, in]` of all products by which an adapter of these ranks, by the projections' names, is computed: down to
+    the ranks of all projections side by side, and up from each one's. Ranks are even: kernels multiply pairs."""
+    shapes = expected_shapes(model)
+    for layer, side_by_side in itertools.product(range(len(model.layers)), _SIDE_BY_SIDE):
+        names = [name for part in side_by_side if (name := f"model.layers.{layer}.{part}_proj") in ranks]
+        even = [ranks[name] + ranks[name] % 2 for name in names]
+        projections = [shapes[f"{name}.weight"] for name in names]
+        for rank, (num_outputs, _) in zip(even, projections, strict=True):
+            yield num_outputs, rank
+        if projections:
+            yield sum(even), projections[0][1]
+
+
+def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype, packed_bytes: PackedBytes) -> int:
+    """The most memory that an adapter may take with kernels that pack so: one of the largest rank, for all projections
+    that there are adapters for."""
+    adapted = (name.removesuffix(".weight") for name in expected_shapes(model) if _ADAPTED.fullmatch(name))
+    return packed_bytes(product_shapes(model, dict.fromkeys(adapted, max_rank)), dtype)
 
 
 class _Stored(NamedTuple):

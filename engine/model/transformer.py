@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.checkpoint.adapters import AdapterWeights
+from engine.checkpoint.adapters import AdapterWeights, product_shapes
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
@@ -234,13 +234,14 @@ class Model:
         ranks."""
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
         kernels = self._kernels
+        ranks = {name: len(low_rank.down) for name, low_rank in weights.items()}
+        num_bytes = kernels.packed_bytes(product_shapes(self.config, ranks), self.dtype)
         if isinstance(kernels, NativeCpuKernels):
-            kernels = kernels.packing_into(memory_apart())
+            kernels = kernels.packing_into(memory_apart(num_bytes))
         layers = tuple(
             self._adapter_layer(weights, f"model.layers.{index}.", kernels, layer.rope)
             for index, layer in enumerate(self.config.layers)
         )
-        num_bytes = sum(part.nbytes for low_rank in weights.values() for part in (low_rank.down, low_rank.up))
         return Adapter(layers, num_bytes, None if self.fused is None else native_adapter(layers))
 
     def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels, rope: RopeConfig) -> AdapterLayer:
@@ -534,7 +535,7 @@ def _low_rank(
     first_rank = first_output = 0
     for name, num_outputs in outputs.items():
         if (low_rank := weights.get(name)) is not None:
-            # Kernels multiply pairs of inputs: a rank more, of zeros, changes nothing.
+            # `product_shapes` says why ranks are even: one more, of zeros, changes nothing.
             down, up = low_rank.down, low_rank.up
             if len(down) % 2:
                 down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))

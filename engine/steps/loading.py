@@ -44,7 +44,7 @@ from engine.steps.threads import StepThreads
 from engine.text.tokenizer import vocabulary
 from kernels.cpu.huge_pages import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
-from kernels.interface import GraphKernels, Kernels
+from kernels.interface import GraphKernels, Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
 from kernels.ops import kernels_for
 from kernels.quantised_weight import ActivationBits
@@ -287,11 +287,11 @@ def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
     return config
 
 
-def adapter_bytes(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
-    """The most that all adapters of a worker may take, which it keeps free for them."""
+def adapter_bytes(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype, packed_bytes: PackedBytes) -> int:
+    """The most that all adapters of a worker whose kernels pack so may take, which it keeps free for them."""
     if not engine.max_adapters or not isinstance(config, ModelConfig) or config.latent is not None:
         return 0
-    return engine.max_adapters * largest_adapter_bytes(config, engine.max_adapter_rank, dtype)
+    return engine.max_adapters * largest_adapter_bytes(config, engine.max_adapter_rank, dtype, packed_bytes)
 
 
 def layout_of(config: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> KVLayout:
@@ -351,7 +351,7 @@ def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
                 loading.memory,
                 share=engine.kv_share,
                 largest=engine.largest_step,
-                adapter_bytes=adapter_bytes(loading.config, engine, loading.layout.dtype),
+                adapter_bytes=adapter_bytes(loading.config, engine, loading.layout.dtype, loading.kernels.packed_bytes),
                 record=record,
             )
             loading.give_kv(runner, left)

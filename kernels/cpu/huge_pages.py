@@ -21,23 +21,26 @@ _LINE_BYTES = 64
 
 
 class _Shared:
-    """Mappings that small tensors share, each until it is full."""
+    """Mappings of so many bytes that tensors of at most `largest` bytes share, each until it is full."""
 
-    def __init__(self) -> None:
+    def __init__(self, mapping_bytes: int, largest: int) -> None:
+        self._mapping_bytes, self._largest = mapping_bytes, largest
         self._lock = threading.Lock()
         self._rest = memoryview(b"")  # of the newest one; guarded by the lock
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """A part of a mapping. Starts a cache line."""
+        """A part of a mapping, or one of its own. Starts a cache line."""
+        if num_bytes > self._largest:
+            return _mapped(num_bytes)
         with self._lock:
             if num_bytes > len(self._rest):
-                self._rest = _mapped(_SHARED_BYTES)
+                self._rest = _mapped(self._mapping_bytes)
             rest = self._rest
             taken, self._rest = rest[:num_bytes], rest[-(-num_bytes // _LINE_BYTES) * _LINE_BYTES :]
         return taken
 
 
-_everybodys = _Shared()
+_everybodys = _Shared(_SHARED_BYTES, _SHARED_BYTES // 4)
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype, shared: _Shared = _everybodys) -> Tensor:
@@ -47,14 +50,18 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype, shared: _Shared = _ever
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    memory = _mapped(num_bytes) if num_bytes > _SHARED_BYTES // 4 else shared.allocate(num_bytes)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+    return torch.frombuffer(shared.allocate(num_bytes), dtype=dtype, count=count).view(*shape)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Bytes of a mapping for so many."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _mapped(num_bytes: int) -> memoryview:
     """A mapping of so many bytes, in whole pages."""
     # Python would share it with children otherwise, and shared memory gets large pages on few machines.
-    mapping = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapping)
@@ -72,9 +79,10 @@ def private_memory(num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor
     return _filled(_everybodys, num_elements, dtype, fill)
 
 
-def memory_apart() -> PackingMemory:
-    """Large pages for what comes and goes as one: all of them go back with the last tensor that was packed there."""
-    return partial(_filled, _Shared())
+def memory_apart(num_bytes: int) -> PackingMemory:
+    """Large pages for what comes and goes as one, of so many bytes in all, each tensor's in whole cache lines: one
+    mapping, which goes back with the last tensor that was packed there."""
+    return partial(_filled, _Shared(num_bytes, num_bytes))
 
 
 def _filled(shared: _Shared, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:

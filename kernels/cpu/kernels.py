@@ -5,6 +5,8 @@ The numbers in the comments were taken on Zen 4 (AVX-512 BF16) with torch 2.13, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "pack_heads",
     "pack_linear",
     "pack_quantised",
+    "packed_bytes",
     "plan_attention",
     "rms_norm",
     "rotate_and_store",
@@ -54,6 +57,18 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return PlainLinear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
     return PackedLinear(packed, bias)
+
+
+def packed_bytes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+    return sum(_packed_bytes(*shape, dtype) for shape in shapes)
+
+
+@functools.cache
+def _packed_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+    """By what oneDNN makes of it: its blocks' sizes, up to 64 outputs, depend on the processor."""
+    weight = torch.zeros(num_outputs, num_inputs, dtype=dtype)
+    packed = pack_linear(weight, None)
+    return int(torch.ops.mkldnn._nbytes(packed.weight)) if isinstance(packed, PackedLinear) else weight.nbytes
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
-from kernels.native.linear import can_pack_linear, can_pack_quantised, pack_heads, pack_linear, pack_quantised
+from kernels.native.linear import (
+    can_pack,
+    can_pack_linear,
+    can_pack_quantised,
+    pack_heads,
+    pack_linear,
+    pack_quantised,
+    packed_bytes,
+)
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 # Norms, rotary embeddings and gated activations: see `src/elementwise.cpp`. There is one of each for each of the types.
@@ -70,6 +78,12 @@ class NativeCpuKernels:
         if can_pack_linear(weight):
             return pack_linear(self._library, weight, bias, self._memory)
         return cpu.pack_linear(weight, bias)
+
+    def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+        by_form: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        for shape in shapes:
+            by_form[can_pack(shape[1], dtype)].append(shape)
+        return packed_bytes(by_form[True], dtype) + cpu.packed_bytes(by_form[False], dtype)
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         if can_pack_quantised(weight, dtype):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.huge_pages import PackingMemory, private_memory
+from kernels.cpu.huge_pages import PackingMemory, private_memory, whole_pages
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
 from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight
@@ -55,8 +56,18 @@ class NativeLinear:
 
 
 def can_pack_linear(weight: Tensor) -> bool:
+    return can_pack(weight.shape[1], weight.dtype)
+
+
+def can_pack(num_inputs: int, dtype: torch.dtype) -> bool:
     """bfloat16 is multiplied in pairs of inputs."""
-    return weight.dtype in TYPE_NAMES and (weight.dtype.itemsize == 4 or weight.shape[1] % 2 == 0)
+    return dtype in TYPE_NAMES and (dtype.itemsize == 4 or num_inputs % 2 == 0)
+
+
+def packed_bytes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+    """Of weights that can be packed, in memory apart, without asking the library: see `packed_size` in
+    `src/linear.cpp`."""
+    return whole_pages(sum(-(-outputs // 16) * 16 * inputs for outputs, inputs in shapes) * dtype.itemsize)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ Shape legend: see `kernels.interface`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from kernels.interface import (
     Segment,
 )
 from kernels.quantised_weight import QuantisedWeight
-from kernels.reference import PlainHeads
+from kernels.reference import PlainHeads, packed_bytes
 from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
 from kernels.triton.attention.tiles import Operands, architecture
@@ -87,6 +87,9 @@ class GpuKernels:
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         weight = weight.contiguous()
         return InvariantLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+
+    def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+        return packed_bytes(shapes, dtype)
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)

@@ -44,13 +44,15 @@ def test_what_was_packed_apart_lies_together_and_goes_with_the_last_of_it() -> N
     def fill(packed: torch.Tensor) -> None:
         packed.fill_(2.0)
 
-    pack = memory_apart()
+    pack = memory_apart(7 * 64 + 4 * 64 + (40 << 20))
     first, second = pack(100, torch.float32, leave), pack(100, torch.bfloat16, fill)
+    large = pack(40 << 20, torch.uint8, leave)
+    assert large.data_ptr() - second.data_ptr() == 4 * 64
     elsewhere = huge_zeros((100,), torch.float32)
     addresses = first.data_ptr(), second.data_ptr()
     assert addresses[1] - addresses[0] == 7 * 64
     assert not first.any() and (second == 2.0).all()
-    del pack, first
+    del pack, first, large
     gc.collect()
     assert is_mapped(addresses[1])
     del second

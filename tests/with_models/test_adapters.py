@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.checkpoint.adapters import AdapterWeights, adapter_digest, read_adapter
+from engine.checkpoint.adapters import AdapterWeights, adapter_digest, largest_adapter_bytes, read_adapter
 from engine.model.adapters import AdapterSlot, adapter_pool
 from engine.model.config import ModelConfig
 from engine.model.transformer import Model
@@ -19,14 +20,18 @@ from engine.steps.threads import StepThreads
 from kernels import reference
 from kernels.adapters import Adapter
 from kernels.cpu import kernels as cpu
+from kernels.cpu.huge_pages import whole_pages
 from kernels.interface import Kernels
+from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
+from kernels.native.linear import NativeLinear
 from tests.support.adapters import ALL, ATTENTION, merged_tokens, write_adapter
 from tests.support.model_families import WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import RecordingSampler, Stepper, recording_runner
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
+NATIVE = [NativeCpuKernels(library) for library in LIBRARIES]
 NUM_NEW_TOKENS = 8
 
 
@@ -36,6 +41,7 @@ class Adapted:
 
     folder: Path
     adapters: tuple[Path, ...]
+    is_mixture: bool
 
 
 @pytest.fixture(scope="module", params=WITH_HEADS)
@@ -52,7 +58,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         ),
         write_adapter(root / "half", model, seed=4, rank=2, dtype=torch.bfloat16, lora_alpha=5, targets=targets),
     )
-    return Adapted(model, adapters)
+    return Adapted(model, adapters, is_mixture)
 
 
 def slots(model: Model, adapted: Adapted) -> list[AdapterSlot | None]:
@@ -108,6 +114,54 @@ def test_what_is_loaded_under_a_digest_is_what_that_is_of(
     with pytest.raises(ValueError, match="is another one by now"):
         pool.load(digest, folder)
     assert pool.load(digest, folder).num_bytes, "what is there again is loaded"
+
+
+@pytest.mark.parametrize("adapted", ["llama", "phi-3", "mixtral"], indirect=True)
+@pytest.mark.parametrize("kernels", [cpu, reference, *NATIVE], ids=["torch", "reference", *["native"] * len(NATIVE)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_reckoned_for_the_largest_is_what_it_takes(
+    adapted: Adapted, tmp_path: Path, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """And an adapter with less of anything takes no more."""
+    runner, _ = recording_runner(adapted.folder, dtype=dtype, kernels=kernels)
+    model, config = runner.model, ModelConfig.from_folder(adapted.folder)
+    assert isinstance(model, Model)
+    targets = ATTENTION if adapted.is_mixture else ALL
+
+    def taken(rank: int, layers: tuple[int, ...] | None = None) -> int:
+        folder = write_adapter(tmp_path / "made", adapted.folder, seed=1, rank=rank, targets=targets, layers=layers)
+        with torch.inference_mode():
+            made = model.adapter(read_adapter(folder, config, rank, dtype))
+        assert made.num_bytes == bytes_of(made)
+        return made.num_bytes
+
+    for rank in (1, 8, 15, 24, 64):
+        reckoned = largest_adapter_bytes(config, rank, dtype, kernels.packed_bytes)
+        assert reckoned == taken(rank)
+        assert reckoned >= max(taken(-(-rank // 2)), taken(rank, layers=(0, 2)))
+
+
+def bytes_of(adapter: Adapter) -> int:
+    """All memory that its weights lie in."""
+    storages: dict[int, int] = {}
+    total, native = 0, []
+    for layer in adapter.layers:
+        for low_rank in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for linear in () if low_rank is None else (low_rank.down, *(up.linear for up in low_rank.ups)):
+                if isinstance(linear, cpu.PackedLinear):
+                    total += torch.ops.mkldnn._nbytes(linear.weight)
+                elif isinstance(linear, NativeLinear):
+                    native.append(linear.packed)
+                else:
+                    assert isinstance(linear, reference.PlainLinear)
+                    storage = linear.weight.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    if native:
+        first, last = (choose(native, key=Tensor.data_ptr) for choose in (min, max))
+        in_one_mapping = last.data_ptr() + last.nbytes - first.data_ptr()
+        assert in_one_mapping == sum(packed.nbytes for packed in native)
+        total += whole_pages(in_one_mapping)
+    return total + sum(storages.values())
 
 
 def expected(adapted: Adapted, seq: Sequence) -> list[int]:

@@ -21,10 +21,11 @@ from cluster.config.settings import LegatoConfig
 from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
 from engine.model.config import ModelConfig
+from engine.model.transformer import Model
 from engine.steps.loading import LoadedModel, load_model
 from tests.support.adapters import write_adapter
 from tests.support.model_families import VOCAB_SIZE, build_oracle
-from tests.support.small_models import SmallModel
+from tests.support.small_models import SmallModel, runner_of
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss", "phi-3"])
@@ -77,8 +78,10 @@ def test_what_a_device_has_no_kernels_for_takes_the_room_of_its_values(folder: P
 
 def test_adapters_have_room_of_their_own(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "mine", folder, seed=1, rank=64)
-    held = read_adapter(adapter, ModelConfig.from_folder(folder), 64, torch.float32)
-    largest = sum(low_rank.down.nbytes + low_rank.up.nbytes for low_rank in held.values())
+    model = runner_of(folder, kv_blocks=100).model
+    assert isinstance(model, Model)
+    with torch.inference_mode():
+        largest = model.adapter(read_adapter(adapter, model.config, 64, torch.float32)).num_bytes
     without = configured(folder)
     adapters = without.adapters.model_copy(update={"folder": str(tmp_path), "max_loaded": 3})
     said = worker_memory("decode", without.model_copy(update={"adapters": adapters}), folder)

@@ -18,6 +18,7 @@ from engine.model.config import ModelConfig
 from engine.steps import memory_profile
 from engine.steps.loading import require_whole_cache
 from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
+from kernels.ops import kernels_for
 from tests.support.model_families import build_oracle
 from tests.support.small_models import runner_of
 from tests.support.stepping import Stepper
@@ -133,7 +134,7 @@ def test_kv_gets_what_is_left_of_a_share(folder: Path, monkeypatch: pytest.Monke
     staged.close()
     adapting = runner_of(folder, kv_share=0.75, max_adapters=3, max_adapter_rank=64, **options)
     assert isinstance(runner.config, ModelConfig)
-    adapters = 3 * largest_adapter_bytes(runner.config, 64, torch.float32)
+    adapters = 3 * largest_adapter_bytes(runner.config, 64, torch.float32, kernels_for(CPU).packed_bytes)
     assert adapters > 1_000_000
     assert abs(runner.kv_cache.num_bytes - adapters - adapting.kv_cache.num_bytes) < 100_000, "adapters are yet to come"
     with pytest.raises(ValueError, match=r"nothing is left for KV.*allow a larger share"):
