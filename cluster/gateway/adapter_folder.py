@@ -7,6 +7,7 @@ it, or a link to one elsewhere, which is what `register` makes.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -16,6 +17,8 @@ from typing import Final, NamedTuple
 from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter
 from engine.model.config import Backend, ModelConfig, read_config
 from kv_transfer.messages.requests import AdapterRef
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME: Final = 200  # bytes: names of files have at most 255
 _MOST_KNOWN: Final = 10_000  # digests that are remembered
@@ -64,8 +67,13 @@ class AdapterFolder:
         return AdapterRef(name=name, digest=self._digest(folder), folder=str(folder))
 
     def listed(self) -> list[ListedAdapter]:
-        """The adapters in the folder that can be read, by name."""
-        names = sorted(entry.name for entry in self._folder.iterdir())
+        """The adapters in the folder that can be read, by name. Empty, and logged, where the folder itself cannot be:
+        models are listed with them."""
+        try:
+            names = sorted(entry.name for entry in self._folder.iterdir())
+        except OSError as error:
+            logger.warning("No adapters are listed: %s", error)
+            return []
         return [told for name in names if (told := self.look(name)) is not None]
 
     def look(self, name: str) -> ListedAdapter | None:

@@ -293,6 +293,16 @@ async def test_names_that_no_file_can_have_and_folders_that_nobody_can_read_are_
     assert {entry.name for entry in folder.iterdir()} == {"good", "in circles", "locked"}
 
 
+async def test_a_folder_that_is_gone_takes_no_model_with_it(model: SmallModel, tmp_path: Path) -> None:
+    """As where it is a mount of another machine's."""
+    api = scripted_api_of(model, tmp_path / "served")
+    (tmp_path / "served").rmdir()
+    async with clients_of(api) as (client, _):
+        assert [card.id async for card in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError):
+            await completed(client, "x")
+
+
 async def test_without_a_folder_there_are_no_adapters(model: SmallModel) -> None:
     async with served(model, None) as (client, http):
         told = {"lora_name": "x", "lora_path": "/tmp"}
