@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import NativeUnavailableError, native_library, require_processor
+from kernels.native.library import NativeUnavailableError, native_library, processor_instructions
 from kernels.native.linear import packed_bytes
 from kernels.quantised_weight import ActivationBits
 
@@ -39,7 +39,7 @@ def packed_bytes_on(device: torch.device) -> PackedBytes:
     if device.type == "cuda":
         return reference.packed_bytes
     try:
-        require_processor()
+        processor_instructions()
     except NativeUnavailableError:
         return cpu.packed_bytes
     return packed_bytes
