@@ -124,34 +124,21 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _what_if(arguments: argparse.Namespace) -> int:
     given = [
-        name for name in ("prefill", "decode", "ttft_ms", "tpot_ms", "gap_ms") if getattr(arguments, name) is not None
+        name
+        for name in ("prefill", "decode", "ttft_ms", "tpot_ms", "gap_ms", "model_flips")
+        if getattr(arguments, name) is not None
     ]
     given += ["acceptance"] * bool(arguments.acceptance)
     if arguments.layouts and given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ArgumentsError(f"--layouts replays what was asked, as it was, on all layouts: leave out {options}")
-    from cluster.gateway.request_log import read_log
-    from cluster.simulation.whatif import BestLayout, WhatIf, best_layout, what_if
+    from cluster.simulation.whatif import run
 
     try:
-        log = read_log(arguments.log, arguments.newest)
-        result: WhatIf | BestLayout
-        if arguments.layouts:
-            result = best_layout(*log, time_s=arguments.time_s)
-        else:
-            result = what_if(
-                *log,
-                num_prefill=arguments.prefill,
-                num_decode=arguments.decode,
-                ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
-                tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
-                gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
-                acceptance=arguments.acceptance,
-            )
+        run(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(result.json_line() if arguments.json else result.text(), flush=True)
     return 0
 
 

@@ -224,6 +224,7 @@ class Gateway:
                     model=name,
                     secret=self._identity.secret,
                     one_pool=served.workers is not None,
+                    model_flips=config.scheduler.model_flips,
                     max_bytes=config.max_log_bytes,
                 )
                 told.append(recorder.ended)

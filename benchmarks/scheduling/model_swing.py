@@ -70,7 +70,8 @@ def play(
         configs[name] = config_of(setting, "legato-auto", layout)
         pace = shape(period_s, number / len(demand))
         requests[name] = _until(_coming(setting, begin, load / len(demand), pace), PERIODS * period_s)
-    return simulate_models(configs, requests, change_s=change_s if ROWS[row] else None, decision=_ONE_POOL)
+    changes = dict.fromkeys(demand, change_s) if ROWS[row] else None
+    return simulate_models(configs, requests, change_s=changes, decisions=dict.fromkeys(demand, _ONE_POOL))
 
 
 def _coming(setting: Setting, begin: int, load: float, pace: Callable[[float], float]) -> Iterator[TraceRequest]:

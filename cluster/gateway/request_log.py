@@ -1,16 +1,20 @@
 """What a cluster served and on what, as lines of JSON: the first describes the cluster, each further one a request.
 
-A gateway's `RequestRecorder` writes a line for each choice of a request when it has been answered; `read_log` reads
-them for `python -m cluster whatif`. Each file begins with the workers' own costs; what ends before they are known waits
-until then. Blocks are named by keyed hashes, so that nobody can tell from a log whether a guessed text was sent.
+A gateway's `RequestRecorder` writes a line for each choice of a request when it has been answered; `read_logs` reads
+them for `python -m cluster whatif`, of several models a file for each. Each file begins with the workers' own costs;
+what ends before they are known waits until then. Blocks are named by keyed hashes, so that nobody can tell from a log
+whether a guessed text was sent.
 """
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
@@ -55,7 +59,10 @@ class LoggedWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedCluster:
     """The cluster that served a log's requests. `prefill` None: there were no prefill workers. `block_size`: tokens of
-    the blocks that requests' hashes name. `one_pool`: decode workers compute prompts for each other, too.
+    the blocks that requests' hashes name. `one_pool`: decode workers compute prompts for each other, too. `model`: that
+    all requests were for; "": nobody noted it. `change_s`: workers change their model, and one of another model takes
+    so many seconds to have this one, 0 where nobody knows; the numbers are then of those that were started for this
+    model. None: workers keep their model.
 
     Three times are in no worker's cost. `gateway_s`: what HTTP and the gateway add to each first token. `handoff_s`,
     and for each token of a prompt's last chunk `handoff_token_s`: from the first token until decode may go on.
@@ -71,6 +78,8 @@ class LoggedCluster:
     handoff_s: float = 0.002
     handoff_token_s: float = 0.0
     one_pool: bool = False
+    model: str = ""
+    change_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,9 @@ class LoggedRequest:
             )
 
 
+Log = tuple[LoggedCluster, Sequence[LoggedRequest]]
+"""What a file tells."""
+
 _CLUSTER: Final = TypeAdapter(LoggedCluster)
 _REQUEST: Final = TypeAdapter(LoggedRequest)
 
@@ -111,6 +123,17 @@ def log_of_model(log: str, model: str) -> Path:
     there are `llama-3` and `llama-3.1`."""
     name = quote(model, safe="")
     return Path(f"{log}.{name.removesuffix('.1')}%2E1" if name.endswith(".1") else f"{log}.{name}")
+
+
+def logs_of(log: Path) -> list[Path]:
+    """The log of that name or, where there is none, those of several models beside it, by name: see `log_of_model`.
+    Full ones, NAME.1, are left out. Raises FileNotFoundError where there is neither."""
+    if log.exists():
+        return [log]
+    beside = [path for path in log.parent.glob(f"{glob.escape(log.name)}.*") if path.suffix != ".1"]
+    if not beside:
+        raise FileNotFoundError(errno.ENOENT, "No such file, and none for each of several models beside it", str(log))
+    return sorted(beside)
 
 
 def cluster_line(cluster: LoggedCluster) -> str:
@@ -130,6 +153,30 @@ def read_log(path: Path, newest: int | None = None) -> tuple[LoggedCluster, list
         return cluster, [_parsed(_REQUEST, path, number, line) for number, line in kept]
 
 
+def read_logs(paths: Iterable[Path], newest: int | None = None) -> dict[str, Log]:
+    """Read a log for each model, by the model's name, or the name of the file where a log does not tell it. `newest`:
+    only so many requests, the last ones of all models together. Raises RequestLogError with the line that is wrong, or
+    for two logs of one model, OSError where a file cannot be read."""
+    found: dict[str, tuple[Path, Log]] = {}
+    for path in paths:
+        log = read_log(path, newest)
+        name = log[0].model or path.name
+        if name in found:
+            raise RequestLogError(
+                f"{found[name][0]} and {path} are both of {name}: give one log for each model, of the same time"
+            )
+        found[name] = path, log
+    logs = {name: log for name, (_, log) in found.items()}
+    if newest is None or len(logs) == 1:
+        return logs
+    arrivals = sorted(request.arrival_s for _, requests in logs.values() for request in requests)
+    since = arrivals[-newest] if newest < len(arrivals) else -math.inf
+    return {
+        name: (cluster, [request for request in requests if request.arrival_s >= since])
+        for name, (cluster, requests) in logs.items()
+    }
+
+
 def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
     try:
         return adapter.validate_json(line)
@@ -141,8 +188,8 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models. Gateways
-    of one machine and one `secret` may share a file."""
+    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models.
+    `model_flips`: these change their model. Gateways of one machine and one `secret` may share a file."""
 
     def __init__(
         self,
@@ -153,6 +200,7 @@ class RequestRecorder:
         model: str,
         secret: bytes,
         one_pool: bool = False,
+        model_flips: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._file = LineLog(path, max_bytes, self._head)
@@ -160,6 +208,7 @@ class RequestRecorder:
         self._workers = workers
         self._model = model
         self._one_pool = one_pool
+        self._model_flips = model_flips
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, timeline: RequestTimeline) -> None:
@@ -171,8 +220,9 @@ class RequestRecorder:
         self._file.append([request_line(line) for line in logged if line is not None])
 
     def _head(self) -> str | None:
-        workers = [(info, snapshot) for info, snapshot in self._workers() if info.serves(self._model)]
-        cluster = logged_cluster(workers, self._slo, one_pool=self._one_pool)
+        cluster = logged_cluster(
+            self._workers(), self._slo, one_pool=self._one_pool, model=self._model, model_flips=self._model_flips
+        )
         return None if cluster is None else cluster_line(cluster)
 
 
@@ -201,25 +251,40 @@ def _name(block_hash: bytes, key: bytes) -> str:
     return hashlib.blake2b(block_hash, key=key, digest_size=_NAME_BYTES).hexdigest()
 
 
-def logged_cluster(workers: Iterable[KnownWorker], slo: SloConfig, *, one_pool: bool = False) -> LoggedCluster | None:
-    """The cluster of these workers as the log's first line tells it. None: in some pool no worker has reported yet what
-    its steps cost."""
+def logged_cluster(
+    workers: Iterable[KnownWorker],
+    slo: SloConfig,
+    *,
+    one_pool: bool = False,
+    model: str = "",
+    model_flips: bool = False,
+) -> LoggedCluster | None:
+    """The cluster of those of the workers that have this model ("": of all), as the log's first line tells it. None: in
+    some pool no worker has reported yet what its steps cost. `model_flips`: workers change their model. Then those are
+    counted that were started for this one, as the logs of all models must tell of each worker once, whenever they were
+    begun."""
     workers = list(workers)
+    serving = [worker for worker in workers if worker[0].serves(model)]
     pools: dict[Role, list[KnownWorker]] = {
-        role: [w for w in workers if w[0].role == role] for role in ("prefill", "decode")
+        role: [w for w in serving if w[0].role == role] for role in ("prefill", "decode")
     }
     prefill, decode = (_logged_worker(pools[role]) for role in ("prefill", "decode"))
-    block_size = naming_block_size(info for info, _ in workers)
-    if decode is None or block_size is None or (prefill is None and pools["prefill"]):
+    block_size = naming_block_size(info for info, _ in serving)
+    sizes = Counter(info.role for info, _ in serving)
+    if model_flips:
+        sizes = Counter(info.home or info.role for info, _ in workers if (info.home_model or info.model) == model)
+    if decode is None or block_size is None or (prefill is None and sizes["prefill"]) or not sizes["decode"]:
         return None
     return LoggedCluster(
-        num_prefill=len(pools["prefill"]),
-        num_decode=len(pools["decode"]),
+        num_prefill=sizes["prefill"],
+        num_decode=sizes["decode"],
         prefill=prefill,
         decode=decode,
         block_size=block_size,
         slo=slo,
         one_pool=one_pool,
+        model=model,
+        change_s=min((info.load_s for info, _ in serving if info.load_s), default=0.0) if model_flips else None,
     )
 
 

@@ -6,6 +6,7 @@ Imports next to nothing: every other command waits for it, too.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -163,17 +164,30 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     """What is left out stays as it was."""
     parser.add_argument(
-        "--log", type=Path, required=True, help="of a cluster and its requests: cluster/gateway/request_log.py"
+        "--log",
+        type=Path,
+        action="append",
+        required=True,
+        help="of a cluster and its requests, as gateway.request_log names it; of several models that name is enough for"
+        " all, or give the log of each",
     )
     parser.add_argument(
         "--layouts", action="store_true", help="which layout of as many workers would have served most; nothing else"
     )
-    parser.add_argument("--newest", type=whole(1), help="so many of the log's requests, the last ones; default: all")
+    parser.add_argument("--newest", type=whole(1), help="so many of the requests, the last ones; default: all")
     parser.add_argument(
         "--time-s", type=at_least_zero, default=60.0, help="for --layouts: after so long, what is known is told"
     )
-    parser.add_argument("--prefill", type=whole(0), help="workers")
-    parser.add_argument("--decode", type=whole(0), help="workers")
+    each = "workers; of several models each, or given once for each log, in their order"
+    parser.add_argument("--prefill", type=whole(0), action="append", help=each)
+    parser.add_argument("--decode", type=whole(0), action="append", help=each)
+    parser.add_argument(
+        "--model-flips",
+        type=_seconds_or_no,
+        metavar="SECONDS|no",
+        help="of several models: workers go where another one lacks some (scheduler.model_flips), which takes so long;"
+        " no: they stay",
+    )
     _add_acceptance(parser)
     parser.add_argument("--ttft-ms", type=positive, help="target of all classes that have one")
     parser.add_argument("--tpot-ms", type=positive, help="target of all classes that have one")
@@ -246,3 +260,8 @@ def _number(text: str) -> float:
     except ValueError:
         return -1.0
     return number if abs(number) < float("inf") else -1.0
+def _seconds_or_no(text: str) -> float:
+    """The type of an argument that is a number of 0 or more, or `no`: that never happens, as if it took for ever."""
+    return math.inf if text == "no" else at_least_zero(text)
+
+

@@ -128,8 +128,8 @@ def _run_models(arguments: argparse.Namespace, each: dict[str, argparse.Namespac
         result = simulate_models(
             {name: _config(own, one_pool=one_pool) for name, own in each.items()},
             {name: _swinging(own, number / len(each)) for number, (name, own) in enumerate(each.items())},
-            change_s=arguments.model_flips,
-            decision=DecisionPolicy(one_pool=one_pool),
+            change_s=None if arguments.model_flips is None else dict.fromkeys(each, arguments.model_flips),
+            decisions=dict.fromkeys(each, DecisionPolicy(one_pool=one_pool)),
         )
         for name, found in result.by_model.items():
             summary = replace(found.summary, model=name)

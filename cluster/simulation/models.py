@@ -51,23 +51,28 @@ class ModelsResult:
     changes: list[ModelChange]
 
     @property
+    def records(self) -> list[RequestRecord]:
+        """Those of all models, one model's after another's."""
+        return [record for result in self.by_model.values() for record in result.records]
+
+    @property
     def in_time(self) -> float:
         """The share of all requests that were served in time."""
-        records = [record for result in self.by_model.values() for record in result.records]
-        return sum(record.is_met for record in records) / len(records)
+        return sum(record.is_met for record in self.records) / len(self.records)
 
 
 def simulate_models(
     configs: Mapping[str, SimulationConfig],
     requests: Mapping[str, Iterable[TraceRequest]],
     *,
-    change_s: float | None = None,
-    decision: DecisionPolicy | None = None,
+    change_s: Mapping[str, float] | None = None,
+    decisions: Mapping[str, DecisionPolicy] | None = None,
 ) -> ModelsResult:
-    """Play a trace for each model, at the same time, to their ends. `change_s`: from the end of a worker of one model
-    until it is one of another's; None: workers stay with their model. Raises ValueError where a trace holds no
-    requests, or not in order of arrival, and for workers of one model that are unlike each other."""
-    return _Models(configs, change_s, decision).run(requests)
+    """Play a trace for each model, at the same time, to their ends. `change_s`: by model, from the end of a worker of
+    another one until it is one of its; None: workers stay with their model. `decisions`: how each model's requests are
+    placed; None: as by default. Raises ValueError where a trace holds no requests, or not in order of arrival, and for
+    workers of one model that are unlike each other."""
+    return _Models(configs, change_s, decisions).run(requests)
 
 
 class _OneModel(Simulation):
@@ -123,7 +128,10 @@ class _OneModel(Simulation):
 
 class _Models:
     def __init__(
-        self, configs: Mapping[str, SimulationConfig], change_s: float | None, decision: DecisionPolicy | None
+        self,
+        configs: Mapping[str, SimulationConfig],
+        change_s: Mapping[str, float] | None,
+        decisions: Mapping[str, DecisionPolicy] | None,
     ) -> None:
         self._clock = VirtualClock()
         self._change_s = change_s
@@ -137,9 +145,9 @@ class _Models:
             numbered = replace(config, first_number=self._num_started)
             self._num_started += config.num_prefill + config.num_decode
             others = [other for other in configs if other != name]
-            self._models[name] = _OneModel(
-                name, others, change_s or 0.0, numbered, self._clock, decision or DecisionPolicy()
-            )
+            load_s = 0.0 if change_s is None else change_s[name]
+            decision = DecisionPolicy() if decisions is None else decisions[name]
+            self._models[name] = _OneModel(name, others, load_s, numbered, self._clock, decision)
         autoscalers = {name: model.autoscaler for name, model in self._models.items()}
         self._exchange = ModelExchange({} if change_s is None else autoscalers)
         self._role_changes = RoleChanges()
@@ -176,7 +184,8 @@ class _Models:
         """A worker has left its model."""
         assert self._change_s is not None
         self._role_changes.gone(info.worker_id, self._clock.now)
-        self._clock.after(self._change_s, lambda: self._come(info, order.role, order.model, ordered_at))
+        change_s = self._change_s[order.model]
+        self._clock.after(change_s, lambda: self._come(info, order.role, order.model, ordered_at))
 
     def _come(self, info: WorkerInfo, role: Role, model: str, ordered_at: float) -> None:
         number = self._num_started + len(self._changes)

@@ -1,17 +1,22 @@
-"""What a log's requests would have seen of other pools or targets, and how far simulating the real ones is off; and
-which layout of as many workers would have served most of them (`best_layout`)."""
+"""What a log's requests would have seen of other pools or targets, and how far simulating the real ones is off; the
+same of the logs of several models, at the same time (`what_if_models`); and which layout of as many workers would have
+served most of one model's (`best_layout`)."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from typing import Final
+from statistics import fmean
+from typing import Any, Final
 
-from cluster.gateway.request_log import LoggedCluster, LoggedRequest, LoggedWorker
+from cluster.gateway.request_log import Log, LoggedCluster, LoggedRequest, LoggedWorker, logs_of, read_logs
 from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.simulation.models import ModelsResult, simulate_models
 from cluster.simulation.plan.search import Layout, OutOfTime
 from cluster.simulation.records import Quantiles, RequestRecord, aligned
 from cluster.simulation.routers.legato import LegatoRouter
@@ -24,6 +29,58 @@ from cluster.slo.countings import MeasuredRequest, Shares, count, length_groups,
 _DOUBTFUL: Final = 0.25
 _SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of many workers, that compute prompts
 _FEW: Final = 8
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Carry out `python -m cluster whatif`. Raises ValueError, with advice, for what cannot be replayed or supposed,
+    OSError where a log cannot be read."""
+    logs = read_logs([path for named in arguments.log for path in logs_of(named)], arguments.newest)
+    [first, *more] = logs.values()
+    result: WhatIf | WhatIfModels | BestLayout
+    if more and arguments.layouts:
+        raise ValueError("--layouts compares layouts of one model's workers: give the log of each by itself")
+    if not more and arguments.model_flips is not None:
+        raise ValueError("--model-flips is between models, and there is one: give the logs of several")
+    if arguments.layouts:
+        result = best_layout(*first, time_s=arguments.time_s)
+    elif more:
+        others = _others(arguments, logs)
+        result = what_if_models(logs, others, acceptance=arguments.acceptance)
+    else:
+        [other] = _others(arguments, logs).values()
+        result = what_if(*first, other, acceptance=arguments.acceptance)
+    print(result.json_line() if arguments.json else result.text(), flush=True)
+
+
+def _others(arguments: argparse.Namespace, logs: Mapping[str, Log]) -> dict[str, LoggedCluster]:
+    """The supposed cluster of each model."""
+    prefill, decode = _for_each(arguments.prefill, "--prefill", logs), _for_each(arguments.decode, "--decode", logs)
+    return {
+        name: supposed(
+            cluster,
+            num_prefill=prefill[name],
+            num_decode=decode[name],
+            ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
+            tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
+            gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+            change_s=arguments.model_flips,
+        )
+        for name, (cluster, _) in logs.items()
+    }
+
+
+def _for_each(given: list[int] | None, option: str, names: Iterable[str]) -> dict[str, int | None]:
+    """What was given of each model. Raises ValueError where it was neither given once nor as often as there are
+    models."""
+    names = list(names)
+    if given is None or len(given) == 1:
+        return dict.fromkeys(names, None if given is None else given[0])
+    if len(given) != len(names):
+        raise ValueError(
+            f"{option} is given {len(given)} times, and there are {len(names)} models: give it once for all, or once"
+            f" for each, in this order: {', '.join(names)}"
+        )
+    return dict(zip(names, given, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,38 +97,42 @@ class ServiceSummary:
     countings: dict[str, Shares]
 
     @classmethod
-    def of_log(cls, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> ServiceSummary:
+    def of_logs(cls, logs: Iterable[Log]) -> ServiceSummary:
+        """What was measured of the requests of all of these."""
+        requests = [(cluster.slo, request) for cluster, logged in logs for request in logged]
         return cls(
             name="measured",
-            in_time=sum(_was_met(cluster.slo, request) for request in requests) / len(requests),
-            rejected=sum(request.ttft_s is None for request in requests) / len(requests),
-            ttft=Quantiles.of(request.ttft_s for request in requests),
-            tpot=Quantiles.of(request.tpot_s for request in requests),
-            gap=Quantiles.of(request.gap_p99_s for request in requests),
-            countings=count([_measured(cluster.slo, request) for request in requests]),
+            in_time=fmean(_was_met(slo, request) for slo, request in requests),
+            rejected=fmean(request.ttft_s is None for _, request in requests),
+            ttft=Quantiles.of(request.ttft_s for _, request in requests),
+            tpot=Quantiles.of(request.tpot_s for _, request in requests),
+            gap=Quantiles.of(request.gap_p99_s for _, request in requests),
+            countings=count([_measured(slo, request) for slo, request in requests]),
         )
 
     @classmethod
-    def of_simulation(cls, name: str, result: SimulationResult) -> ServiceSummary:
-        summary = result.summary.overall
+    def of_records(cls, name: str, records: Sequence[RequestRecord]) -> ServiceSummary:
+        """What was simulated of these requests."""
         return cls(
             name=name,
-            in_time=summary.attainment,
-            rejected=summary.num_rejected / summary.num_requests,
-            ttft=summary.ttft,
-            tpot=summary.tpot,
-            gap=Quantiles.of(record.gaps.p99_s for record in result.records if record.gaps.num),
-            countings=result.summary.countings,
+            in_time=fmean(record.is_met for record in records),
+            rejected=fmean(record.end_s is None for record in records),
+            ttft=Quantiles.of(record.ttft_s for record in records),
+            tpot=Quantiles.of(record.tpot_s for record in records),
+            gap=Quantiles.of(record.gaps.p99_s for record in records if record.gaps.num),
+            countings=count([record.measured for record in records]),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """`replayed`: the real cluster, simulated; how far it is from `measured` is the simulation's own error."""
+    """`replayed`: the real cluster, simulated; how far it is from `measured` is the simulation's own error. `model`: of
+    several, whose requests these are."""
 
     measured: ServiceSummary
     replayed: ServiceSummary
     supposed: ServiceSummary
+    model: str = ""
 
     @property
     def errors(self) -> dict[str, float]:
@@ -88,12 +149,20 @@ class WhatIf:
                     errors[f"{name} {quantile.upper()}"] = getattr(simulated, quantile) / truth - 1
         return errors
 
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "errors": self.errors}
+
     def json_line(self) -> str:
-        return json.dumps({**asdict(self), "errors": self.errors}, separators=(",", ":"))
+        return json.dumps(self.as_json(), separators=(",", ":"))
 
     def text(self) -> str:
         rows = [
-            ["", "in time", "rejected", *(p for name in ("TTFT", "TPOT", "gap") for p in (f"{name} P50", "P95", "P99"))]
+            [
+                self.model,
+                "in time",
+                "rejected",
+                *(p for name in ("TTFT", "TPOT", "gap") for p in (f"{name} P50", "P95", "P99")),
+            ]
         ]
         rows += [_row(seen) for seen in (self.measured, self.replayed, self.supposed)]
         lines = aligned(rows)
@@ -106,37 +175,98 @@ class WhatIf:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfModels:
+    """What was seen of each model's requests, by name, and of all together. `num_replayed` and `num_supposed`: workers
+    that changed their model in either simulation."""
+
+    by_model: dict[str, WhatIf]
+    overall: WhatIf
+    num_replayed: int
+    num_supposed: int
+
+    def json_line(self) -> str:
+        fields: dict[str, Any] = {**self.overall.as_json(), "changes": [self.num_replayed, self.num_supposed]}
+        fields["models"] = {name: found.as_json() for name, found in self.by_model.items()}
+        return json.dumps(fields, separators=(",", ":"))
+
+    def text(self) -> str:
+        told = [found.text() for found in (*self.by_model.values(), self.overall)]
+        changed = f"Workers that changed their model: {self.num_replayed} replayed, {self.num_supposed} supposed."
+        return "\n\n".join([*told, changed])
+
+
 def what_if(
     cluster: LoggedCluster,
     requests: Sequence[LoggedRequest],
+    other: LoggedCluster | None = None,
+    *,
+    acceptance: float = 0.0,
+) -> WhatIf:
+    """Simulate the logged requests on the cluster that they were served by, and on another one, see `supposed`; None:
+    on the same again. `acceptance`: of its decode workers' drafts, see `WorkerShape`. Raises ValueError for an empty
+    log."""
+    trace = _trace(cluster, requests)
+    return WhatIf(
+        measured=ServiceSummary.of_logs([(cluster, requests)]),
+        replayed=ServiceSummary.of_records("replayed", _play(cluster, trace).records),
+        supposed=ServiceSummary.of_records("supposed", _play(other or cluster, trace, acceptance=acceptance).records),
+    )
+
+
+def what_if_models(
+    logs: Mapping[str, Log], others: Mapping[str, LoggedCluster], *, acceptance: float = 0.0
+) -> WhatIfModels:
+    """Simulate the requests of several models, by name, at the same time, on the clusters that they were served by and
+    on others, see `supposed`. Raises ValueError for an empty log."""
+    traces = _traces(logs)
+    replayed = _play_models({name: cluster for name, (cluster, _) in logs.items()}, traces)
+    played = _play_models(others, traces, acceptance)
+
+    def found(names: Iterable[str], model: str) -> WhatIf:
+        def seen(name: str, result: ModelsResult) -> ServiceSummary:
+            return ServiceSummary.of_records(name, [r for n in names for r in result.by_model[n].records])
+
+        return WhatIf(
+            measured=ServiceSummary.of_logs(logs[name] for name in names),
+            replayed=seen("replayed", replayed),
+            supposed=seen("supposed", played),
+            model=model,
+        )
+
+    return WhatIfModels(
+        by_model={name: found([name], name) for name in logs},
+        overall=found(logs, "all models"),
+        num_replayed=len(replayed.changes),
+        num_supposed=len(played.changes),
+    )
+
+
+def supposed(
+    cluster: LoggedCluster,
     *,
     num_prefill: int | None = None,
     num_decode: int | None = None,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
     gap_s: float | None = None,
-    acceptance: float = 0.0,
-) -> WhatIf:
-    """Simulate the logged requests on a supposed cluster. None: as it was. New targets are those of all classes that
-    have such a target; that of gaps, which few have, of all that have any target. `acceptance`: of the supposed decode
-    workers' drafts, see `WorkerShape`. Raises ValueError for an empty log, and for prefill workers where the log
-    describes none."""
-    if not requests:
-        raise ValueError("the log holds no requests: there is nothing to replay")
-    supposed = replace(
+    change_s: float | None = None,
+) -> LoggedCluster:
+    """The cluster as it might have been. None: as it was. New targets are those of all classes that have such a target;
+    that of gaps, which few have, of all that have any target. `change_s`: see `LoggedCluster`; infinite: workers keep
+    their model. Raises ValueError for prefill workers where the log describes none."""
+    other = replace(
         cluster,
         num_prefill=cluster.num_prefill if num_prefill is None else num_prefill,
         num_decode=cluster.num_decode if num_decode is None else num_decode,
         slo=replace(cluster.slo, classes=tuple(_moved(c, ttft_s, tpot_s, gap_s) for c in cluster.slo.classes)),
     )
-    if supposed.num_prefill and supposed.prefill is None:
-        raise ValueError("the log describes no prefill worker, so nobody knows what one costs; leave --prefill at 0")
-    trace = _trace(cluster, requests)
-    return WhatIf(
-        measured=ServiceSummary.of_log(cluster, requests),
-        replayed=ServiceSummary.of_simulation("replayed", _play(cluster, trace)),
-        supposed=ServiceSummary.of_simulation("supposed", _play(supposed, trace, acceptance=acceptance)),
-    )
+    if change_s is not None:
+        other = replace(other, change_s=None if math.isinf(change_s) else change_s)
+    if other.num_prefill and other.prefill is None:
+        whose = f"the log of {cluster.model}" if cluster.model else "the log"
+        raise ValueError(f"{whose} describes no prefill worker, so nobody knows what one costs; leave --prefill at 0")
+    return other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +315,6 @@ def best_layout(cluster: LoggedCluster, requests: Sequence[LoggedRequest], *, ti
     """Simulates the automatic layout and the fixed ones of as many workers, one after the other, as far as `time_s`
     goes. Workers that no prefill worker is described for are taken to be like the decode workers. Raises ValueError for
     an empty log, and where there is not even time for the first."""
-    if not requests:
-        raise ValueError("the log holds no requests: there is nothing to replay")
     deadline = time.monotonic() + time_s
 
     def watch(record: RequestRecord) -> None:
@@ -248,8 +376,28 @@ def _play(
     watch: Watch = lambda record: None,
     acceptance: float = 0.0,
 ) -> SimulationResult:
+    router = LegatoRouter(DecisionPolicy(one_pool=cluster.one_pool))
+    return simulate(_config(cluster, acceptance, seed), trace, router, watch)
+
+
+def _play_models(
+    clusters: Mapping[str, LoggedCluster],
+    traces: Mapping[str, Sequence[TraceRequest]],
+    acceptance: float = 0.0,
+) -> ModelsResult:
+    """Workers change their model if of each model it is known how long that takes."""
+    known = {name: cluster.change_s for name, cluster in clusters.items() if cluster.change_s is not None}
+    return simulate_models(
+        {name: _config(cluster, acceptance) for name, cluster in clusters.items()},
+        traces,
+        change_s=known if len(known) == len(clusters) else None,
+        decisions={name: DecisionPolicy(one_pool=cluster.one_pool) for name, cluster in clusters.items()},
+    )
+
+
+def _config(cluster: LoggedCluster, acceptance: float = 0.0, seed: int = 0) -> SimulationConfig:
     prefill = cluster.prefill or cluster.decode  # without prefill workers, of no consequence
-    config = SimulationConfig(
+    return SimulationConfig(
         num_prefill=cluster.num_prefill,
         num_decode=cluster.num_decode,
         prefill=_shape(cluster, prefill),
@@ -258,7 +406,6 @@ def _play(
         gateway_s=cluster.gateway_s,
         seed=seed,
     )
-    return simulate(config, trace, LegatoRouter(DecisionPolicy(one_pool=cluster.one_pool)), watch)
 
 
 def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
@@ -275,16 +422,29 @@ def _shape(cluster: LoggedCluster, worker: LoggedWorker) -> WorkerShape:
     )
 
 
-def _trace(cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> list[TraceRequest]:
-    """The logged requests in order of arrival, from second 0. Who was turned away would have had as many tokens as the
-    median of others."""
+def _traces(logs: Mapping[str, Log]) -> dict[str, list[TraceRequest]]:
+    """The requests of each model on one clock, whose second 0 is the first arrival of all."""
+    for name, (_, requests) in logs.items():
+        if not requests:
+            raise ValueError(
+                f"the log of {name} holds no requests, or none that are new enough: there is nothing to replay"
+            )
+    began = min(request.arrival_s for _, requests in logs.values() for request in requests)
+    return {name: _trace(cluster, requests, began) for name, (cluster, requests) in logs.items()}
+
+
+def _trace(cluster: LoggedCluster, requests: Sequence[LoggedRequest], began: float | None = None) -> list[TraceRequest]:
+    """The logged requests in order of arrival. `began`: when second 0 was; None: at the first of them. Who was turned
+    away would have had as many tokens as the median of others. Raises ValueError where there are none."""
+    if not requests:
+        raise ValueError("the log holds no requests: there is nothing to replay")
     names: dict[str, int] = {}
     usual = statistics.median_low([r.output_tokens for r in requests if r.output_tokens] or [1])
-    began = min(request.arrival_s for request in requests)
+    since = min(request.arrival_s for request in requests) if began is None else began
     return [
         TraceRequest(
             request_id=request.request_id,
-            arrival_s=request.arrival_s - began,
+            arrival_s=request.arrival_s - since,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens or usual,
             content=tuple(names.setdefault(name, len(names)) for name in request.hashes),

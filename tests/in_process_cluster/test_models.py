@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,10 @@ import openai
 import pytest
 
 from cluster.errors import ConflictError, UnavailableError
+from cluster.gateway.request_log import LoggedCluster, RequestRecorder, log_of_model, logged_cluster, logs_of, read_logs
 from cluster.http.served_model import ServedModel
+from cluster.simulation.whatif import what_if_models
+from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sequence import StepPlan
@@ -26,6 +30,7 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.http_server import MODEL, clients_of, scripted_api
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.mini_requests import PROMPT, tokens_of
+from tests.support.placed_clusters import run
 from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.scripted_generator import EMBEDDING_SIZE
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -219,6 +224,40 @@ async def test_steps_are_tried_out_where_nobody_knows_what_they_cost(
         assert second.worker is not None and second.worker.snapshot().step_cost is not None
         assert info_of(second).load_s > 0.0
         assert await generated(cluster, "r", OTHER, PROMPT) == expected(models, OTHER, PROMPT)
+
+
+async def test_what_models_were_asked_while_a_worker_changed_is_replayed_together(
+    models: Models, tmp_path: Path
+) -> None:
+    """Each worker is in one model's log, wherever it is when that is begun."""
+    without_targets = SloClass(name="default")
+    slo = SloConfig(classes=(without_targets,), default="default")
+    async with replicas_of(
+        models, num_prefill=0, num_decode=2, decode=DecodeWorkerConfig(calibration_s=0.01)
+    ) as cluster:
+        await cluster.change(of_model(cluster, MODEL)[0], "decode", model=OTHER)
+        workers = cluster.orchestrator.scheduler.reports
+        here = {info_of(replica).worker_id for replica in cluster.replicas}
+        await eventually(lambda: {info.worker_id for info, _ in workers()} == here)
+
+        def known(name: str) -> LoggedCluster | None:
+            return logged_cluster(workers(), slo, model=name, model_flips=True)
+
+        for name in models:
+            recorder = RequestRecorder(
+                log_of_model(f"{tmp_path}/log", name), slo, workers, model=name, secret=b"a secret", model_flips=True
+            )
+            await eventually(partial(known, name))
+            for number in range(3):
+                await run(cluster, f"r{number}", RequestTerms(slo=without_targets, model=name), on_ended=recorder.ended)
+    logs = read_logs(logs_of(tmp_path / "log"))
+    assert {name: (found.num_decode, len(requests)) for name, (found, requests) in logs.items()} == {
+        MODEL: (2, 3),
+        OTHER: (2, 3),
+    }
+    assert all((found.change_s or 0.0) > 0.0 for found, _ in logs.values())
+    told = what_if_models(logs, {name: found for name, (found, _) in logs.items()})
+    assert told.overall.measured.in_time == told.overall.supposed.in_time == 1.0
 
 
 # --- over HTTP ---

@@ -53,8 +53,10 @@ async def run(
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
 ) -> list[int]:
     """The tokens; `on_ended` is told of the request as the HTTP side would tell it."""
-    request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=greedy(num_tokens))
-    timeline = RequestTimeline(endpoint="", terms=given or RequestTerms())
+    terms = given or RequestTerms()
+    params = greedy(num_tokens)
+    request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=params, model=terms.model)
+    timeline = RequestTimeline(endpoint="", terms=terms)
     timeline.parsed([request], len(PROMPT))
     tokens = []
     try:

@@ -52,7 +52,9 @@ def swinging(
 @cache
 def played(seed: int, change_s: float | None) -> ModelsResult:
     requests = {"a": swinging(2 * seed, 0.0, swing), "b": swinging(2 * seed + 1, 0.5, swing)}
-    return simulate_models(dict.fromkeys("ab", CONFIG), requests, change_s=change_s, decision=ONE_POOL)
+    changes = None if change_s is None else dict.fromkeys("ab", change_s)
+    decisions = dict.fromkeys("ab", ONE_POOL)
+    return simulate_models(dict.fromkeys("ab", CONFIG), requests, change_s=changes, decisions=decisions)
 
 
 def test_models_whose_workers_stay_are_as_if_each_were_alone() -> None:
@@ -95,7 +97,7 @@ def test_demand_swings_about_its_mean() -> None:
 def test_workers_that_are_unlike_each_other_keep_their_model() -> None:
     unlike = replace(CONFIG, shapes={"decode-0": SHAPE})
     with pytest.raises(ValueError, match="unlike each other"):
-        simulate_models({"a": unlike, "b": CONFIG}, {"a": [], "b": []}, change_s=1.0)
+        simulate_models({"a": unlike, "b": CONFIG}, {"a": [], "b": []}, change_s={"a": 1.0, "b": 1.0})
 
 
 # --- the command ---

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,22 +14,31 @@ import pytest
 
 from cluster.__main__ import main
 from cluster.gateway.request_log import (
+    Log,
     LoggedCluster,
     LoggedRequest,
     LoggedWorker,
     RequestLogError,
     cluster_line,
+    log_of_model,
+    logged_cluster,
+    logs_of,
     read_log,
+    read_logs,
     request_line,
 )
 from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.simulation.models import simulate_models
+from cluster.simulation.records import RequestRecord
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, simulate
-from cluster.simulation.whatif import best_layout, replay, what_if
+from cluster.simulation.whatif import ServiceSummary, best_layout, replay, supposed, what_if
 from cluster.simulation.workers.worker import WorkerShape
-from cluster.simulation.workload.synthetic import CONTENT_TOKENS, Workload, draw_requests
-from cluster.slo.classes import INTERACTIVE, SloConfig
+from cluster.simulation.workload.synthetic import CONTENT_TOKENS, LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest, paced, swing
+from cluster.slo.classes import INTERACTIVE, SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
+from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
 WORKER = LoggedWorker(cost=COST, kv_tokens=200_000, token_budget=1024, max_num_seqs=64)
@@ -54,6 +64,11 @@ def lived(slowness: float = 1.0, rate: float = 10.0, one_pool: bool | None = Non
     began = requests[0].arrival_s
     requests = [replace(request, arrival_s=request.arrival_s - began) for request in requests]
     records = simulate(config, requests, LegatoRouter(DecisionPolicy(one_pool=bool(one_pool)))).records
+    return logged(requests, records)
+
+
+def logged(requests: Iterable[TraceRequest], records: Iterable[RequestRecord]) -> list[LoggedRequest]:
+    """As a gateway notes what was simulated, on a clock of its own."""
     return [
         LoggedRequest(
             request_id=request.request_id,
@@ -68,6 +83,62 @@ def lived(slowness: float = 1.0, rate: float = 10.0, one_pool: bool | None = Non
         )
         for request, record in zip(requests, records, strict=True)
     ]
+
+
+# Two models on two workers each, and a demand that swings from one to the other; a prompt takes 6 s in the median.
+SWING_S = 400.0
+SLOW = LoggedWorker(
+    cost=StepCost(base_s=0.005, prefill_token_s=1.6e-3, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-7),
+    kv_tokens=200_000,
+    token_budget=2048,
+    max_num_seqs=64,
+)
+PATIENT = SloConfig(classes=(SloClass(name="chat", ttft_s=30.0, tpot_s=0.5),), default="chat")
+SWINGING = LoggedCluster(
+    num_prefill=0, num_decode=2, prefill=None, decode=SLOW, block_size=CONTENT_TOKENS, slo=PATIENT, one_pool=True
+)
+
+
+@cache
+def swung(change_s: float | None) -> dict[str, Log]:
+    """The logs of both models: what their requests saw of workers that change their model in so long, or stay."""
+    workload = Workload(
+        requests_per_s=0.28,
+        num_requests=1000,
+        turn=LogNormal(median=3500, sigma=0.3, most=7000),
+        output=LogNormal(median=8, sigma=0.3, most=24),
+        num_systems=1,
+        system_tokens=0,
+        follow_up=0.0,
+    )
+    requests = {
+        name: [
+            request
+            for request in paced(draw_requests(workload, 2 + number), swing(SWING_S, number / 2))
+            if request.arrival_s < SWING_S
+        ]
+        for number, name in enumerate(("llama-3", "llama-3.1"))
+    }
+    began = min(mine[0].arrival_s for mine in requests.values())  # a replay begins there
+    requests = {name: [replace(r, arrival_s=r.arrival_s - began) for r in mine] for name, mine in requests.items()}
+    shape = WorkerShape(
+        cost=SLOW.cost, kv_tokens=200_000, token_budget=2048, max_num_seqs=64, block_size=CONTENT_TOKENS
+    )
+    config = SimulationConfig(num_prefill=0, num_decode=2, prefill=shape, decode=shape, slo=PATIENT)
+    changes = None if change_s is None else dict.fromkeys(requests, change_s)
+    decisions = dict.fromkeys(requests, DecisionPolicy(one_pool=True))
+    played = simulate_models(dict.fromkeys(requests, config), requests, change_s=changes, decisions=decisions)
+    assert (change_s is not None) == bool(played.changes)
+    return {
+        name: (replace(SWINGING, model=name, change_s=change_s), logged(requests[name], found.records))
+        for name, found in played.by_model.items()
+    }
+
+
+def written_each(path: Path, logs: Mapping[str, Log]) -> str:
+    for name, log in logs.items():
+        written(log_of_model(str(path), name), *log)
+    return str(path)
 
 
 def written(path: Path, cluster: LoggedCluster, requests: Sequence[LoggedRequest]) -> Path:
@@ -115,7 +186,9 @@ def test_a_wrong_cost_is_told_as_an_error() -> None:
 
 def test_fewer_workers_serve_fewer_and_stricter_targets_are_met_less() -> None:
     requests = lived()
-    as_many, fewer = (what_if(CLUSTER, requests, num_prefill=n, num_decode=n + 1, ttft_s=0.1) for n in (1, 0))
+    as_many, fewer = (
+        what_if(CLUSTER, requests, supposed(CLUSTER, num_prefill=n, num_decode=n + 1, ttft_s=0.1)) for n in (1, 0)
+    )
     assert fewer.supposed.in_time < as_many.supposed.in_time < as_many.replayed.in_time == 1.0
 
 
@@ -130,7 +203,7 @@ def test_gaps_are_judged_as_they_were_and_as_they_would_be() -> None:
     requests = lived()
     stalled = replace(requests[0], gap_p99_s=0.3)
     promised = replace(CLUSTER, slo=SloConfig(classes=(replace(INTERACTIVE, gap_s=0.2),)))
-    result = what_if(promised, [stalled, *requests[1:]], gap_s=1e-4)  # no step is as short
+    result = what_if(promised, [stalled, *requests[1:]], supposed(promised, gap_s=1e-4))  # no step is as short
     assert (result.measured.in_time, result.replayed.in_time) == (0.99, 1.0)
     assert result.supposed.in_time == sum(r.output_tokens == 1 for r in requests) / len(requests)
     assert result.measured.gap.p50 == pytest.approx(result.replayed.gap.p50, rel=1e-3)
@@ -152,8 +225,8 @@ def test_the_best_layout_is_the_best_of_all_that_as_many_workers_have() -> None:
     assert found.is_complete
     by_name = {x.layout: x.in_time for x in found.fixed}
     for num_prefill, name in ((0, "3 colocated"), (1, "1 prefill + 2 decode"), (2, "2 prefill + 1 decode")):
-        supposed = what_if(strict, requests, num_prefill=num_prefill, num_decode=3 - num_prefill).supposed
-        assert by_name.pop(name) == pytest.approx(supposed.in_time), name
+        other = supposed(strict, num_prefill=num_prefill, num_decode=3 - num_prefill)
+        assert by_name.pop(name) == pytest.approx(what_if(strict, requests, other).supposed.in_time), name
     assert not by_name
     ranks = [(x.least, x.in_time) for x in found.fixed]
     assert ranks == sorted(ranks, reverse=True)
@@ -206,3 +279,141 @@ def test_a_pool_whose_workers_compute_for_each_other_is_replayed_as_one(tmp_path
         assert [record.ttft_s for record in replayed] == pytest.approx(ttfts)
         otherwise = replay(replace(cluster, one_pool=not one_pool), requests)
         assert [record.ttft_s for record in otherwise] != pytest.approx(ttfts)
+
+
+# --- several models ---
+
+
+def what_if_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, str, str]:
+    """The exit code, and what is told."""
+    monkeypatch.setattr(sys, "argv", ["cluster", "whatif", *options])
+    code = main()
+    return code, *capsys.readouterr()
+
+
+def test_fixed_pools_are_replayed_and_workers_supposed_that_follow_the_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the one name that the configuration has. Nearly all are in time where workers change, which pools that each
+    model has in the mean do not achieve; and what is supposed is what the simulator makes of such a cluster."""
+    log = written_each(tmp_path / "requests.jsonl", swung(None))
+    code, out, _ = what_if_of(monkeypatch, capsys, "--log", log, "--model-flips", "1", "--json")
+    told = json.loads(out)
+    assert code == 0 and list(told["models"]) == ["llama-3", "llama-3.1"]
+    assert all(abs(error) < 1e-3 for found in (told, *told["models"].values()) for error in found["errors"].values())
+    assert told["supposed"]["in_time"] >= 0.95
+    assert told["measured"]["in_time"] == pytest.approx(told["replayed"]["in_time"])
+    assert told["measured"]["in_time"] < told["supposed"]["in_time"] - 0.05
+    assert told["changes"][0] == 0 < told["changes"][1]
+    # But for those who were turned away, of whom nobody knows how long their answers would have been.
+    followed = ServiceSummary.of_logs(swung(1.0).values())
+    assert told["supposed"]["in_time"] == pytest.approx(followed.in_time, abs=0.02)
+
+
+def test_a_log_says_that_workers_changed_their_model_and_they_do_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = written_each(tmp_path / "requests.jsonl", swung(1.0))
+    code, out, _ = what_if_of(monkeypatch, capsys, "--log", log, "--model-flips", "no", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert all(abs(error) < 1e-3 for error in told["errors"].values())
+    assert told["changes"][0] > 0 == told["changes"][1]
+    fixed = ServiceSummary.of_logs(swung(None).values())
+    assert told["supposed"]["in_time"] == pytest.approx(fixed.in_time, abs=0.02)
+
+
+def few(number: int = 20) -> dict[str, Log]:
+    """Short logs of two models that were asked for at the same time."""
+    cluster = replace(CLUSTER, prefill=None, num_prefill=0)
+    return {name: (replace(cluster, model=name), lived(rate=100.0)[:number]) for name in ("a", "b")}
+
+
+def test_each_model_and_all_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each with the workers that are supposed of it, and with the requests that are the newest of all."""
+    log = written_each(tmp_path / "log", few())
+    options = ("--log", f"{log}.b", "--log", f"{log}.a", "--decode", "1", "--decode", "4", "--ttft-ms", "200")
+    code, out, _ = what_if_of(monkeypatch, capsys, *options)
+    assert code == 0
+    tables = out.split("\n\n")
+    assert [table.split()[0] for table in tables] == ["b", "a", "all", "Workers"]
+    assert tables[-1] == "Workers that changed their model: 0 replayed, 0 supposed.\n"
+    _, out, _ = what_if_of(monkeypatch, capsys, *options, "--newest", "30", "--json")
+    models = json.loads(out)["models"]
+    cluster, requests = few()["a"]
+    for name, num_decode in (("b", 1), ("a", 4)):
+        alone = what_if(cluster, requests[5:], supposed(cluster, num_decode=num_decode, ttft_s=0.2)).supposed
+        assert models[name]["supposed"]["ttft"]["p50"] == pytest.approx(alone.ttft.p50)
+    assert models["b"]["supposed"]["ttft"]["p50"] > 2 * models["a"]["supposed"]["ttft"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--layouts"], "--layouts compares layouts of one model's workers"),
+        (["--decode", "1", "--decode", "2", "--decode", "3"], "--decode is given 3 times, and there are 2 models"),
+        (["--prefill", "1"], "describes no prefill worker"),
+        (["--newest", "1"], "the log of a holds no requests, or none that are new enough"),
+        (["--log", "LOG.a"], "are both of a: give one log for each model"),
+    ],
+)
+def test_what_cannot_be_said_of_several_models(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    advice: str,
+) -> None:
+    logs = few(5)
+    logs["b"] = logs["b"][0], [replace(request, arrival_s=request.arrival_s + 60.0) for request in logs["b"][1]]
+    log = written_each(tmp_path / "log", logs)
+    code, out, err = what_if_of(monkeypatch, capsys, "--log", log, *(option.replace("LOG", log) for option in options))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and advice in err and len(err.splitlines()) == 1
+
+
+def test_workers_change_between_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = written(tmp_path / "log", CLUSTER, lived()[:5])
+    code, _, err = what_if_of(monkeypatch, capsys, "--log", str(log), "--model-flips", "1")
+    assert (code, err) == (1, "error: --model-flips is between models, and there is one: give the logs of several\n")
+
+
+def test_the_logs_of_all_models_are_found_by_their_common_name(tmp_path: Path) -> None:
+    """But not those that were full, and none where there is one of that very name."""
+    log = tmp_path / "log"
+    written_each(log, {"llama-3": few()["a"], "llama-3.1": few()["b"]})
+    (tmp_path / "log.llama-3.1").write_text("full")
+    (tmp_path / "log.1").write_text("full")
+    assert [path.name for path in logs_of(log)] == ["log.llama-3", "log.llama-3%2E1"]
+    log.write_text("alone")
+    assert logs_of(log) == [log]
+    with pytest.raises(FileNotFoundError, match="none for each of several models beside it"):
+        logs_of(tmp_path / "other")
+
+
+def test_logs_that_do_not_tell_their_model_go_by_their_files(tmp_path: Path) -> None:
+    """As older ones."""
+    paths = [written(tmp_path / name, CLUSTER, lived()[:1]) for name in ("log.a", "log.b")]
+    assert list(read_logs(paths)) == ["log.a", "log.b"]
+
+
+def test_each_worker_that_changes_its_model_is_in_one_log() -> None:
+    """In that of the model that it was started for; what steps of a model cost is told by those that have it."""
+    at_home = worker_info("d1", model="a", home_model="a", models=["b"], load_s=4.0)
+    guest = worker_info("d2", model="a", home_model="b", models=["a"], load_s=3.0)
+    other = worker_info("d3", model="b", home_model="b", models=["a"])
+    workers = [(info, worker_snapshot(info.worker_id, step_cost=REPORT)) for info in (at_home, guest, other)]
+    for model, change_s, home in (("a", 3.0, 1), ("b", 0.0, 2)):
+        found = logged_cluster(workers, SloConfig(), model=model, model_flips=True)
+        assert found is not None
+        assert (found.model, found.num_decode, found.change_s) == (model, home, change_s)
+    staying = logged_cluster(workers, SloConfig(), model="a")
+    assert staying is not None
+    assert (staying.num_decode, staying.change_s) == (2, None)
+    assert logged_cluster(workers[:2], SloConfig(), model="b", model_flips=True) is None, "nobody has it now"
