@@ -105,11 +105,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Run `legato plan`. Returns 3 if no cluster within the limits is enough."""
-    if arguments.trace is None and arguments.format != SYNTHETIC:
+    traces, formats = arguments.trace or [], set(arguments.format or [])
+    if not traces and formats != {SYNTHETIC}:
         raise ArgumentsError("name a file with --trace, or draw requests with --format synthetic")
-    if arguments.trace is not None and not arguments.trace.exists():
-        raise ArgumentsError(f"there is no file {arguments.trace}")
-    if arguments.trace is not None and arguments.format == SYNTHETIC:
+    if missing := [str(trace) for trace in traces if not trace.exists()]:
+        raise ArgumentsError(f"there is no file {missing[0]}")
+    if traces and SYNTHETIC in formats:
         raise ArgumentsError("--format synthetic draws requests: leave it out, or --trace")
     if arguments.max_gpus < 1 or arguments.limit < 2:
         raise ArgumentsError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")

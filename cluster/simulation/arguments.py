@@ -46,12 +46,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument("--first", type=whole(0), default=0, help="requests to leave out at the start")
     trace.add_argument("--limit", type=int, help="requests to play")
-    trace.add_argument(
-        "--swing",
-        type=positive,
-        metavar="SECONDS",
-        help="of several models: from one to the next and back in so many seconds, most of the requests are for one",
-    )
+    _add_swing(trace)
     _add_drawn(trace)
     workers = parser.add_argument_group("workers")
     workers.add_argument("--prefill", type=whole(0), default=1, help="of each model")
@@ -63,12 +58,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: llama-3.1-8b; given several times: so many models at the same time, each with requests and"
         " workers of its own",
     )
-    workers.add_argument(
-        "--model-flips",
-        type=at_least_zero,
-        metavar="SECONDS",
-        help="workers go where another model lacks one (scheduler.model_flips), which takes so long; default: none",
-    )
+    _add_model_flips(workers)
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
     workers.add_argument("--devices-per-worker", type=whole(1), default=1, help="tensor parallel")
     workers.add_argument("--cost", type=Path, help="JSON with the fields of StepCost, instead of the roofline's")
@@ -132,11 +122,19 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("requests")
-    trace.add_argument("--trace", type=Path, help="a file in --format")
-    trace.add_argument("--format", choices=(*TRACE_FORMATS, SYNTHETIC), default="mooncake", help="or drawn requests")
+    trace.add_argument(
+        "--trace", type=Path, action="append", help="a file in --format; of several models, one for each"
+    )
+    trace.add_argument(
+        "--format",
+        choices=(*TRACE_FORMATS, SYNTHETIC),
+        action="append",
+        help="or drawn requests; default: mooncake; of several traces, one for each",
+    )
     trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
     trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument("--limit", type=int, default=2000, help="plan for the busiest stretch of so many requests")
+    _add_swing(trace)
     _add_drawn(trace)
     targets = parser.add_argument_group("targets")
     targets.add_argument("--ttft-ms", type=positive, default=2000.0)
@@ -145,7 +143,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet all")
     workers = parser.add_argument_group("workers")
     models = ", ".join(MODEL_NAMES)
-    workers.add_argument("--model", default="llama-3.1-8b", help=f"{models}, or a folder with a model's config.json")
+    workers.add_argument(
+        "--model",
+        action="append",
+        help=f"{models}, or a folder with a model's config.json; default: llama-3.1-8b; given several times: so many"
+        " models at the same time",
+    )
+    _add_model_flips(workers)
     workers.add_argument("--device", choices=DEVICE_NAMES, default="h100")
     workers.add_argument("--max-gpus", type=int, default=64)
     workers.add_argument(
@@ -205,6 +209,24 @@ def _add_acceptance(workers: argparse._ActionsContainer) -> None:
     )
 
 
+def _add_swing(trace: argparse._ArgumentGroup) -> None:
+    trace.add_argument(
+        "--swing",
+        type=positive,
+        metavar="SECONDS",
+        help="of several models: from one to the next and back in so many seconds, most of the requests are for one",
+    )
+
+
+def _add_model_flips(workers: argparse._ArgumentGroup) -> None:
+    workers.add_argument(
+        "--model-flips",
+        type=at_least_zero,
+        metavar="SECONDS",
+        help="workers go where another model lacks one (scheduler.model_flips), which takes so long; default: none",
+    )
+
+
 def _add_drawn(trace: argparse._ArgumentGroup) -> None:
     trace.add_argument("--rate", type=positive, default=4.0, help="drawn requests per second")
     trace.add_argument("--requests", type=whole(1), default=1000, help="drawn requests")
@@ -253,6 +275,11 @@ def at_least_zero(text: str) -> float:
     return number
 
 
+def _seconds_or_no(text: str) -> float:
+    """The type of an argument that is a number of 0 or more, or `no`: that never happens, as if it took for ever."""
+    return math.inf if text == "no" else at_least_zero(text)
+
+
 def _number(text: str) -> float:
     """Read a number; -1 for a text that is none, or is infinite."""
     try:
@@ -260,8 +287,3 @@ def _number(text: str) -> float:
     except ValueError:
         return -1.0
     return number if abs(number) < float("inf") else -1.0
-def _seconds_or_no(text: str) -> float:
-    """The type of an argument that is a number of 0 or more, or `no`: that never happens, as if it took for ever."""
-    return math.inf if text == "no" else at_least_zero(text)
-
-

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError, with advice, for what cannot be simulated."""
     if arguments.plot is not None or arguments.plot_loads is not None:
         _require_plots(arguments)
-    each = _of_each_model(arguments)
+    each = of_each_model(arguments)
     if len(each) > 1:
         _run_models(arguments, each)
         return
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         _plot(arguments, records, summaries)
 
 
-def _of_each_model(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
+def of_each_model(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
     """The arguments of each model, as if it were alone, by a name of its own. Raises ValueError where they do not fit
     together."""
     models = arguments.model or ["llama-3.1-8b"]

@@ -11,7 +11,7 @@ Each message takes `message_s`. The same trace, router and settings give the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -119,6 +119,15 @@ class LiveRequest:
 class SimulationResult:
     records: list[RequestRecord]  # in order of first arrival
     summary: Summary
+
+    def only(self, request_ids: Set[str]) -> SimulationResult:
+        """What became of these requests alone, of workers that were as busy and preempted as often. Raises ValueError
+        where there are none."""
+        records = [record for record in self.records if record.request_id in request_ids]
+        summary = self.summary
+        return SimulationResult(
+            records, summarise(records, summary.utilisation, summary.router, summary.num_preemptions)
+        )
 
 
 Watch = Callable[[RequestRecord], None]

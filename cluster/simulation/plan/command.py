@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from cluster.simulation.arguments import SYNTHETIC
-from cluster.simulation.command import DEVICES, MODELS, drawn_requests
+from cluster.simulation.command import DEVICES, MODELS, drawn_requests, of_each_model
+from cluster.simulation.models import simulate_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
-from cluster.simulation.plan.report import LayoutResult, PlanReport
+from cluster.simulation.plan.report import Changing, LayoutResult, ModelsPlan, PlanReport, num_gpus_of
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers.worker import WorkerShape, measured
-from cluster.simulation.workload.traces import TraceRequest, read_trace, scaled
+from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost
 from engine.model.config import read_config
@@ -42,10 +43,24 @@ def run(arguments: argparse.Namespace) -> bool:
         gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
         share=arguments.share,
     )
-    problem = Problem(_requests(arguments), targets, _hardware(arguments), deadline=started + arguments.time_s)
-    report = make_plan(problem, tuple(arguments.tensor_parallel or _DEGREES), max_gpus=arguments.max_gpus)
+    deadline, degrees = started + arguments.time_s, tuple(arguments.tensor_parallel or _DEGREES)
+    each = of_each_model(arguments)
+    report: PlanReport | ModelsPlan
+    if len(each) == 1:
+        [own] = each.values()
+        requests = list(busiest(_requests(own), arguments.limit))
+        problem = Problem(requests, targets, _hardware(own), deadline=deadline)
+        report = make_plan(problem, degrees, max_gpus=arguments.max_gpus)
+    else:
+        problems = {
+            name: Problem(_requests(own, number / len(each)), targets, _hardware(own), deadline=deadline)
+            for number, (name, own) in enumerate(each.items())
+        }
+        report = plan_models(
+            problems, degrees, limit=arguments.limit, change_s=arguments.model_flips, max_gpus=arguments.max_gpus
+        )
     print(report.json_line() if arguments.json else report.text(), flush=True)
-    return report.answer is not None
+    return report.is_enough
 
 
 def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> PlanReport:
@@ -75,6 +90,118 @@ def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> P
         is_complete=found.is_complete,
         max_gpus=max_gpus,
     )
+
+
+def plan_models(
+    problems: Mapping[str, Problem],
+    degrees: tuple[int, ...],
+    *,
+    limit: int,
+    change_s: float | None = None,
+    max_gpus: int,
+) -> ModelsPlan:
+    """A plan for each of several models, by name, whose requests come at the same time: for the busiest stretch of
+    `limit` of its own. `change_s`: then also for fewer workers, which change their model in so long. Raises ValueError
+    where a model cannot be planned for."""
+    busy = {name: problem.of(busiest(problem.requests, limit)) for name, problem in problems.items()}
+    apart = {}
+    for name, problem in busy.items():
+        print(f"{name}:", file=sys.stderr, flush=True)
+        try:
+            apart[name] = replace(make_plan(problem, degrees, max_gpus=max_gpus), model=name)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    changing = cheaper = None
+    is_complete = all(report.is_complete for report in apart.values())
+    if change_s is not None:
+        fixed = num_gpus_of(apart.values())
+        together = ModelsProblem(problems, busy, change_s)
+        most = max_gpus if fixed is None else min(max_gpus, fixed - 1)
+        search = Search(together.achieves, share=together.share, max_gpus=most)
+        search.run(together.guesses(degrees, max_gpus))
+        changing, cheaper = (
+            None if x is None else together.played.get(x) for x in (search.answer, search.next_cheaper)
+        )
+        is_complete = is_complete and search.is_complete
+    return ModelsPlan(
+        by_model=apart,
+        change_s=change_s,
+        changing=changing,
+        next_cheaper=cheaper,
+        is_complete=is_complete,
+        max_gpus=max_gpus,
+    )
+
+
+class ModelsProblem:
+    """Several models whose workers change their model in `change_s`. Layouts are of all of them together: each begins
+    with its part, by what it is estimated to need.
+
+    What a layout achieves is counted of `busy`, each model's busiest stretch; all that comes from the first of these to
+    the end of the last is played. `played`: every layout that was tried."""
+
+    def __init__(self, problems: Mapping[str, Problem], busy: Mapping[str, Problem], change_s: float) -> None:
+        since = min(problem.requests[0].arrival_s for problem in busy.values())
+        until = max(problem.requests[-1].arrival_s for problem in busy.values())
+        self.played: dict[Layout, Changing] = {}
+        self._problems = {name: problem.of(problem.between(since, until)) for name, problem in problems.items()}
+        self._busy = busy
+        self._change_s = change_s
+        self._guesses: dict[int, dict[str, Estimate]] = {}  # by degree
+
+    @property
+    def share(self) -> float:
+        """Of each model's requests, that is to be in time."""
+        return max(problem.targets.share for problem in self._problems.values())
+
+    def guesses(self, degrees: tuple[int, ...], max_gpus: int) -> Iterator[Estimate]:
+        """What all models need at their peaks, with each degree that is possible for all of them."""
+        for degree in degrees:
+            try:
+                each = {name: _guesses(problem, (degree,), max_gpus)[0] for name, problem in self._busy.items()}
+            except ValueError:
+                continue
+            self._guesses[degree] = each
+            yield Estimate(
+                devices_per_worker=degree,
+                prefill=sum(guess.prefill for guess in each.values()),
+                decode=sum(guess.decode for guess in each.values()),
+            )
+
+    def achieves(self, layout: Layout) -> float:
+        """The share in time of the model that has least. Tells of it on stderr."""
+        if layout.num_decode < len(self._problems):
+            return 0.0  # each has to have a worker
+        parts = _parts(layout, self._guesses[layout.devices_per_worker])
+        played = simulate_models(
+            {name: problem.config(parts[name]) for name, problem in self._problems.items()},
+            {name: problem.timed(problem.requests) for name, problem in self._problems.items()},
+            change_s=dict.fromkeys(self._problems, self._change_s),
+        )
+        counted = {name: {request.request_id for request in problem.requests} for name, problem in self._busy.items()}
+        results = {n: LayoutResult.of(parts[n], found.only(counted[n])) for n, found in played.by_model.items()}
+        self.played[layout] = found = Changing(results=results, num_changes=len(played.changes))
+        print(f"{layout}, changing their model: {found.share:.1%} in time", file=sys.stderr, flush=True)
+        return found.share
+
+
+def _parts(layout: Layout, guesses: Mapping[str, Estimate]) -> dict[str, Layout]:
+    """What each model has of a layout at first: a decode worker, and of all others a part by what it is estimated to
+    need."""
+    prefill = _shared_out(layout.num_prefill, {name: guess.prefill for name, guess in guesses.items()}, 0)
+    needs = {
+        name: guess.decode if layout.num_prefill else guess.prefill + guess.decode for name, guess in guesses.items()
+    }
+    decode = _shared_out(layout.num_decode, needs, 1)
+    return {name: Layout(layout.devices_per_worker, prefill[name], decode[name]) for name in guesses}
+
+
+def _shared_out(num_workers: int, needs: Mapping[str, float], least: int) -> dict[str, int]:
+    """`least` for each, and one after the other to whom it leaves with least of what it needs."""
+    held = dict.fromkeys(needs, least)
+    for _ in range(num_workers - least * len(needs)):
+        held[min(needs, key=lambda name: (held[name] + 1) / needs[name])] += 1
+    return held
 
 
 def _guesses(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[Estimate]:
@@ -113,12 +240,12 @@ def _roles(layout: Layout) -> tuple[str, ...]:
     return ("prefill", "decode") if layout.num_prefill else ("decode",)
 
 
-def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
-    if arguments.format == SYNTHETIC:
-        requests = drawn_requests(arguments)
-    else:
-        requests = read_trace(arguments.trace, arguments.format)
-    return list(busiest([*scaled(requests, load=arguments.load, length=arguments.length)], arguments.limit))
+def _requests(arguments: argparse.Namespace, phase: float = 0.0) -> list[TraceRequest]:
+    """The requests for one model. `phase`: of several, see `swing`."""
+    drawn = arguments.format == SYNTHETIC
+    requests = drawn_requests(arguments) if drawn else read_trace(arguments.trace, arguments.format)
+    requests = scaled(requests, load=arguments.load, length=arguments.length)
+    return list(requests if arguments.swing is None else paced(requests, swing(arguments.swing, phase)))
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
@@ -220,20 +347,33 @@ class Problem:
             max_num_seqs=decode.max_num_seqs,
         )
 
+    def of(self, requests: Sequence[TraceRequest]) -> Problem:
+        """The same for other requests."""
+        return Problem(requests, self.targets, self.hardware, deadline=self._deadline, clock=self._clock)
+
+    def between(self, since_s: float, until_s: float) -> list[TraceRequest]:
+        """The requests that arrive then, as if `since_s` were second 0."""
+        within = (request for request in self.requests if since_s <= request.arrival_s <= until_s)
+        return [replace(request, arrival_s=request.arrival_s - since_s) for request in within]
+
     def play(self, layout: Layout, *, load: float = 1.0) -> SimulationResult:
         """All requests, at `load` times their rate, over workers as the layout says."""
+        return simulate(self.config(layout), self.timed(scaled(self.requests, load=load)), LegatoRouter())
+
+    def config(self, layout: Layout) -> SimulationConfig:
+        """Workers as the layout says."""
         targets = self.targets
         slo = SloClass(name="planned", ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, gap_s=targets.gap_s)
-        config = SimulationConfig(
+        return SimulationConfig(
             num_prefill=layout.num_prefill,
             num_decode=layout.num_decode,
             prefill=self.hardware.worker("prefill", layout.devices_per_worker),
             decode=self.hardware.worker("decode", layout.devices_per_worker),
             slo=SloConfig(classes=(slo,), default=slo.name),
         )
-        return simulate(config, self._timed(scaled(self.requests, load=load)), LegatoRouter())
 
-    def _timed(self, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+    def timed(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """The requests, as long as there is time: then raises OutOfTime."""
         for request in requests:
             if self._clock() > self._deadline:
                 raise OutOfTime

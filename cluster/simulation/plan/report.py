@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 from cluster.simulation.plan.demand import Demand, Targets
 from cluster.simulation.plan.search import Layout
@@ -66,14 +68,21 @@ class PlanReport:
     is_complete: bool
     max_gpus: int
 
-    def json_line(self) -> str:
+    @property
+    def is_enough(self) -> bool:
+        return self.answer is not None
+
+    def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
         fields["demand"] = {
             "requests": len(self.demand.prompts),
             "requests_per_s": self.demand.requests_per_s,
             "output_tokens": self.demand.output_tokens,
         }
-        return json.dumps(fields, separators=(",", ":"))
+        return fields
+
+    def json_line(self) -> str:
+        return json.dumps(self.as_json(), separators=(",", ":"))
 
     def text(self) -> str:
         targets = self.targets
@@ -104,6 +113,79 @@ class PlanReport:
             known = "none that is enough" if self.answer is None else "a smaller one may do"
             lines.append(f"Time was over after {self.num_tried} layouts: {known}. Give --time-s more.")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changing:
+    """Workers that change their model, `num_changes` times in all: with how many each model begins, and what it
+    achieves."""
+
+    results: dict[str, LayoutResult]
+    num_changes: int
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(result.num_gpus for result in self.results.values())
+
+    @property
+    def share(self) -> float:
+        """That of the model which has least in time."""
+        return min(result.share for result in self.results.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsPlan:
+    """`by_model`: the plan of each model by itself, whose workers stay with it. `changing`: the fewest workers that are
+    enough where they change their model, which takes `change_s`; None: not asked for, or none that are fewer.
+    `next_cheaper`: those that are not enough. `is_complete` False: time was over before all of that was known."""
+
+    by_model: dict[str, PlanReport]
+    change_s: float | None
+    changing: Changing | None
+    next_cheaper: Changing | None
+    is_complete: bool
+    max_gpus: int
+
+    @property
+    def num_gpus(self) -> int | None:
+        """Of all models, each by itself. None: of some model, no layout is enough."""
+        return num_gpus_of(self.by_model.values())
+
+    @property
+    def is_enough(self) -> bool:
+        return self.changing is not None or (self.num_gpus is not None and self.num_gpus <= self.max_gpus)
+
+    def json_line(self) -> str:
+        fields = {**asdict(self), "num_gpus": self.num_gpus}
+        fields["by_model"] = {name: report.as_json() for name, report in self.by_model.items()}
+        return json.dumps(fields, separators=(",", ":"))
+
+    def text(self) -> str:
+        lines = [f"{report.text()}\n" for report in self.by_model.values()]
+        apart = self.num_gpus
+        if apart is None:
+            lines.append("All models: no plan, as not each of them has one.")
+        else:
+            over = f", more than --max-gpus {self.max_gpus}" if apart > self.max_gpus else ""
+            lines.append(f"All models: {apart} GPUs where workers keep their model{over}.")
+        for found in filter(None, (self.changing, self.next_cheaper)):
+            rows = [_row(name, result) for name, result in found.results.items()]
+            lines += aligned([["begins with", *_HEAD[1:]], *rows])
+            told = f"{found.num_gpus} GPUs are {'' if found is self.changing else 'not '}enough"
+            told += f" where workers change their model in {self.change_s:g} s (changes: {found.num_changes})"
+            lines.append(f"All models: {told}.")
+        if not self.is_complete:
+            lines.append("Time was over before all of that was known. Give --time-s more.")
+        elif self.change_s is not None and self.changing is None:
+            lines.append("No fewer GPUs are enough where workers change their model.")
+        return "\n".join(lines)
+
+
+def num_gpus_of(reports: Iterable[PlanReport]) -> int | None:
+    """What all their answers take; None: one has no answer."""
+    answers = [report.answer for report in reports]
+    known = [answer.num_gpus for answer in answers if answer is not None]
+    return sum(known) if len(known) == len(answers) else None
 
 
 _HEAD = ["", "layout", "GPUs", "in time", "late", "slow", "stalled", "rejected", "TTFT P95", "TPOT P95", "busy"]

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.simulation.plan.command import Hardware, Problem
+from cluster.simulation.plan.command import Hardware, Problem, plan_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.report import LayoutResult
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
-from cluster.simulation.workload.synthetic import Workload, draw_requests
-from cluster.simulation.workload.traces import TraceRequest
+from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
+from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from engine.cost_model.roofline import H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
 from engine.cost_model.step_cost import StepCost
 
@@ -230,3 +230,106 @@ def test_the_command_says_what_is_impossible(
     assert "Time was over after 0 layouts" in capsys.readouterr().out
     assert plan(monkeypatch, "--model", str(tmp_path)) == 1
     assert "nor a folder with a config.json" in capsys.readouterr().err
+
+
+# --- several models ---
+
+
+def swinging_problem(number: int, period_s: float = 400.0) -> Problem:
+    """The requests for one of two models, whose demand swings from one to the other, on a device that takes five
+    seconds for a prompt."""
+    slow = replace(H100_SXM, flops=H100_SXM.flops / 40, memory_bytes_per_s=H100_SXM.memory_bytes_per_s / 8, name="slow")
+    workload = Workload(
+        requests_per_s=0.28,
+        num_requests=1000,
+        turn=LogNormal(median=3500, sigma=0.3, most=7000),
+        output=LogNormal(median=8, sigma=0.3, most=24),
+        num_systems=1,
+        system_tokens=0,
+        follow_up=0.0,
+    )
+    coming = paced(draw_requests(workload, number), swing(period_s, number / 2))
+    requests = [request for request in coming if request.arrival_s < period_s]
+    targets = Targets(ttft_s=30.0, tpot_s=0.5, share=0.95)
+    return Problem(requests, targets, Hardware(model=LLAMA_3_1_8B, device=slow, block_size=512))
+
+
+def test_workers_that_follow_the_demand_are_fewer() -> None:
+    """Four serve 95 % of the peak of each model, where pools of their own take six."""
+    problems = {name: swinging_problem(number) for number, name in enumerate("ab")}
+    plan = plan_models(problems, (1,), limit=40, change_s=1.0, max_gpus=16)
+    assert plan.is_enough and plan.is_complete
+    assert plan.changing is not None and plan.next_cheaper is not None and plan.num_gpus is not None
+    assert plan.changing.num_gpus <= 4 < plan.num_gpus
+    assert plan.next_cheaper.num_gpus == plan.changing.num_gpus - 1
+    assert plan.changing.share >= 0.95 > plan.next_cheaper.share
+    assert plan.changing.num_changes > 0
+    assert all(result.layout.num_decode >= 1 for result in plan.changing.results.values())
+    assert "GPUs are enough where workers change their model in 1 s" in plan.text()
+
+
+TWO = ["--model", "llama-3.1-8b", "--model", "llama-3.1-8b", "--tpot-ms", "14", "--tensor-parallel", "1"]
+
+
+def test_each_model_has_the_plan_that_it_has_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, *TWO, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    for seed, (name, report) in enumerate(told["by_model"].items()):
+        assert plan(monkeypatch, *TWO[2:], "--seed", str(seed), "--json") == 0
+        assert {**json.loads(capsys.readouterr().out), "model": name} == report
+    assert told["num_gpus"] == sum(report["answer"]["num_gpus"] for report in told["by_model"].values())
+    assert (told["changing"], told["is_complete"]) == (None, True)
+
+
+def test_the_command_plans_for_several_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, *TWO, "--swing", "10", "--model-flips", "0.5", "--requests", "20") == 0
+    out = capsys.readouterr().out
+    assert "llama-3.1-8b on H100" in out and "llama-3.1-8b#2 on H100" in out
+    assert "GPUs where workers keep their model." in out
+    assert plan(monkeypatch, *TWO, "--max-gpus", "1", "--requests", "20") == 3
+    assert "All models: 2 GPUs where workers keep their model, more than --max-gpus 1." in capsys.readouterr().out
+
+
+def test_each_of_several_models_has_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In a format of its own; one without a trace is told before anything is planned."""
+    mooncake, azure = tmp_path / "requests.jsonl", tmp_path / "requests.csv"
+    mooncake.write_text(
+        "".join(
+            f'{{"timestamp": {500 * n}, "input_length": 800, "output_length": 20, "hash_ids": [{n}, {n + 99}]}}\n'
+            for n in range(12)
+        )
+    )
+    rows = [f"2023-11-16 18:15:{n:02}.0000000,{900 + n},{15 + n}\n" for n in range(8)]
+    azure.write_text("".join(["TIMESTAMP,ContextTokens,GeneratedTokens\n", *rows]))
+    options = ["cluster", "plan", "--trace", str(mooncake), *TWO]
+    monkeypatch.setattr(
+        sys, "argv", [*options, "--trace", str(azure), "--format", "mooncake", "--format", "azure", "--json"]
+    )
+    assert main() == 0
+    told = json.loads(capsys.readouterr().out)["by_model"]
+    assert [report["demand"]["requests"] for report in told.values()] == [12, 8]
+    monkeypatch.setattr(sys, "argv", options)
+    assert main() == 1
+    assert "for 2 models there are 1 traces" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--model-flips", "1"], "give --model several times"),
+        (["--model", "llama-3.1-8b", "--model", "nowhere"], "nowhere is neither one of"),
+        ([*TWO, "--gap-ms", "0.5"], "llama-3.1-8b: no number of workers meets the targets"),
+        ([*TWO, *2 * ["--format", "synthetic"]], "each trace a --format"),
+    ],
+)
+def test_what_cannot_be_planned_for_several_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], advice: str
+) -> None:
+    assert plan(monkeypatch, *options) == 1
+    assert advice in capsys.readouterr().err.splitlines()[-1]
