@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -52,10 +53,11 @@ def run(arguments: argparse.Namespace) -> bool:
         problem = Problem(requests, targets, _hardware(own), deadline=deadline)
         report = make_plan(problem, degrees, max_gpus=arguments.max_gpus)
     else:
-        problems = {
-            name: Problem(_requests(own, number / len(each)), targets, _hardware(own), deadline=deadline)
-            for number, (name, own) in enumerate(each.items())
-        }
+        problems = {}
+        for number, (name, own) in enumerate(each.items()):
+            with _named(name):
+                requests = _requests(own, number / len(each))
+                problems[name] = Problem(requests, targets, _hardware(own), deadline=deadline)
         report = plan_models(
             problems, degrees, limit=arguments.limit, change_s=arguments.model_flips, max_gpus=arguments.max_gpus
         )
@@ -103,14 +105,12 @@ def plan_models(
     """A plan for each of several models, by name, whose requests come at the same time: for the busiest stretch of
     `limit` of its own. `change_s`: then also for fewer workers, which change their model in so long. Raises ValueError
     where a model cannot be planned for."""
-    busy = {name: problem.of(busiest(problem.requests, limit)) for name, problem in problems.items()}
-    apart = {}
-    for name, problem in busy.items():
+    busy, apart = {}, {}
+    for name, problem in problems.items():
         print(f"{name}:", file=sys.stderr, flush=True)
-        try:
-            apart[name] = replace(make_plan(problem, degrees, max_gpus=max_gpus), model=name)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        with _named(name):
+            busy[name] = problem.of(busiest(problem.requests, limit))
+            apart[name] = replace(make_plan(busy[name], degrees, max_gpus=max_gpus), model=name)
     changing = cheaper = None
     is_complete = all(report.is_complete for report in apart.values())
     if change_s is not None:
@@ -202,6 +202,15 @@ def _shared_out(num_workers: int, needs: Mapping[str, float], least: int) -> dic
     for _ in range(num_workers - least * len(needs)):
         held[min(needs, key=lambda name: (held[name] + 1) / needs[name])] += 1
     return held
+
+
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Whatever cannot be planned for is told with the model that it is of."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{model}: {error}") from error
 
 
 def _guesses(problem: Problem, degrees: tuple[int, ...], max_gpus: int) -> list[Estimate]:

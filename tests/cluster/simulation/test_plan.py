@@ -317,6 +317,10 @@ def test_each_of_several_models_has_a_trace(
     monkeypatch.setattr(sys, "argv", options)
     assert main() == 1
     assert "for 2 models there are 1 traces" in capsys.readouterr().err
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    monkeypatch.setattr(sys, "argv", [*options, "--trace", str(azure), "--format", "mooncake", "--format", "azure"])
+    assert main() == 1
+    assert "error: llama-3.1-8b#2: nothing can be planned for: the trace holds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
