@@ -135,7 +135,7 @@ def plan_models(
 
 class ModelsProblem:
     """Several models whose workers change their model in `change_s`. Layouts are of all of them together: each begins
-    with its part, by what it is estimated to need.
+    with its part, by what it is estimated to need at first, as if workers had followed the demand until then.
 
     What a layout achieves is counted of `busy`, each model's busiest stretch; all that comes from the first of these to
     the end of the last is played. `played`: every layout that was tried."""
@@ -147,7 +147,13 @@ class ModelsProblem:
         self._problems = {name: problem.of(problem.between(since, until)) for name, problem in problems.items()}
         self._busy = busy
         self._change_s = change_s
-        self._guesses: dict[int, dict[str, Estimate]] = {}  # by degree
+        self._guesses: dict[int, dict[str, Estimate]] = {}  # by degree: what each model needs at first
+        first_s = min(problem.requests[-1].arrival_s for problem in busy.values()) - since
+        rates = {
+            name: (1 + sum(request.arrival_s <= first_s for request in problem.requests)) / first_s
+            for name, problem in self._problems.items()
+        }
+        self._at_first = {name: rate / busy[name].demand.requests_per_s for name, rate in rates.items()}
 
     @property
     def share(self) -> float:
@@ -161,7 +167,10 @@ class ModelsProblem:
                 each = {name: _guesses(problem, (degree,), max_gpus)[0] for name, problem in self._busy.items()}
             except ValueError:
                 continue
-            self._guesses[degree] = each
+            self._guesses[degree] = {
+                name: replace(guess, prefill=guess.prefill * times, decode=guess.decode * times)
+                for (name, guess), times in zip(each.items(), self._at_first.values(), strict=True)
+            }
             yield Estimate(
                 devices_per_worker=degree,
                 prefill=sum(guess.prefill for guess in each.values()),
