@@ -71,18 +71,19 @@ class Files:
         await asyncio.to_thread(_copy, source, content)
 
     async def add(
-        self, content: Path, owner: str, *, filename: str, purpose: str, expires_at: int | None = None
+        self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> StoredFile:
-        """Make a file of the content at a path that `new_content` gave.
+        """Make a file of the content at a path that `new_content` gave. `expires_after_s` None: it is kept.
         Raises UnavailableError if there is no room for it."""
+        created_at = int(time.time())
         file = StoredFile(
             id=content.name,
             owner=owner,
             filename=filename,
             purpose=purpose,
             num_bytes=await self._database.in_thread(os.path.getsize, content),
-            created_at=int(time.time()),
-            expires_at=expires_at,
+            created_at=created_at,
+            expires_at=None if expires_after_s is None else created_at + expires_after_s,
         )
         num_bytes = await self._database.in_thread(_bytes_in, self._database.files)  # may take long, so under no lock
         await self._database.transact(_require_room, num_bytes, self._budget)

@@ -68,12 +68,14 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
             raise InvalidRequestError("There is no file in the form. Send it as `file`.", param="file")
-        expires_at = _checked_fields(form)
+        expires_after_s = _checked_fields(form)
         content = service.files.new_content()
         try:
             await service.files.copy(upload.file, content)
             filename = _text((upload.filename or "file")[:_MAX_FILENAME])
-            file = await service.files.add(content, owner, filename=filename, purpose=PURPOSE, expires_at=expires_at)
+            file = await service.files.add(
+                content, owner, filename=filename, purpose=PURPOSE, expires_after_s=expires_after_s
+            )
         except BaseException:
             content.unlink(missing_ok=True)
             raise
@@ -94,8 +96,8 @@ async def _closing(form: FormData) -> AsyncIterator[None]:
 
 
 def _checked_fields(form: FormData) -> int | None:
-    """When the file expires, in seconds since 1970; None: it does not. Raises InvalidRequestError for fields that
-    cannot be honoured."""
+    """The seconds after which the file expires; None: it does not. Raises InvalidRequestError for fields that cannot be
+    honoured."""
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:
@@ -111,7 +113,7 @@ def _checked_fields(form: FormData) -> int | None:
         raise InvalidRequestError('expires_after needs the anchor "created_at" and seconds.', param="expires_after")
     if not least <= int(seconds) <= most:
         raise InvalidRequestError(f"expires_after lies between {least} and {most} seconds.", param="expires_after")
-    return int(time.time()) + int(seconds)
+    return int(seconds)
 
 
 @router.get(FILES_PATH, response_model=None)
@@ -158,6 +160,7 @@ async def create_batch(body: BatchBody, request: Request, api: ApiOf) -> dict[st
     file = await service.files.get(body.input_file_id, owner)
     if file.purpose != PURPOSE:
         raise InvalidRequestError("The file's purpose is not batch. Upload the lines anew.", param="input_file_id")
+    created_at = int(time.time())
     batch = Batch(
         owner=owner,
         tenant=api.tenants.name(request.headers, None, None),
@@ -165,7 +168,8 @@ async def create_batch(body: BatchBody, request: Request, api: ApiOf) -> dict[st
         endpoint=body.endpoint,
         input_file_id=file.id,
         completion_window=body.completion_window,
-        expires_at=int(time.time()) + _window_s(body.completion_window),
+        created_at=created_at,
+        expires_at=created_at + _window_s(body.completion_window),
         metadata=body.metadata,
     )
     await service.add(batch, file)
