@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from cluster.http.api import Api
 from cluster.http.app import create_app
@@ -58,6 +59,17 @@ class Asking:
         return {"choices": told["choices"], "usage": told["usage"], "details": details}
 
 
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Texts and ends are; log probabilities, as far as torch's kernels give the same to a sequence in other company."""
+    for ours, theirs in zip(found["choices"], expected["choices"], strict=True):
+        assert ours | {"logprobs": None} == theirs | {"logprobs": None}
+        told, wanted = ours["logprobs"], theirs["logprobs"]
+        assert (told["tokens"], told["text_offset"]) == (wanted["tokens"], wanted["text_offset"])
+        assert told["token_logprobs"] == pytest.approx(wanted["token_logprobs"], abs=1e-4)
+        for top, best in zip(told["top_logprobs"], wanted["top_logprobs"], strict=True):
+            assert top == pytest.approx(best, abs=1e-4)
+
+
 def counted(usage: dict[str, Any]) -> tuple[int, int]:
     details = usage["completion_tokens_details"]
     return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
@@ -76,7 +88,7 @@ async def test_a_prediction_changes_no_token_and_is_counted(llama: SmallModel) -
         edited = text[:20] + "zq" + text[22:]
         for prediction in (text, edited, "something else entirely, " * 3):
             predicted = await ask(prediction)
-            assert predicted["choices"] == plain["choices"], "texts, log probabilities and ends"
+            require_same(predicted, plain)
             assert predicted["usage"]["completion_tokens"] == 2 * NUM_TOKENS, "rejected ones are none of them"
             accepted, rejected = counted(predicted["usage"])
             if prediction is not text:
@@ -105,7 +117,8 @@ async def test_without_speculation_a_prediction_is_not_looked_at(llama: SmallMod
         ask = Asking(cluster, llama)
         plain = await ask()
         predicted = await ask(plain["choices"][0]["text"])
-        assert predicted["choices"] == plain["choices"] and counted(predicted["usage"]) == (0, 0)
+        require_same(predicted, plain)
+        assert counted(predicted["usage"]) == (0, 0)
         snapshot: WorkerSnapshot = cluster.decodes[0].snapshot()
         assert snapshot.drafts == {} and snapshot.tokens_per_step == 1.0
 
