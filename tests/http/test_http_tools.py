@@ -504,7 +504,8 @@ def test_a_call_that_must_be_made_leaves_no_room_for_a_format(target: Target, ge
     """As clients send both: agents whose output is a model and who must call a tool first."""
     generator.script = Script()
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-    (choice,) = target.chat(tools=TOOLS, tool_choice="required", response_format=schema, max_tokens=1024).choices
+    fields = {"tools": TOOLS, "tool_choice": "required", "response_format": schema, "max_tokens": 1024, "seed": 3}
+    (choice,) = target.chat(**fields).choices
     assert choice.finish_reason == "tool_calls" and not choice.message.content and choice.message.tool_calls
 
 

@@ -317,7 +317,8 @@ async def test_what_is_asked_of_no_model_is_asked_of_which(models: Models) -> No
 async def test_operators_see_whose_a_request_was(models: Models) -> None:
     async with served(models) as (client, http):
         for model in models:
-            await client.completions.create(model=model, prompt="hello", max_tokens=2)
+            both: Any = {"max_tokens": 2, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            await client.completions.create(model=model, prompt="hello", **both)
         rows = (await http.get("/cluster/requests")).json()["requests"]
         assert [row["model"] for row in rows] == [OTHER, MODEL]
         series = (await http.get("/slo")).json()["classes"]

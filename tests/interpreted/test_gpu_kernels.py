@@ -86,6 +86,7 @@ def test_a_model_in_half_precision_stays_close(dtype: torch.dtype, tmp_path: Pat
 
 
 def test_projections_follow_the_mode() -> None:
+    torch.manual_seed(0)
     weight = torch.randn(6, 8, device=device())
     for bias in (None, torch.randn(6, device=device())):
         plain = GpuKernels(device(), batch_invariant=False).pack_linear(weight, bias)

@@ -233,7 +233,7 @@ def chat_logprobs_have_openai_shape(target: Target) -> None:
         for entry in c.logprobs.content
     ]
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
-    (bare,) = target.chat(max_tokens=3, logprobs=True).choices
+    (bare,) = target.chat(temperature=0, max_tokens=3, logprobs=True).choices
     assert all(entry.top_logprobs == [] for entry in bare.logprobs.content)
 
 
