@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -46,13 +47,18 @@ def remembered(kind: str, sources: Iterable[Path], make: Callable[[], Json]) -> 
 def _digest(sources: Iterable[Path]) -> str:
     """A digest of the files' names and contents, and of the libraries that read them; a file that does not exist counts
     as such."""
-    digest = hashlib.sha256(" ".join(version(name) for name in _LIBRARIES).encode())
+    digest = hashlib.sha256(_versions().encode())
     for path in sources:
         content = path.read_bytes() if path.is_file() else None
         size = -1 if content is None else len(content)
         digest.update(f"\n{path.name} {size}\n".encode())
         digest.update(content or b"")
     return digest.hexdigest()[:32]
+
+
+@functools.cache  # each is a file to be parsed
+def _versions() -> str:
+    return " ".join(version(name) for name in _LIBRARIES)
 
 
 def _store(folder: Path, path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -140,7 +141,12 @@ def remembered_config(kind: type[Config], folder: Path, read: Callable[[Path], C
     was."""
     sources = [*code, folder / "config.json", folder / "generation_config.json"]
     known = remembered(kind.__name__, sources, lambda: asdict(read(folder)))
-    return TypeAdapter(kind).validate_python(known)
+    return _adapter(kind).validate_python(known)
+
+
+@cache  # it takes longer to make than all else here
+def _adapter(kind: type[Config]) -> TypeAdapter[Config]:
+    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
