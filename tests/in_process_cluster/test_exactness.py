@@ -375,6 +375,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return lambda case: made(case.family, tuple(case.changes.items()))
 
 
+@pytest.mark.parametrize("grammar", [None, *GRAMMARS[:2]], ids=["free", "list", "object"])
+def test_what_hugging_face_says_is_no_matter_of_the_guess(tmp_path: Path, grammar: str | None) -> None:
+    prompt = random_prompts([40])[0]
+    said = SmallModel("llama", tmp_path).hugging_face(prompt, 24, grammar)
+    for wrong in ([*said[:-1], said[-1] ^ 1], said[:-1], [*said, 5], [said[0] ^ 1, *said[1:]]):
+        assert SmallModel("llama", tmp_path).hugging_face(prompt, 24, grammar, guess=wrong) == said
+    model = SmallModel("llama", tmp_path)
+    with mock.patch.object(model, "_generate", side_effect=AssertionError):
+        assert model.hugging_face(prompt, 24, grammar, guess=said) == said
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     """Of requests together, then of the longest again, of which the prefill worker has a prefix."""
@@ -427,6 +438,7 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert case.overlap or case.one_pool or bool(drafted) == bool(case.drafts)
         stats = cluster.models[0].runner.transfer_stats
         assert "host_bytes" not in case.prefill or (stats is not None and stats.written_bytes > 0)
-    expected = [model.hugging_face(prompt, case.num_tokens) for prompt in [*prompts, longest]]
-    assert [*found, tokens_of(again)] == expected
-    assert masked == [model.hugging_face(longest, case.num_tokens, grammar) for grammar in case.grammars]
+    for prompt, given in zip([*prompts, longest], [*found, tokens_of(again)], strict=True):
+        assert given == model.hugging_face(prompt, case.num_tokens, guess=given)
+    for grammar, given in zip(case.grammars, masked, strict=True):
+        assert given == model.hugging_face(longest, case.num_tokens, grammar, guess=given)

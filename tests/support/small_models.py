@@ -29,7 +29,7 @@ from engine.steps.loading import DtypeName, EngineConfig, load_model, load_runne
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import tokenizer_json
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.decoders import build_decoder
+from tests.support.decoders import build_decoder, logits_behind
 from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
 
 EOS = 2  # of all families
@@ -66,7 +66,7 @@ class SmallModel:
         self.folder = folder
         self.dtype = dtype
         self._oracle = (build_oracle if family in FAMILIES else build_decoder)(family, folder, **changes)
-        self._generated = functools.cache(self._generate)  # many tests ask for the same prompts
+        self._generated: dict[tuple[tuple[int, ...], int, str | None], list[int]] = {}  # many ask for the same prompts
         write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:
@@ -75,12 +75,35 @@ class SmallModel:
         emissions = list(self._engine.run([seq]))
         return Generated([e.token.token_id for e in emissions], emissions[0].prompt_logprobs)
 
-    def hugging_face(self, prompt: list[int], num_tokens: int, grammar: str | None = None) -> list[int]:
-        """Greedy tokens; with a grammar up to the end of sequence, if that comes."""
-        return list(self._generated(tuple(prompt), num_tokens, grammar))
+    def hugging_face(
+        self, prompt: list[int], num_tokens: int, grammar: str | None = None, guess: Iterable[int] = ()
+    ) -> list[int]:
+        """Greedy tokens; with a grammar up to the end of sequence, if that comes. A right `guess` is found to be so by
+        one pass over all of it, in an eighth of the time that it takes to generate them."""
+        key = tuple(prompt), num_tokens, grammar
+        if key not in self._generated:
+            tokens = tuple(guess)
+            is_right = bool(tokens) and self._is_greedy(tokens, *key)
+            self._generated[key] = list(tokens) if is_right else self._generate(*key)
+        return list(self._generated[key])
+
+    def _is_greedy(
+        self, tokens: tuple[int, ...], prompt: tuple[int, ...], num_tokens: int, grammar: str | None
+    ) -> bool:
+        """Whether these, whole, are what would be generated."""
+        if len(tokens) != num_tokens and (grammar is None or tokens[-1] != EOS):
+            return False
+        logits = logits_behind(self._oracle, prompt, tokens)
+        if grammar is None:
+            return logits.argmax(-1).tolist() == list(tokens)
+        mask = self._mask(prompt, grammar)
+        behind = torch.tensor([[*prompt, *tokens]])
+        return EOS not in tokens[:-1] and all(
+            int(mask(behind[:, : len(prompt) + n], logits[n : n + 1]).argmax()) == token
+            for n, token in enumerate(tokens)
+        )
 
     def _generate(self, prompt: tuple[int, ...], num_tokens: int, grammar: str | None) -> list[int]:
-        mask = [] if grammar is None else [MaskProcessor(self.folder, VOCAB_SIZE, EOS, len(prompt), grammar)]
         with torch.inference_mode():
             output = self._oracle.generate(
                 torch.tensor([prompt]),
@@ -88,10 +111,13 @@ class SmallModel:
                 do_sample=False,
                 eos_token_id=None if grammar is None else EOS,
                 pad_token_id=0,
-                logits_processor=LogitsProcessorList(mask),
+                logits_processor=LogitsProcessorList([] if grammar is None else [self._mask(prompt, grammar)]),
             )
         tokens: list[int] = output[0, len(prompt) :].tolist()
         return tokens
+
+    def _mask(self, prompt: tuple[int, ...], grammar: str) -> MaskProcessor:
+        return MaskProcessor(self.folder, VOCAB_SIZE, EOS, len(prompt), grammar)
 
     def embedding(self, prompt: list[int], pooling: Pooling) -> npt.NDArray[np.float32]:
         """Of the last hidden states of Hugging Face's model without its head, normalised."""
