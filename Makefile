@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Where it is set, as in many a container, each of the hundred interpreters that the tests start compiles Legato anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve cluster test test-fast test-long test-clients test-operators test-wheel check bench bench-peers gpu-check clean
 
@@ -42,14 +44,15 @@ FAST := tests/tree tests/kernels tests/engine tests/kv_transfer tests/prefill_wo
 test-fast: setup
 	$(PYTEST) -q $(FAST)
 
-# All shapes in the interpreter, all models of which `make test` has some, and properties with ROUNDS times other examples,
-# as many as each says (tests/support/thoroughness.py); `make test` tries the same ones in every run, and of long ones a part.
+# All shapes in the interpreter, all models of which `make test` has some, all that is asked of Ray, and properties with
+# ROUNDS times other examples, as many as each says (tests/support/thoroughness.py); `make test` tries the same ones in
+# every run, and of long ones a part.
 ROUNDS ?= 5
 EXAMPLES := hypothesis|import .*(THOROUGH|examples)
 test-long: setup
 	$(PYTEST) --hypothesis-profile=random tests/interpreted \
 	  $$(grep -rl --include='test_*.py' --exclude-dir=interpreted 'import .*in_test_long' tests)
-	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray/test_ray_cluster.py -k batch
+	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random \
 	    $$(grep -rlE --include='test_*.py' --exclude-dir=ray '$(EXAMPLES)' tests) || exit 1; \
