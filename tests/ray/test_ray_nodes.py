@@ -21,10 +21,11 @@ from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import complete_all, greedy_body
 from tests.ray.served_cluster import MODEL, STOP_TIMEOUT_S, is_alive, served_cluster, words_of
 from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
-NUM_TOKENS = 64
+NUM_TOKENS = 64 if THOROUGH else 32
 LANDED = "legato_worker_host_landings_total"
 HIT, MISSED = "legato_worker_prefix_hit_tokens_total", "legato_worker_prefix_missed_tokens_total"
 CONFIG: dict[str, Any] = {

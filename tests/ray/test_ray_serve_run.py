@@ -27,6 +27,7 @@ from cluster.config.load import load_config
 from cluster.deployment.capacity import needs
 from tests.cluster.deployment.test_capacity import CPU_FILES
 from tests.ray.served_cluster import MODEL, end_with_its_children, heed_interrupts, listening_sockets, post_job
+from tests.support.thoroughness import THOROUGH
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
@@ -116,11 +117,17 @@ def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
     _nobody_runs_jobs_here(quickstart)
 
 
-# Others than that one, than the one for nodes that fetch Legato from where it says, and than those of which another one
-# has all that they have (tests/cluster/deployment/test_cluster_files.py): cpu_2p2d.yaml and auto.yaml.
+# Others than that one, than the one for nodes that fetch Legato from where it says, than those of which another one has
+# all that they have (tests/cluster/deployment/test_cluster_files.py), and than those whose pool without prefill workers
+# `models.yaml` has too: these in `make test-long`.
 @pytest.mark.parametrize(
     "path",
-    [path for path in CPU_FILES if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d", "auto")],
+    [
+        path
+        for path in CPU_FILES
+        if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d", "auto")
+        and (THOROUGH or path.stem not in ("colocated", "quantised"))
+    ],
     ids=lambda path: str(path.stem),
 )
 def test_a_file_in_its_place_answers_and_says_where(quickstart: ServeRun, path: Path) -> None:

@@ -223,7 +223,7 @@ TestPool.settings = settings(_SETTINGS, max_examples=examples(250))
 @pytest.mark.parametrize("name", [name for name in EVICTION_NAMES if name != "lru"])
 def test_a_pool_with_another_eviction_policy(name: EvictionName) -> None:
     machine = type(f"{name} pool", (PoolMachine,), {"eviction": name})
-    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=60))
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=examples(60)))
 
 
 def test_a_tier_of_many_blocks_is_restored_in_a_time_that_grows_with_their_number() -> None:

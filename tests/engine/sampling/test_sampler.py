@@ -27,6 +27,7 @@ from tests.engine.sampling.sampling_twin import (
     random_logits,
     sequence,
 )
+from tests.support.thoroughness import combined
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)  # float32 against float64: stay off new boundaries
@@ -150,10 +151,16 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(scale: float, top_p: float, 
     assert ids is None or kept[0] > np.delete(weights, ids).max(initial=0.0)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"temperature": 0.5}, {"temperature": 1.6, "top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}]
+@combined(
+    changes={
+        "plain": {},
+        "temperature": {"temperature": 0.5},
+        "top_k": {"temperature": 1.6, "top_k": 6},
+        "top_p": {"top_p": 0.8},
+        "min_p": {"min_p": 0.2},
+    },
+    vary=["seed", "position"],
 )
-@pytest.mark.parametrize("vary", ["seed", "position"])
 def test_frequencies_are_the_probabilities(changes: dict[str, Any], vary: str) -> None:
     """Chi-square at five standard deviations above its mean."""
     num_draws, row = 6000, random_logits(3, vocab_size=12, scale=1.2)
