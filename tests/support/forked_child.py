@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.waiting import HANGS_S
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.processes.host_segment_child", "tests.processes.disk_tier_child"])
+_FORKS.set_forkserver_preload(
+    ["tests.processes.host_segment_child", "tests.processes.disk_tier_child", "engine.parallel.follower"]
+)
 
 
 class ForkedChild:
@@ -17,7 +23,7 @@ class ForkedChild:
 
     def __init__(self, target: Callable[..., None], *args: object) -> None:
         self._pipe, theirs = _FORKS.Pipe()
-        self._process = _FORKS.Process(target=target, args=(*args, theirs))
+        self._process = _FORKS.Process(target=target, args=(*args, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -42,3 +48,33 @@ class ForkedChild:
         self._process.kill()
         self._process.join(HANGS_S)
         self._pipe.close()
+
+
+class ForkedRank(ForkedChild):
+    """A rank of a tensor-parallel group, as `engine.parallel.processes` starts it by `subprocess.Popen` and uses it."""
+
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
+        assert command[2] == "engine.parallel.follower", command
+        with Connection(os.dup(pass_fds[0])) as leader:
+            super().__init__(_follow, leader)
+        self.args, self.pid, self.stdin = command, self._process.pid, self._pipe
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+
+def _follow(leader: Connection, stdin: Connection) -> None:
+    from engine.parallel import follower
+
+    os.setsid()
+    os.dup2(stdin.fileno(), 0)
+    stdin.close()
+    sys.argv = ["follower", str(leader.fileno())]
+    follower.main()
