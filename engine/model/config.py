@@ -9,9 +9,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -141,12 +140,13 @@ def remembered_config(kind: type[Config], folder: Path, read: Callable[[Path], C
     was."""
     sources = [*code, folder / "config.json", folder / "generation_config.json"]
     known = remembered(kind.__name__, sources, lambda: asdict(read(folder)))
-    return _adapter(kind).validate_python(known)
+    if kind.__name__ not in _ADAPTERS:
+        _ADAPTERS[kind.__name__] = TypeAdapter(kind)
+    config: Config = _ADAPTERS[kind.__name__].validate_python(known)
+    return config
 
 
-@cache  # it takes longer to make than all else here
-def _adapter(kind: type[Config]) -> TypeAdapter[Config]:
-    return TypeAdapter(kind)
+_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {}  # to make one takes longer than all else there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

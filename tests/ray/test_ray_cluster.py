@@ -195,7 +195,8 @@ def test_workers_are_separate_processes(cluster: ServedCluster) -> None:
 
 
 def test_greedy_equals_hugging_face(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
-    """64 prompts x 32 tokens, 64 in `make test-long`; float32, over HTTP, through two processes and shared memory."""
+    """64 prompts x 32 tokens, 64 in `make test-long`; float32, over HTTP, through two processes, shared memory, and
+    preemption."""
     bodies = [greedy_body(MODEL, prompt, NUM_TOKENS) for prompt in prompts]
     answers = asyncio.run(complete_all(cluster.url, bodies, concurrency=64))
     assert [answer.error for answer in answers] == [None] * len(answers)
