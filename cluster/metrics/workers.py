@@ -227,7 +227,7 @@ _FAMILIES: Final = (
     _Family(
         CounterMetricFamily,
         "legato_worker_step_tokens",
-        "Tokens computed in the steps of each kind",
+        "Tokens computed in the steps of each kind, without drafts",
         ("kind",),
         _step_tokens,
     ),

@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class StepCounts:
-    """Steps of one kind that succeeded, and the tokens that they computed."""
+    """Steps of one kind that succeeded, and the tokens that they computed, without drafts."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -315,7 +315,7 @@ class StepLoop:
                 ended = time.perf_counter()
                 if succeeded:
                     self.costs.observe(step.work, ended - began - step.drawing_s)
-                    self._count(step.work)
+                    self._count(step)
                 if following is None:
                     return
                 step, following, began = following, None, ended
@@ -324,9 +324,10 @@ class StepLoop:
                 if left is not None:
                     left.abort()
 
-    def _count(self, work: StepWork) -> None:
-        if num_tokens := int(work.prefill_tokens + work.decodes):  # else it has copied blocks, and nothing more
-            counts = self.counts[kind_of(work)]
+    def _count(self, step: InFlightStep) -> None:
+        # By the plan: the work holds drafts beside prompts to be as many of a prompt's tokens.
+        if num_tokens := sum(item.num_tokens for item in step.plan.items):  # else it has copied blocks only
+            counts = self.counts[kind_of(step.work)]
             counts.num_steps += 1
             counts.num_tokens += num_tokens
 

@@ -125,7 +125,7 @@ class StepsReport:
     """What a worker has computed since its start, in steps that succeeded."""
 
     num_prefill: Count = 0  # steps with prompt tokens
-    prefill_tokens: Count = 0  # all tokens of these steps, those of decoding sequences included
+    prefill_tokens: Count = 0  # of these steps: of prompts, and the next ones of sequences that decode; no drafts
     num_decode: Count = 0  # the other steps
     decode_tokens: Count = 0
 

@@ -19,8 +19,10 @@ from cluster.metrics.workers import WorkerMetrics
 from cluster.slo.classes import RequestTerms
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
+from engine.drafting.speculation import SpeculationConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
+from engine.sequence import StepPlan
 from kv_transfer.messages.blocks import BlockEvents
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.workers import LoadingReport, TiersReport
@@ -269,6 +271,36 @@ async def test_steps_and_handoffs_are_told_as_they_were(llama: SmallModel) -> No
         assert 0 <= sender("legato_worker_handoff_hidden_bytes_total", peer=decode) <= num_bytes
         assert sender("legato_worker_handoff_exposed_seconds_total", peer=decode) > 0
         assert sender("legato_worker_handoff_failures_total") == 0
+
+
+async def test_drafts_are_not_told_as_tokens_of_steps_with_prompts_or_without(llama: SmallModel) -> None:
+    """A prompt comes while a stream decodes by drafts that are right, and is computed beside them."""
+
+    def has_drafts(plan: StepPlan) -> bool:
+        return any(item.drafts for item in plan.items)
+
+    def has_both(plan: StepPlan) -> bool:
+        return has_drafts(plan) and any(item.num_tokens > 1 for item in plan.items)
+
+    decode = DecodeWorkerConfig(speculation=SpeculationConfig(drafters=("prediction",), fixed=3))
+    async with cluster_of(llama, num_prefill=0, decode=decode) as cluster:
+        [worker], runner = cluster.decodes, cluster.models[0].runner
+        metric = Scraper(cluster, worker.info.worker_id)
+        params = greedy(60)
+        expected = llama.local(PROMPT, params).tokens
+        with brake(runner, has_drafts) as decoding, brake(runner, has_both) as mixed:
+            streaming = asyncio.create_task(cluster.generate("stream", PROMPT, params, prediction_token_ids=expected))
+            await decoding.reached()
+            asking = asyncio.create_task(cluster.generate("beside", PROMPT[::-1], greedy(8)))
+            await eventually(lambda: worker.scheduler.num_uncomputed > 0, what="the prompt has not come")
+            decoding.release()
+            await mixed.reached()
+        assert [event.token_id for event in await streaming] == expected
+        assert len(await asking) == 8
+        accepted = worker.snapshot().drafts["prediction"].num_accepted
+        assert accepted > 0
+        # The first token of either comes with its prompt, and each other one with a step of its own or as a draft.
+        await metric.shows(2 * len(PROMPT) + 59 + 7 - accepted, "legato_worker_step_tokens_total")
 
 
 async def test_why_a_stream_went_on_elsewhere_is_told(llama: SmallModel) -> None:
