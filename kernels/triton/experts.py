@@ -354,9 +354,11 @@ def shipped() -> list[Shipped]:
     both = (False, True)
     return [
         *(
-            _choosing(dtype, *kinds, most)
+            _choosing(dtype, normalised, corrected, grouped, most)
             for dtype in TYPE_NAMES
-            for kinds in ((False, False, False), (True, False, False), (False, False, True), (True, True, True))
+            for normalised in both
+            for corrected in both
+            for grouped in both
             for most in _MOST_EXPERTS
         ),
         *(

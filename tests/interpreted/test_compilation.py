@@ -1,18 +1,33 @@
-"""Every shipped kernel compiles for GPUs that are not here, without spills: as recorded, and some of them anew."""
+"""Every shipped kernel compiles for GPUs that are not here, without spills: as recorded, and some of them anew. And
+what models launch is shipped."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 import triton
 import triton.language as tl
 
 from benchmarks.gpu.compilation import read_record
+from engine.checkpoint.weights import Weights, expected_shapes
+from engine.kv.cache import KVCache, KVLayout
+from engine.model.batch import Batch
+from engine.model.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from engine.model.transformer import Model
+from kernels.interface import Segment
+from kernels.triton.attention import tiles
+from kernels.triton.kernels import GpuKernels
+from kernels.triton.sampling.rows import RowOptions, no_edits, pack_edits, pack_rows
+from kernels.triton.sampling.sample import sample
 from kernels.triton.shipped import Shipped
 from tests.support.interpreted import device, uninterpreted_environment
 from tests.support.thoroughness import in_test_long
@@ -73,6 +88,105 @@ def test_one_configuration_of_each_kernel_compiles_now(report: Any) -> None:
     assert report["compiled"]
     for name, entry in report["compiled"].items():
         check(name, entry)
+
+
+# What checkpoints say beside their family's defaults in transformers, which are mostly those of one of its models.
+_ALSO_SAID: dict[str, list[dict[str, Any]]] = {
+    "MistralForCausalLM": [{}, {"sliding_window": None}],
+    "Qwen2ForCausalLM": [{}, {"use_sliding_window": True, "max_window_layers": 2}],
+    "Gemma2ForCausalLM": [{}, {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16}],
+    "Gemma3ForCausalLM": [{"sliding_window_pattern": 4}],
+    "Phi3ForCausalLM": [{}, {"sliding_window": 2047}],
+    "DeepseekV2ForCausalLM": [
+        {"num_experts_per_tok": 6},
+        {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+    ],
+    "DeepseekV3ForCausalLM": [
+        {"n_group": num_groups, "topk_group": -(-num_groups // 2), "norm_topk_prob": normalised}
+        for num_groups in (1, 8)
+        for normalised in (False, True)
+    ],
+    "Glm4MoeForCausalLM": [{"head_dim": 128, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}],
+    **{
+        architecture: [{"norm_topk_prob": normalised} for normalised in (False, True)]
+        for architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM")
+    },
+}
+_SAID = [(name, also) for name in SUPPORTED_ARCHITECTURES for also in _ALSO_SAID.get(name, [{}])]
+_NOT_SHIPPED = {"prefill_attention-bf16-576-invariant"}  # see `kernels.triton.attention.prefill.shipped`
+_NUM_LAYERS = 4  # of which one is of another type than the others, where a family has types
+_CONTEXT = 9000  # longer than any window
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("architecture", "also"), _SAID)
+def test_what_a_model_launches_is_shipped(
+    architecture: str, also: dict[str, Any], batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any family, at the size that it has: by a forward pass and a sampling of tensors without memory, in which
+    launches are noted in place of made. In bfloat16, as checkpoints are."""
+    launched: set[str] = set()
+    monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: launched.add(shipped.name))
+    kind = getattr(transformers, architecture).config_class
+    kind(num_hidden_layers=_NUM_LAYERS, architectures=[architecture], **also).save_pretrained(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    for capability in (80, 90):  # tiles of 100 are those of 90
+        monkeypatch.setattr(tiles, "architecture", lambda device, capability=capability: capability)
+        _launch_all(config, batch_invariant)
+    assert any(name.startswith("prefill_attention") for name in launched)
+    assert any(name.startswith("sample_logprobs") for name in launched)
+    assert launched - read_record()["kernels"].keys() <= _NOT_SHIPPED
+
+
+def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
+    device, dtype = torch.device("meta"), torch.bfloat16
+    shapes = expected_shapes(config)
+    weights: Weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    model = Model(config, weights, GpuKernels(device, batch_invariant=batch_invariant))
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        layers_per_group=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        latent_dim=config.latent_dim,
+        block_size=16,
+        dtype=dtype,
+    )
+    kv_cache = KVCache(layout, 16, device)
+    for queries in ([1, 1, 1], [1 + 4], [700]):  # who share a prefix, one with drafts, a prompt
+        hidden = model.forward(_batch(queries, device), kv_cache)
+    logits = model.logits(hidden)
+    ids, amounts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.float32)
+    edits = pack_edits(ids, ids, amounts, amounts)
+    for temperature, top_k, num_top, edited in ((0.0, 0, -1, False), (1.0, 0, 5, True), (1.0, 9, 5, True)):
+        options = RowOptions(
+            seed=0,
+            position=0,
+            temperature=temperature,
+            top_k=top_k,
+            num_top=num_top,
+            edits=edits if edited else no_edits(),
+        )
+        packed = pack_rows([options] * len(logits), config.vocab_size)
+        sample(logits, packed, torch.from_numpy(packed.words).to(device))
+
+
+def _batch(queries: Sequence[int], device: torch.device) -> Batch:
+    table = np.zeros((1, -(-_CONTEXT // 16)), dtype=np.int32)
+    firsts, num_rows = np.cumsum([0, *queries]).tolist(), sum(queries)
+    rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=rows,
+        positions=rows,
+        slot_mapping=rows.unsqueeze(0),
+        segments=tuple(
+            Segment(first_row=first, num_queries=count, context_len=_CONTEXT, block_table=table)
+            for first, count in zip(firsts, queries, strict=False)
+        ),
+        output_rows=rows,
+        sampling_items=(),
+        prompt_spans=(),
+    )
 
 
 @triton.jit

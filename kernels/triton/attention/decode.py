@@ -174,8 +174,9 @@ def wide_tile(operands: Operands) -> Tile:
 
 def narrow_tile(operands: Operands) -> Tile:
     large = operands.dtype.itemsize > 2 or operands.head_tile > 128
-    # One more stage, and the row's end with a sink would spill on an A100.
-    num_stages = 3 if large else 4 if operands.head_tile > 64 or operands.has_sinks else 5
+    # On an A100 a sink at a row's end would spill with one stage more, and capped scores of 128 with one fewer.
+    many = operands.softcapped if operands.head_tile > 64 else not operands.has_sinks
+    num_stages = 3 if large else 5 if many else 4
     num_warps = 4 if operands.head_tile <= 256 else 8
     return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=num_warps, num_stages=num_stages)
 

@@ -153,9 +153,10 @@ def shipped_operands() -> Iterator[Operands]:
     everyday = [(torch.bfloat16, head_dim) for head_dim in (64, 80, 96, 128, 256)]
     everyday += [(dtype, head_dim) for dtype in (torch.float16, torch.float32) for head_dim in (64, 128)]
     kinds = [(dtype, head_dim, False, False, False) for dtype, head_dim in everyday]
-    kinds += [(torch.bfloat16, 128, False, True, False), (torch.bfloat16, 256, True, False, False)]
-    kinds += [(torch.bfloat16, 256, True, True, False)]
-    kinds += [(torch.bfloat16, 64, False, windowed, True) for windowed in (False, True)]
+    kinds += [(torch.bfloat16, head_dim, False, True, False) for head_dim in (96, 128, 256)]
+    for windowed in (False, True):
+        kinds += [(torch.bfloat16, head_dim, True, windowed, False) for head_dim in (128, 256)]
+        kinds += [(torch.bfloat16, 64, False, windowed, True)]
     for dtype, head_dim, softcapped, windowed, has_sinks in kinds:
         yield Operands(
             dtype=dtype,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.rows import NUM_FIELDS, Field
+from kernels.triton.sampling.rows import NUM_FIELDS, SHIPPED_SPLITS, Field
 from kernels.triton.shipped import Shipped
 
 _TILE = 2048
@@ -117,4 +117,4 @@ def _configuration(splits: int) -> Shipped:
 
 
 def shipped() -> list[Shipped]:
-    return [_configuration(splits) for splits in (32, 64, 128)]
+    return [_configuration(splits) for splits in SHIPPED_SPLITS]

@@ -44,6 +44,10 @@ class Field(IntEnum):
     MASK = 11  # which of the masks; -1: none
 
 
+SHIPPED_SPLITS: Final = (16, 32, 64, 128, 256)
+"""Splits of a vocabulary, rounded up to a power of two, that kernels are shipped for: of up to 32,768, 65,536, 131,072,
+262,144 and 524,288 tokens."""
+
 NUM_FIELDS: Final = 12  # even, so that all that follows rows begins at a multiple of 16 bytes
 
 _ROW: Final = struct.Struct("=qqdqdddqqqqq")  # the fields, in their order

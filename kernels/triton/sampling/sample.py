@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.triton.sampling.edits import edited
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
-from kernels.triton.sampling.rows import EDIT_WORDS, NUM_FIELDS, Field, PackedRows
+from kernels.triton.sampling.rows import EDIT_WORDS, NUM_FIELDS, SHIPPED_SPLITS, Field, PackedRows
 from kernels.triton.shipped import Shipped
 
 SPLIT = 2048
@@ -230,7 +230,6 @@ def _choosing(draws: bool, splits: int) -> Shipped:
 
 
 def shipped() -> list[Shipped]:
-    """The kernels for vocabularies of up to 65,536, 131,072 and 262,144 tokens."""
     return [_finding_best()] + [
-        make(choice, splits) for splits in (32, 64, 128) for choice in (False, True) for make in (_drawing, _choosing)
+        make(choice, splits) for splits in SHIPPED_SPLITS for choice in (False, True) for make in (_drawing, _choosing)
     ]
