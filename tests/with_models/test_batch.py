@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.batch import build_batch
+from engine.kv.cache import KVCache
+from engine.model.batch import Batch, build_batch
 from engine.sequence import ScheduledSequence, StepPlan
 from tests.support.model_families import build_oracle
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
@@ -22,6 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _parts(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows
+
+
 def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(folder: Path) -> None:
     runner, _ = recording_runner(folder, layers_per_group=2)
     stepper = Stepper(runner)
@@ -29,9 +34,12 @@ def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(folder: Path) -> 
     stepper.step([(decoding, 3)])
     stepper.reserve(decoding, 4)
     stepper.reserve(judged, 5)
-    batch = build_batch(StepPlan((ScheduledSequence(judged, 5), ScheduledSequence(decoding, 1))), runner.kv_cache)
-    parts = (batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows)
-    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    plan = StepPlan((ScheduledSequence(judged, 5), ScheduledSequence(decoding, 1)))
+    elsewhere = build_batch(plan, KVCache(runner.kv_cache.layout, 8, torch.device("meta")))
+    assert len({part.untyped_storage()._cdata for part in _parts(elsewhere)}) == 1
+    batch = build_batch(plan, runner.kv_cache)  # the same, where nothing has to go up
+    parts = _parts(batch)
+    assert [part.shape for part in parts] == [part.shape for part in _parts(elsewhere)]
     assert all(part.dtype == torch.int64 and part.is_contiguous() for part in parts)
     assert batch.token_ids.tolist() == [*decoding.output_token_ids, *PROMPT[:5]]
     assert batch.positions.tolist() == [3, 0, 1, 2, 3, 4]
