@@ -47,7 +47,7 @@ class DecodeWorkerConfig(WorkerConfig):
     max_num_seqs: int = 64
     token_budget: int = 512
     reserve_wait_s: float = 60.0
-    lease_ttl_s: float = 30.0
+    lease_ttl_s: float = 120.0
     layerkv: LayerKvConfig | None = None
     overlap_steps: bool | None = None
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)

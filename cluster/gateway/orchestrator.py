@@ -31,7 +31,7 @@ from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
-from cluster.gateway.worker_connections import WorkerConnections
+from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
     Cancel,
@@ -65,7 +65,7 @@ _LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter prompts, as many as a gateway 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorConfig:
     """How long to wait for workers and how often to try. A sequence that has begun to decode and gets no token for
-    `stall_s` is taken for hung.
+    `stall_s` is taken for hung; a worker that is silent for `silence_s` is left where there is another one.
 
     A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
     third after about `retry_delay_s`, the next ones after two, three and at most four times as long.
@@ -76,6 +76,7 @@ class OrchestratorConfig:
     link_timeout_s: float = 5.0
     max_attempts: int = 4
     retry_delay_s: float = 0.25
+    silence_s: float = SILENCE_S
 
 
 class Orchestrator:
@@ -94,7 +95,9 @@ class Orchestrator:
         self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
-        self.connections = WorkerConnections(identity, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self.connections = WorkerConnections(
+            identity, on_message=self._on_message, on_lost=self._on_worker_lost, silence_s=config.silence_s
+        )
         self.scheduler = SchedulerClient(
             identity, locate_scheduler, self.connections, self._on_replicas, on_slo, self._standing
         )

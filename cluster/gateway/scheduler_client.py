@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway.generator import AnswerGateway, ConnectionState
-from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
+from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
 from kv_transfer.connections.connection import Connection
@@ -270,7 +270,7 @@ class SchedulerClient:
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
         """Ask the scheduler where to run an attempt; place it without where the scheduler is away, silent or late."""
         connection = self.connection
-        if connection is None or connection.silent_s >= SILENCE_S:
+        if connection is None or connection.silent_s >= self._worker_connections.silence_s:
             return self._place_without_scheduler(request)
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
         key = (request.request_id, request.attempt)

@@ -31,7 +31,10 @@ class WorkerConnections:
         *,
         on_message: Callable[[str, Message], None],
         on_lost: Callable[[str, bool], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
+        """`silence_s`: after which a worker, or the scheduler, is not waited for where there is another way."""
+        self.silence_s = silence_s
         self._identity = identity
         self._on_message = on_message
         self._on_lost = on_lost
@@ -46,7 +49,7 @@ class WorkerConnections:
 
     def is_silent(self, worker_id: str) -> bool:
         connection = self._connections.get(worker_id)
-        return connection is not None and connection.silent_s >= SILENCE_S
+        return connection is not None and connection.silent_s >= self.silence_s
 
     def unresponsive(self) -> set[str]:
         """Connected workers that are silent or whose step is overdue: `suspect` in `GET /cluster`."""

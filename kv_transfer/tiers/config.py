@@ -37,8 +37,10 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersConfig:
-    """One worker's tiers below the device. `host_folder` must lie in shared memory; `disk` None: no disk tier."""
+    """One worker's tiers below the device. `host_folder` must lie in shared memory; `disk` None: no disk tier. A prefix
+    that is not loaded within `load_timeout_s` is computed."""
 
     host: Budget
     host_folder: str = "/dev/shm"
     disk: DiskConfig | None = None
+    load_timeout_s: float = 2.0

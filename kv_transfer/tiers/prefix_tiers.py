@@ -17,7 +17,6 @@ from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.write_through import WriteThrough
 
-LOAD_TIMEOUT_S: Final = 2.0
 CLOSE_S: Final = 60.0  # for what the threads have in hand: a load from a disk that hangs may take for ever
 
 
@@ -40,7 +39,7 @@ class PrefixTiers:
         *,
         sources: Sequence[ColumnSource] = (),
         sink: ColumnSink | None = None,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
+        load_timeout_s: float,
         max_queued_blocks: int = 4096,
     ) -> None:
         """What does not come within `load_timeout_s` is computed instead. `max_queued_blocks`: on their way down."""

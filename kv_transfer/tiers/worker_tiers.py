@@ -29,7 +29,7 @@ from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.host.segment_files import remove_if_last, sweep
-from kv_transfer.tiers.prefix_tiers import LOAD_TIMEOUT_S, PrefixTiers
+from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSource
 from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.transports.shared_memory.segment import SegmentError
@@ -45,11 +45,8 @@ MAX_HOST_SHARE = 0.9
 class WorkerTiers:
     """What a worker's model and scheduler get of its tiers, and the one who closes them."""
 
-    def __init__(
-        self, config: TiersConfig, engine: EngineConfig, secret: bytes, *, load_timeout_s: float = LOAD_TIMEOUT_S
-    ) -> None:
+    def __init__(self, config: TiersConfig, engine: EngineConfig, secret: bytes) -> None:
         self._config = config
-        self._load_timeout_s = load_timeout_s
         self._engine = engine
         # Applications do not share KV: whoever does not know the secret cannot name another one's files.
         self._scope = hashlib.blake2b(secret, digest_size=16, person=b"legato-scope").hexdigest()
@@ -97,7 +94,8 @@ class WorkerTiers:
             sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
         host = TierMemory(model.host_cache, model.host_pool)
-        self._prefix = PrefixTiers(device, host, sources=sources, sink=self._disk, load_timeout_s=self._load_timeout_s)
+        timeout_s = self._config.load_timeout_s
+        self._prefix = PrefixTiers(device, host, sources=sources, sink=self._disk, load_timeout_s=timeout_s)
         return self._prefix
 
     async def close(self) -> None:

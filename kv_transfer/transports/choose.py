@@ -65,7 +65,8 @@ SILENCE_S: Final = 2.0
 class TransferConfig:
     """How a worker's KV links are set up, and which digest its slabs have. A replica opens its transports from it.
 
-    `slab_bytes` and `num_slabs` are per link; `num_connections` of a TCP link, for large slabs.
+    `slab_bytes` and `num_slabs` are per link; `num_connections` of a TCP link, for large slabs. A link whose peer is
+    silent for `silence_s` is given up.
     """
 
     transport: TransportKind = "auto"
@@ -73,6 +74,7 @@ class TransferConfig:
     num_slabs: int = 8
     num_connections: int = 2
     digest: Literal["auto", "xxh3_64", "row_sum_64"] = "auto"
+    silence_s: float = SILENCE_S
 
     def digest_kind(self, device: torch.device) -> DigestKind:
         """What a worker whose KV is on `device` would have for itself."""
@@ -84,7 +86,7 @@ class TransferConfig:
         """A transport that listens on `host` when asked to, for KV on `device`."""
         config = LinkConfig(
             slabs=SlabConfig(slab_bytes=self.slab_bytes, num_slabs=self.num_slabs, pin=pinning_for(device)),
-            connection=ConnectionConfig(idle_timeout_s=SILENCE_S),
+            connection=ConnectionConfig(idle_timeout_s=self.silence_s),
         )
         return open_transport(
             self.transport, identity, host=host, device=device, config=config, num_stripes=self.num_connections

@@ -13,7 +13,6 @@ import pytest
 
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import LOOK_S, Orchestrator, OrchestratorConfig
-from cluster.gateway.worker_connections import SILENCE_S
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.handoff.actions import ReceiverState
 from kv_transfer.messages import Message
@@ -22,7 +21,7 @@ from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import PROMPT, prefills_braked, tokens_of
+from tests.support.mini_requests import PROMPT, is_long, prefills_braked, tokens_of
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
 from tests.support.worker_processes import goes_on, hang_beyond, hangs, tell_to_go_on, worker_processes
@@ -52,9 +51,8 @@ async def test_whoever_has_nowhere_else_to_go_waits_for_a_late_step(llama: Small
     async with cluster_of(llama, overdue_s=0.3) as cluster:
         decode = cluster.decodes[0]
         decode.steps.costs.seed(KNOWN)  # and not prefill's, who could be left for decode
-        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(90)))
-        await eventually(lambda: decode.gateway_of and decode.scheduler.num_running)
-        with brake(decode.model.runner) as held:
+        with brake(decode.model.runner, is_long(len(PROMPT) + 3)) as held:
+            request = asyncio.create_task(cluster.generate("r", PROMPT, greedy(90)))
             await held.reached()
             connections = cluster.orchestrator.connections
             await eventually(lambda: decode.info.worker_id in connections.unresponsive())
@@ -157,14 +155,14 @@ async def test_a_silent_scheduler_is_not_asked(llama: SmallModel, monkeypatch: p
         async def locate() -> Endpoint:
             return endpoint
 
-        gateway = Orchestrator(cluster.identity("cut off"), OrchestratorConfig(), locate)
+        gateway = Orchestrator(cluster.identity("cut off"), OrchestratorConfig(silence_s=1.0), locate)
         gateway.start()
         try:
             await eventually(lambda: (limits := gateway.limits()) is not None and limits.ready)
             cable.cut()
             connection = gateway.scheduler.connection
             assert connection is not None
-            await eventually(lambda: connection.silent_s >= SILENCE_S)
+            await eventually(lambda: connection.silent_s >= 1.0)
             assert gateway.scheduler.connection is connection
             monkeypatch.setattr(connection, "post_large", never)
             request = RequestSpec(request_id="r", attempt=0, prompt_token_ids=PROMPT, params=greedy())

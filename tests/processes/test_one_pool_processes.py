@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from subprocess import Popen
 
-import pytest
-
-from cluster.gateway import worker_connections
+from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.request_state import RequestState
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
@@ -78,14 +76,13 @@ async def nothing_held(cluster: MiniCluster, num_workers: int) -> None:
     await eventually(lambda: not (len(scheduler.ledger) or cluster.scheduler.num_asked), NOT_BY_SILENCE_S, "booked")
 
 
-async def test_streams_go_on_when_workers_of_one_pool_are_killed(
-    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_go_on_when_workers_of_one_pool_are_killed(llama: SmallModel) -> None:
     """First the one that computes the prompts, of which a part has gone out; then one that decodes what was computed
     by another."""
-    monkeypatch.setattr(worker_connections, "SILENCE_S", HANGS_S)
     policy = SchedulerPolicy(stale_after_s=HANGS_S, decision=DecisionPolicy(one_pool=True))
-    async with worker_processes(llama, "decode", "decode", "decode", policy=policy) as (cluster, workers):
+    patient = OrchestratorConfig(silence_s=HANGS_S)
+    pool = worker_processes(llama, "decode", "decode", "decode", policy=policy, orchestrator=patient)
+    async with pool as (cluster, workers):
         first, second, third = workers
 
         prompts = random_prompts((110, 130, 115, 125), seed=1)

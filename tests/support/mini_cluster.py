@@ -39,7 +39,6 @@ from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnSink, ColumnSource
 from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.worker_tiers import WorkerTiers
-from kv_transfer.transports import choose
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
@@ -48,6 +47,11 @@ from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.http_server import MODEL
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S, eventually
+
+# After which what is still held is a leak. Whoever dies, or is called in vain, has been given up long before.
+# Reservations that nobody keeps alive lapse later (`DecodeWorkerConfig.lease_ttl_s`), as do prompts that wait for one
+# (`sender_state.KEPT_S`): neither hides a leak.
+IDLE_S = 0.75 * HANGS_S
 
 # What a worker may believe that computing costs: more than loading a prefix from anywhere, or less.
 COMPUTING_IS_SLOW = StepCost(base_s=1.0, prefill_token_s=1.0, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
@@ -91,6 +95,8 @@ class MiniCluster:
             config,
             prefill=replace(config.prefill, overdue_s=config.overdue_s),
             decode=replace(config.decode, overdue_s=config.overdue_s),
+            transfer=replace(config.transfer, silence_s=config.kv_silence_s),
+            tiers=None if config.tiers is None else replace(config.tiers, load_timeout_s=config.load_timeout_s),
         )
         self.secret = secrets.token_bytes(32)
         self.prefills: list[PrefillWorker] = []
@@ -115,8 +121,7 @@ class MiniCluster:
         for module, name, seconds in (
             (scheduler_client, "PLACE_TIMEOUT_S", HANGS_S),
             (scheduler_client, "SETTLE_S", HANGS_S),
-            (sender, "CONNECT_TIMEOUT_S", HANGS_S / 6),  # sooner than `idle` gives up: who is called may be dead
-            (choose, "SILENCE_S", self.config.kv_silence_s),
+            (sender, "CONNECT_TIMEOUT_S", HANGS_S / 6),  # several times sooner than `IDLE_S`: who is called may be dead
         ):
             self._patience.enter_context(mock.patch.object(module, name, seconds))
         await self.start_scheduler()
@@ -212,20 +217,27 @@ class MiniCluster:
             async for event in tokens:
                 yield event
 
-    async def idle(self, timeout_s: float = 20.0) -> None:
-        """Until no live worker holds anything for anyone; AssertionError with what is left if that takes longer.
-
-        Long before a reservation would lapse by itself.
-        """
-        await eventually(lambda: not self.num_held, timeout_s, "blocks are still held")
+    async def idle(self) -> None:
+        """Until no live worker holds anything for anyone, or lists it; AssertionError with what is left after
+        `IDLE_S`."""
+        with contextlib.suppress(AssertionError):
+            await eventually(lambda: not (self.num_held or self._left()), IDLE_S)
+        assert not self.num_held, "blocks are still held"
+        assert not self._left(), f"still listed, running or waiting: {self._left()}"
         for model in self.models:
             model.block_pool.check_idle()
             if model.host_pool is not None:
                 model.host_pool.check_idle()
+
+    def _left(self) -> dict[str, object]:
+        """By worker, whom it lists and how many of them run or wait, if it does."""
+        left: dict[str, object] = {}
         for worker in self.workers:
-            assert not worker.gateway_of, f"{worker.info.worker_id} still lists {list(worker.gateway_of)}"
-            assert worker.scheduler.num_running == worker.scheduler.num_waiting == 0
-        assert not any(decode.reservations.num_waiting for decode in self.decodes)
+            num_waiting = worker.reservations.num_waiting if isinstance(worker, DecodeWorker) else 0
+            counts = (worker.scheduler.num_running, worker.scheduler.num_waiting, num_waiting)
+            if worker.gateway_of or any(counts):
+                left[worker.info.worker_id] = (list(worker.gateway_of), *counts)
+        return left
 
     async def flush_disks(self) -> None:
         """Until all that was given to the workers' disk tiers lies in files, and nothing is held any more."""
@@ -278,9 +290,7 @@ class MiniCluster:
             identity = self._worker_identity(model, role)
             lower = self._private_tiers(model) if role == "prefill" else None
         else:
-            worker_tiers = WorkerTiers(
-                self.config.tiers, engine, self.secret, load_timeout_s=self.config.load_timeout_s
-            )
+            worker_tiers = WorkerTiers(self.config.tiers, engine, self.secret)
             self._close_tiers.append(worker_tiers.close)
             model = worker_tiers.load()
             identity = self._worker_identity(model, role)

@@ -32,7 +32,9 @@ class ReplicaCluster(MiniCluster):
 
     def __init__(self, config: MiniClusterConfig, folder: str) -> None:
         super().__init__(config)
-        self._tiers_config = TiersConfig(host=Budget(num_bytes=2**23), host_folder=folder)
+        self._tiers_config = TiersConfig(
+            host=Budget(num_bytes=2**23), host_folder=folder, load_timeout_s=config.load_timeout_s
+        )
         self.roles: dict[Role, WorkerRole] = {
             "prefill": partial(PrefillWorker, config=self.config.prefill),
             "decode": partial(DecodeWorker, config=self.config.decode),

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import uvloop
@@ -26,7 +25,6 @@ from engine.steps.loading import EngineConfig, load_model
 from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.base import WorkerParts
 from kv_transfer.worker.port import worker_identity
@@ -44,8 +42,7 @@ async def work(role: Role, folder: str, secret: bytes) -> None:
     async def locate() -> Endpoint:
         return scheduler
 
-    with mock.patch.object(choose, "SILENCE_S", HANGS_S):
-        transport = TransferConfig().open(identity, "127.0.0.1")
+    transport = TransferConfig(silence_s=HANGS_S).open(identity, "127.0.0.1")
     parts = WorkerParts(model=model, identity=identity, transport=transport, locate_scheduler=locate)
     if role == "prefill":
         await PrefillWorker(parts, PrefillWorkerConfig(overdue_s=HANGS_S)).start()

@@ -410,18 +410,25 @@ def test_constants_are_as_the_refusal_says() -> None:
     engine = engine_config("decode", load_config({}))
     assert (engine.ring_groups, engine.layers_per_group, engine.activation_bits) == (2, None, 8)
     assert (engine.share_weights, engine.decode_graphs) == ("auto", True)
-    assert scheduler_policy(load_config({})).stale_after_s == 3 and OrchestratorConfig().max_attempts == 4
+    assert scheduler_policy(load_config({})).stale_after_s == 3
+    assert (OrchestratorConfig().max_attempts, OrchestratorConfig().silence_s) == (4, 1.5)
     cpu, gpu = transfer_config(load_config({})), transfer_config(load_config({"prefill": {"num_gpus": 1}}))
     assert (cpu.slab_bytes, cpu.num_slabs, cpu.num_connections, cpu.digest) == (8 * 2**20, 8, 2, "auto")
+    assert (cpu.silence_s, tiers_config("prefill", load_config({})).load_timeout_s) == (2, 2)
     assert (gpu.slab_bytes, gpu.num_slabs, gpu.num_connections) == (32 * 2**20, 16, 4)
 
 
 def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
-    tuning = {"DecodeWorkerConfig": {"reserve_wait_s": 240.0}, "TiersConfig": {"host_folder": "/mnt"}}
+    tuning = {
+        "DecodeWorkerConfig": {"reserve_wait_s": 240.0},
+        "TiersConfig": {"host_folder": "/mnt", "load_timeout_s": 60.0},
+        "TransferConfig": {"silence_s": 60.0},
+    }
     config = load_config({"tuning": tuning})
     assert pickle.loads(pickle.dumps(config)) == config
     assert decode_worker(config).reserve_wait_s == 240 and decode_worker(config).lease_ttl_s == 10
-    assert tiers_config("prefill", config).host_folder == "/mnt"
+    tiers = tiers_config("prefill", config)
+    assert (tiers.host_folder, tiers.load_timeout_s) == ("/mnt", 60) and transfer_config(config).silence_s == 60
     with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
         decode_worker(load_config({"tuning": {"DecodeWorkerConfig": {"reserve": 1}}}))
 

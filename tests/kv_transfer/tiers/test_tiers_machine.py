@@ -35,7 +35,6 @@ from tests.kv_transfer.tiers.tier_world import (
 from tests.support.thoroughness import examples
 from tests.support.waiting import HANGS_S, eventually
 
-STARVES_S = 20.0
 CONVERSATIONS = [[random.Random(number).randrange(2, 20) for _ in range(MAX_MODEL_LEN)] for number in range(3)]
 some = st.integers(0, 2**16)
 prompts = st.tuples(
@@ -215,7 +214,7 @@ class TiersMachine(RuleBasedStateMachine):
             self._gets_on(worker)
         for _ in range(60 * len(worker.stories) + 20):
             # At times its threads hold what it waits for.
-            await eventually(lambda: not worker.stories or self._gets_on(worker), STARVES_S, "someone starves")
+            await eventually(lambda: not worker.stories or self._gets_on(worker), what="someone starves")
         assert not worker.stories, f"{sorted(worker.stories)} starve"
         await eventually(lambda: worker.is_quiet, what="something is held for nobody")
         worker.device.pool.check_idle()

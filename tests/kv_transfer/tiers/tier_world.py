@@ -35,6 +35,7 @@ from kv_transfer.worker.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 from tests.support.ghost_runner import GhostRunner, kv_of, next_token
 from tests.support.host_records import published_digests
+from tests.support.waiting import HANGS_S
 
 GROUPS = 2
 BLOCK_SIZE = 4
@@ -141,7 +142,7 @@ class Worker:
         )
         self.disk = DiskTier(sizes.disk_folder, FORM, budget_bytes=sizes.disk_columns * FORM.file_bytes)
         sources: list[ColumnSource] = [self.neighbours, self.disk]
-        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=self.disk)
+        self.tiers = PrefixTiers(self.device, self.host, sources=sources, sink=self.disk, load_timeout_s=HANGS_S)
         self.allocator = BlockAllocator(
             self.device.pool, layer_groups=GROUPS, block_size=BLOCK_SIZE, host_pool=self.host.pool
         )
