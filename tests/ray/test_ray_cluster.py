@@ -63,9 +63,8 @@ CONFIG: dict[str, Any] = {
     "slo": {"default": "plain", "classes": {"plain": {}, "batch": {"service_tiers": ["flex"]}}},
     "transfer": {"transport": "shm"},
     "tuning": {
-        # Nobody's requests go elsewhere because this machine is busy.
-        "PrefillWorkerConfig": {"calibration_s": 0.0, "overdue_s": 600.0},
-        "DecodeWorkerConfig": {"calibration_s": 0.0, "overdue_s": 600.0, "reserve_wait_s": 240.0, "lease_ttl_s": 5.0},
+        "PrefillWorkerConfig": {"calibration_s": 0.0},
+        "DecodeWorkerConfig": {"calibration_s": 0.0, "reserve_wait_s": 240.0, "lease_ttl_s": 30.0},
     },
 }
 SECRET = "the secret of these processes only"
@@ -133,7 +132,7 @@ def test_the_gateway_accepts_many_connections_in_a_turn(cluster: ServedCluster) 
     """Of the one HTTP socket that Serve made, its server has as many handles."""
     handles: Counter[str] = Counter()
     for process in psutil.Process(cluster.process.pid).children(recursive=True):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended
             for file in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):  # it is closed by now
                     handles[f"{process.pid} {file.readlink()}"] += 1

@@ -42,9 +42,6 @@ CONFIG: dict[str, Any] = {
     "tuning": {
         "EngineConfig": {"layers_per_group": 10},
         "TransferConfig": {"slab_bytes": 2**16, "num_connections": 3},
-        # Each prompt is computed once, and where it was placed first, however busy this machine is.
-        "PrefillWorkerConfig": {"overdue_s": 600.0},
-        "DecodeWorkerConfig": {"overdue_s": 600.0, "lease_ttl_s": 60.0},
     },
 }
 

@@ -37,8 +37,12 @@ HANGS_S = 300.0  # it takes 15 to 25 s on two cores
 FILES = ROOT / "ray_configs"
 URL = "http://127.0.0.1:8000"
 SAYS_WHERE = r"Legato: serves .+ on (\S+)"
-# What Serve says of processes that were kept from running for 10 s.
-ABOUT_THE_MACHINE = "control loop was slow|Didn't receive|check for proxy .* didn't complete|timed out after"
+# What Serve says of processes that were kept from running for 10 s, and Legato of some that were for a second.
+ABOUT_THE_MACHINE = (
+    "control loop was slow|Didn't receive|check for proxy .* didn't complete|timed out after"
+    "|Proxy .* failed the health check|Proxy actor reported not ready"
+    "|the worker is silent|the worker's step does not end|a step has taken|has been silent too long"
+)
 
 
 class ServeRun:
@@ -67,9 +71,7 @@ class ServeRun:
 
 @contextlib.contextmanager
 def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 8000))  # the files' port: if something else of this machine has it, that must end first
+    wait_until(_port_is_free, HANGS_S, "something else of this machine has the files' port")
     log = folder / "serve.log"
     environment = _environment()
     environment["RAY_SERVE_SLOW_STARTUP_WARNING_S"] = "600"  # which is about the machine, and no warning of ours
@@ -91,6 +93,14 @@ def serve_run(path: Path, folder: Path) -> Iterator[ServeRun]:
         yield running
     finally:
         end_with_its_children(process, children)
+
+
+def _port_is_free() -> bool:
+    with socket.socket() as sock, contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 8000))
+        return True
+    return False
 
 
 def _environment() -> dict[str, str]:
@@ -132,7 +142,7 @@ def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
 )
 def test_a_file_in_its_place_answers_and_says_where(quickstart: ServeRun, path: Path) -> None:
     said = quickstart.wait_for_number(SAYS_WHERE, 1)
-    _deploy(path)
+    _deploy(quickstart, path)
     quickstart.wait_for_number(SAYS_WHERE, len(said) + 1)
     _answers_where_it_says(quickstart, path)
 
@@ -143,16 +153,23 @@ def test_what_the_cluster_cannot_hold_is_said_at_once(quickstart: ServeRun, tmp_
     path = tmp_path / "large.yaml"
     path.write_text(yaml.safe_dump(document))
     quickstart.wait_for_number(SAYS_WHERE, 1)
-    _deploy(path)
+    _deploy(quickstart, path)
     (said,) = quickstart.wait_for_number(r"Legato: the application cannot start: (.*)", 1)
     assert "1 decode worker x 4096" in said
     assert "Lower prefill.num_cpus or decode.num_cpus" in said
 
 
-def _deploy(path: Path) -> None:
-    """In the place of what is served."""
+def _deploy(running: ServeRun, path: Path) -> None:
+    """In the place of what is served. By this Ray's dashboard, whichever port that has got."""
+    address = running.wait_for_number(r"dashboard at \S*?((?:http://)?[\d.]+:\d+)", 1)[0]
     deployed = subprocess.run(
-        [Path(sys.executable).with_name("serve"), "deploy", path],
+        [
+            Path(sys.executable).with_name("serve"),
+            "deploy",
+            "--address",
+            f"http://{address.removeprefix('http://')}",
+            path,
+        ],
         env=_environment() | {"RAY_AUTH_MODE": "token"},
         cwd=ROOT,
         capture_output=True,
