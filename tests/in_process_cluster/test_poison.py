@@ -119,6 +119,7 @@ class Trap:
     async def _supervise(self) -> None:
         """Whoever dies is dead at once, however long it takes to put others in the place of those who died before."""
         while True:
+            self._settle_late()
             for worker in self._cluster.workers:
                 worker_id = worker.info.worker_id
                 if (worker_id in self._is_dying or not worker.is_healthy) and worker_id not in self._replacing:
@@ -128,6 +129,16 @@ class Trap:
                     self._holds[worker_id].set()
                     self._replacing[worker_id] = asyncio.create_task(self._replace(worker))
             await asyncio.sleep(0.005)
+
+    def _settle_late(self) -> None:
+        """Whoever has computed the poison is known as lost before a copy is tried, as its gateway expects after a time:
+        on a busy machine, steps that fail and a device that is tried out may take longer."""
+        quarantine = self._cluster.orchestrator._quarantine
+        if all(map(quarantine.is_lost, self.lost)):
+            return
+        for record in quarantine._records.values():
+            if record.not_before:
+                record.not_before = max(record.not_before, time.monotonic() + 1.0)
 
     async def _replace(self, worker: PrefillWorker | DecodeWorker) -> None:
         await self._cluster.remove(worker)
