@@ -120,7 +120,8 @@ async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallM
 async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its event loop answers, its device does not."""
     next_attempt = RequestRun.next_attempt
-    async with cluster_of(llama, num_decode=2) as cluster, AsyncExitStack() as stack:
+    a_token_each = DecodeWorkerConfig(speculation=None)  # else the ballast may be over before the request is placed
+    async with cluster_of(llama, num_decode=2, decode=a_token_each) as cluster, AsyncExitStack() as stack:
         gateway = cluster.orchestrator
         patient = gateway._config
         ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.waiting import HANGS_S, eventually
 NUM_CHANGES, NUM_REPLACED = 50, 20
 MARK_TOKENS = 28
 SHORT = random_prompts([40], seed=3)[0]
+A_TOKEN_EACH = DecodeWorkerConfig(speculation=None)  # else the last ones may come before their worker has died or left
 
 
 class Marks:
@@ -118,8 +120,7 @@ async def test_a_stream_survives_any_number_of_moves_with_default_settings(tmp_p
 
 
 async def test_deaths_with_progress_between_them_do_not_add_up(llama: SmallModel) -> None:
-    a_token_each = DecodeWorkerConfig(speculation=None)  # else the last ones may come before their worker has died
-    async with cluster_of(llama, num_decode=2, decode=a_token_each) as cluster:
+    async with cluster_of(llama, num_decode=2, decode=A_TOKEN_EACH) as cluster:
         found = []
         async with aclosing(cluster.stream("r", PROMPT, greedy(80))) as events:
             async for event in events:
@@ -132,7 +133,7 @@ async def test_deaths_with_progress_between_them_do_not_add_up(llama: SmallModel
 
 
 async def test_only_a_death_counts_and_not_a_stop(llama: SmallModel) -> None:
-    async with cluster_of(llama, num_decode=3) as cluster:
+    async with cluster_of(llama, num_decode=3, decode=A_TOKEN_EACH) as cluster:
         found: list[TokenEvent] = []
         counts: list[tuple[int, int]] = []
         async with aclosing(cluster.stream("r", PROMPT, greedy(60))) as events:
@@ -166,7 +167,8 @@ async def test_a_prefill_worker_may_stop_in_the_middle_of_a_prompt(llama: SmallM
 
 async def test_who_moves_again_and_again_does_so_without_haste(llama: SmallModel) -> None:
     """The scheduler sends the request to a worker that leaves, until it hears of another one."""
-    async with cluster_of(llama, num_prefill=0, decode=DecodeWorkerConfig(heartbeat_s=HANGS_S)) as cluster:
+    silent = replace(A_TOKEN_EACH, heartbeat_s=HANGS_S)
+    async with cluster_of(llama, num_prefill=0, decode=silent) as cluster:
         worker, retry_delay_s = cluster.decodes[0], cluster.config.orchestrator.retry_delay_s
 
         async def watch(run: RequestRun) -> None:
