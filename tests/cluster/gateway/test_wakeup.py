@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.gateway.wakeup import Wakeup
+from tests.support.waiting import HANGS_S, eventually
 
 
 def test_what_rang_before_the_wait_ends_it_once() -> None:
@@ -26,10 +27,10 @@ def test_what_rang_before_the_wait_ends_it_once() -> None:
 def test_a_ring_ends_the_wait() -> None:
     async def main() -> None:
         wakeup = Wakeup()
-        waiting = asyncio.create_task(wakeup.wait(time.monotonic() + 60))
+        waiting = asyncio.create_task(wakeup.wait(time.monotonic() + HANGS_S))
         await asyncio.sleep(0)  # it begins to wait
         wakeup.set()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, HANGS_S / 2)
         wakeup.close()
 
     asyncio.run(main())
@@ -57,8 +58,10 @@ def test_an_earlier_deadline_replaces_a_later_one() -> None:
         await asyncio.sleep(0)  # it begins to wait
         wakeup.set()
         await waiting
+        early = asyncio.create_task(wakeup.wait(time.monotonic() + 0.01))
+        await eventually(early.done)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(wakeup.wait(time.monotonic() + 0.01), 30)
+            early.result()
 
     asyncio.run(main())
 
@@ -71,7 +74,7 @@ def test_a_wait_that_is_cancelled_loses_nothing() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         wakeup.set()
-        await asyncio.wait_for(wakeup.wait(), 10)
+        await asyncio.wait_for(wakeup.wait(), HANGS_S)
         wakeup.close()
 
     asyncio.run(main())
