@@ -414,8 +414,8 @@ def test_no_more_at_once_than_a_gateway_may(tokenizer: Tokenizer) -> None:
         answer = asyncio.run(come_second())
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         generator.script = Script()
-        wait_until(lambda: generator.num_open == 0)
-        assert target.http.post("/v1/completions", json={**SHORT, "n": 4}).status_code == 200
+        # Their places are given back a little after their sequences have ended.
+        wait_until(lambda: target.http.post("/v1/completions", json={**SHORT, "n": 4}).status_code == 200)
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:
@@ -481,9 +481,8 @@ def test_slow_uploads_together_hold_little_and_keep_nobody_out(tokenizer: Tokeni
         for sock in socks[16:]:
             sock.sendall(body[-1:])
             assert sock.recv(100).startswith(b"HTTP/1.1 200")
-        assert (
-            'legato_requests_total{endpoint="other",outcome="body_gave_way"} 16.0' in target.http.get("/metrics").text
-        )
+        gave_way = 'legato_requests_total{endpoint="other",outcome="body_gave_way"} 16.0'
+        wait_until(lambda: gave_way in target.http.get("/metrics").text, what="it is not counted")
 
 
 def test_silent_connections_keep_nobody_out(target: Target, generator: ScriptedGenerator) -> None:

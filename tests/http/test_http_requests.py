@@ -80,7 +80,7 @@ def test_a_request_that_runs(target: Target, generator: ScriptedGenerator) -> No
         assert (running["outcome"], running["kept_promise"], running["ttft_s"] is None) == ("running", None, False)
         assert running["parts"][-1]["name"] == "decode"
     assert ended(target, request_id)["outcome"] == "cancelled"
-    assert target.http.get("/load").json() == {"server_load": 0}
+    wait_until(lambda: target.http.get("/load").json() == {"server_load": 0})
 
 
 def test_a_request_is_found_by_its_clients_name(target: Target) -> None:
@@ -148,7 +148,7 @@ def test_another_choice(target: Target) -> None:
 
 
 def test_one_that_is_not_kept(target: Target) -> None:
-    target.complete(max_tokens=1)
+    ended(target, target.complete(max_tokens=1).id)
     answer = target.http.get("/cluster/requests/cmpl-unknown")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (404, "request_not_found", "request_id")

@@ -351,6 +351,11 @@ async def test_a_thousand_cost_nothing_until_they_are_named(model: SmallModel, t
     assert renewed is not None and renewed not in found
 
 
+def num_in_memory() -> int:
+    gc.collect()
+    return sum(type(thing) is Adapter for thing in gc.get_objects())
+
+
 def open_below(folder: Path) -> list[str]:
     """Files below it that this process holds open or has mapped."""
     found = Path("/proc/self/maps").read_text().splitlines()
@@ -394,9 +399,9 @@ async def test_of_a_thousand_each_answers_as_itself_and_nothing_is_left(model: S
             loaded.adapters.check()
             assert loaded.adapters.num_waiting == 0
         assert sum(len(loaded.adapters.loaded) for loaded in cluster.models if loaded.adapters) > 16
-        gc.collect()
-        in_memory = [thing for thing in gc.get_objects() if type(thing) is Adapter]
-        assert len(in_memory) == sum(len(loaded.adapters.loaded) for loaded in cluster.models if loaded.adapters)
+        num_loaded = sum(len(loaded.adapters.loaded) for loaded in cluster.models if loaded.adapters)
+        # A thread that has loaded one may have to let go yet.
+        await eventually(lambda: num_in_memory() == num_loaded, what="adapters are kept that no worker has")
         assert open_below(served_folder) == []
         ledger = cluster.scheduler.scheduler.ledger
         await eventually(lambda: not len(ledger), what="the scheduler still counts requests")

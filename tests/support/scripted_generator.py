@@ -177,9 +177,9 @@ class ScriptedGenerator:
             raise
         finally:
             timeline.ended("finished" if finished else "cancelled")
-            self.num_open -= 1
             self.num_finished += finished
             self.num_cancelled += not finished
+            self.num_open -= 1  # the last of all: whoever waits for it, in another thread, looks at the others then
 
     def _placement(self, request: RequestSpec) -> Placement:
         return Placement(

@@ -15,6 +15,7 @@ from cluster.load.client import CHAT, AnswerError, ServerAddress, StreamedAnswer
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import WORDS, prompt_of, text_of
 from cluster.simulation.workload.traces import TraceRequest
+from tests.support.waiting import HANGS_S
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 CLOSED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -49,7 +50,7 @@ async def answering(pieces: Sequence[bytes]) -> AsyncIterator[tuple[ServerAddres
 
 async def asked(pieces: Sequence[bytes], path: str = CHAT) -> StreamedAnswer:
     """What is understood of an answer of these bytes."""
-    async with asyncio.timeout(30), answering(pieces) as (server, _):
+    async with asyncio.timeout(HANGS_S), answering(pieces) as (server, _):
         return read_stream([(time.perf_counter(), chunk) async for chunk in stream_chunks(server, b"{}", path=path)])
 
 
@@ -197,5 +198,5 @@ async def test_nobody_waits_for_an_answer_to_send_the_next() -> None:
         await all_sent.wait()
         return request.request_id
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         assert await send_at_their_times(requests, send) == ["0", "1", "2", "3", "4"]

@@ -93,8 +93,10 @@ async def only_on_disk(
         worker = cluster.decodes[0]
         cluster.believe(COMPUTING_IS_SLOW)
         assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
-        await eventually(lambda: len(list(folder.rglob("*.kv"))) == 9, what="the prompt is not on disk")
         await copied_down(cluster)
+        await cluster.flush_disks()
+        disk = cluster.tiers[0].disk
+        assert disk is not None and all(map(disk.holds, block_hashes(PROMPT, 16))), "the prompt is not on disk"
         cluster.models[0].block_pool.drop_cached()
         host_pool(cluster).drop_cached()
         cluster.believe(COMPUTING_IS_SLOW)
