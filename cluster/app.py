@@ -225,6 +225,7 @@ class Gateway:
                     secret=self._identity.secret,
                     one_pool=served.workers is not None,
                     model_flips=config.scheduler.model_flips,
+                    loading=lambda: self._orchestrator.scheduler.loading,
                     max_bytes=config.max_log_bytes,
                 )
                 told.append(recorder.ended)

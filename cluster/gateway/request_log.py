@@ -31,7 +31,7 @@ from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.workers import KnownWorker
+from kv_transfer.messages.workers import KnownWorker, LoadingReport
 from kv_transfer.worker.cost_report import observed_steps
 
 T = TypeVar("T")
@@ -126,11 +126,12 @@ def log_of_model(log: str, model: str) -> Path:
 
 
 def logs_of(log: Path) -> list[Path]:
-    """The log of that name or, where there is none, those of several models beside it, by name: see `log_of_model`.
-    Full ones, NAME.1, are left out. Raises FileNotFoundError where there is neither."""
-    if log.exists():
-        return [log]
+    """The log of that name, or those of several models beside it, by name: see `log_of_model`. Where there are both, as
+    the application had one model before or after: those that were written last. Full ones, NAME.1, are left out. Raises
+    FileNotFoundError where there is neither."""
     beside = [path for path in log.parent.glob(f"{glob.escape(log.name)}.*") if path.suffix != ".1"]
+    if log.exists() and all(path.stat().st_mtime_ns <= log.stat().st_mtime_ns for path in beside):
+        return [log]
     if not beside:
         raise FileNotFoundError(errno.ENOENT, "No such file, and none for each of several models beside it", str(log))
     return sorted(beside)
@@ -188,8 +189,9 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models.
-    `model_flips`: these change their model. Gateways of one machine and one `secret` may share a file."""
+    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models, and
+    `loading()` those that have yet to load theirs. `model_flips`: workers change their model. Gateways of one machine
+    and one `secret` may share a file."""
 
     def __init__(
         self,
@@ -201,6 +203,7 @@ class RequestRecorder:
         secret: bytes,
         one_pool: bool = False,
         model_flips: bool = False,
+        loading: Callable[[], Iterable[LoadingReport]] = tuple,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._file = LineLog(path, max_bytes, self._head)
@@ -209,6 +212,7 @@ class RequestRecorder:
         self._model = model
         self._one_pool = one_pool
         self._model_flips = model_flips
+        self._loading = loading
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
 
     def ended(self, timeline: RequestTimeline) -> None:
@@ -221,7 +225,12 @@ class RequestRecorder:
 
     def _head(self) -> str | None:
         cluster = logged_cluster(
-            self._workers(), self._slo, one_pool=self._one_pool, model=self._model, model_flips=self._model_flips
+            self._workers(),
+            self._slo,
+            one_pool=self._one_pool,
+            model=self._model,
+            model_flips=self._model_flips,
+            loading=self._loading(),
         )
         return None if cluster is None else cluster_line(cluster)
 
@@ -258,11 +267,12 @@ def logged_cluster(
     one_pool: bool = False,
     model: str = "",
     model_flips: bool = False,
+    loading: Iterable[LoadingReport] = (),
 ) -> LoggedCluster | None:
     """The cluster of those of the workers that have this model ("": of all), as the log's first line tells it. None: in
     some pool no worker has reported yet what its steps cost. `model_flips`: workers change their model. Then those are
-    counted that were started for this one, as the logs of all models must tell of each worker once, whenever they were
-    begun."""
+    counted that were started for this one, those that are `loading` among them, as the logs of all models must tell of
+    each worker once, whenever they were begun."""
     workers = list(workers)
     serving = [worker for worker in workers if worker[0].serves(model)]
     pools: dict[Role, list[KnownWorker]] = {
@@ -273,6 +283,7 @@ def logged_cluster(
     sizes = Counter(info.role for info, _ in serving)
     if model_flips:
         sizes = Counter(info.home or info.role for info, _ in workers if (info.home_model or info.model) == model)
+        sizes.update(report.home for report in loading if report.home_model == model)
     if decode is None or block_size is None or (prefill is None and sizes["prefill"]) or not sizes["decode"]:
         return None
     return LoggedCluster(

@@ -427,7 +427,8 @@ def _traces(logs: Mapping[str, Log]) -> dict[str, list[TraceRequest]]:
     for name, (_, requests) in logs.items():
         if not requests:
             raise ValueError(
-                f"the log of {name} holds no requests, or none that are new enough: there is nothing to replay"
+                f"the log of {name} holds no requests, or none that are new enough: there is nothing to replay; give"
+                " a larger --newest, or name the logs of the other models, each with --log"
             )
     began = min(request.arrival_s for _, requests in logs.values() for request in requests)
     return {name: _trace(cluster, requests, began) for name, (cluster, requests) in logs.items()}

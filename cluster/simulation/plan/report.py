@@ -176,6 +176,11 @@ class ModelsPlan:
             lines.append(f"All models: {told}.")
         if not self.is_complete:
             lines.append("Time was over before all of that was known. Give --time-s more.")
+        elif self.change_s is not None and self.changing is None and self.next_cheaper is None:
+            lines.append(
+                "Workers that change their model were not tried: no number of fewer GPUs, or no tensor-parallel degree,"
+                " is possible for all models."
+            )
         elif self.change_s is not None and self.changing is None:
             lines.append("No fewer GPUs are enough where workers change their model.")
         return "\n".join(lines)

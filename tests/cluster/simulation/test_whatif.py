@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from cluster.simulation.workload.synthetic import CONTENT_TOKENS, LogNormal, Wor
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from cluster.slo.classes import INTERACTIVE, SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
+from kv_transfer.messages.workers import LoadingReport
 from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
@@ -385,14 +387,17 @@ def test_workers_change_between_models(
 
 
 def test_the_logs_of_all_models_are_found_by_their_common_name(tmp_path: Path) -> None:
-    """But not those that were full, and none where there is one of that very name."""
+    """But not those that were full, and none where one of that very name was written last."""
     log = tmp_path / "log"
     written_each(log, {"llama-3": few()["a"], "llama-3.1": few()["b"]})
     (tmp_path / "log.llama-3.1").write_text("full")
     (tmp_path / "log.1").write_text("full")
     assert [path.name for path in logs_of(log)] == ["log.llama-3", "log.llama-3%2E1"]
     log.write_text("alone")
+    os.utime(log, (2**33, 2**33))
     assert logs_of(log) == [log]
+    os.utime(log, (1, 1))
+    assert [path.name for path in logs_of(log)] == ["log.llama-3", "log.llama-3%2E1"]
     with pytest.raises(FileNotFoundError, match="none for each of several models beside it"):
         logs_of(tmp_path / "other")
 
@@ -413,6 +418,9 @@ def test_each_worker_that_changes_its_model_is_in_one_log() -> None:
         found = logged_cluster(workers, SloConfig(), model=model, model_flips=True)
         assert found is not None
         assert (found.model, found.num_decode, found.change_s) == (model, home, change_s)
+    loading = [LoadingReport(worker_id="d4", role="decode", home="decode", home_model="a", pid=1)]
+    more = logged_cluster(workers, SloConfig(), model="a", model_flips=True, loading=loading)
+    assert more is not None and more.num_decode == 2
     staying = logged_cluster(workers, SloConfig(), model="a")
     assert staying is not None
     assert (staying.num_decode, staying.change_s) == (2, None)
