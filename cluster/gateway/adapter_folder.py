@@ -109,6 +109,9 @@ class AdapterFolder:
         try:
             link.symlink_to(folder)  # of several gateways that are told the same name at once, one makes it
         except FileExistsError:
+            if replace and link.is_symlink():  # another gateway has made it since
+                self._exchange(link, folder)
+                return
             raise ValueError(
                 f"there is an adapter {name!r} already"
                 + (", a folder that was put there by hand; replace that by hand" if not link.is_symlink() else "")
@@ -129,7 +132,7 @@ class AdapterFolder:
         if not self.has(name):
             return False
         path = self._folder / name
-        if not path.is_symlink():
+        if not path.is_symlink() and path.exists():  # or another gateway, told the same, has just removed it
             raise ValueError(f"the adapter {name!r} is a folder that was put into {self._folder}; take it out by hand")
         path.unlink(missing_ok=True)  # another gateway may have been told the same
         return True

@@ -55,7 +55,7 @@ async def delete(
 
 
 async def _unload(name: str, model: str | None, api: Api) -> PlainTextResponse:
-    adapters = await _adapters_with(name, api) if model is None else _adapters_of(model, api)
+    adapters = _adapters_of(model, api) if model else await _adapters_with(name, api)
     try:
         was_there = adapters is not None and await asyncio.to_thread(adapters.unregister, name)
     except (ValueError, OSError) as error:
