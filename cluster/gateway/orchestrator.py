@@ -65,7 +65,8 @@ _LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter prompts, as many as a gateway 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorConfig:
     """How long to wait for workers and how often to try. A sequence that has begun to decode and gets no token for
-    `stall_s` is taken for hung; a worker that is silent for `silence_s` is left where there is another one.
+    `stall_s` is taken for hung; a worker that is silent for `silence_s` is left where there is another one, and a
+    scheduler that is is not asked.
 
     A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
     third after about `retry_delay_s`, the next ones after two, three and at most four times as long.
