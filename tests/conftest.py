@@ -91,6 +91,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        gc.collect()  # once: what is in cycles and unused would stay, too
         gc.freeze()
         gc.enable()
 

@@ -205,7 +205,10 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         before = stored(cluster, "prefill", "host")
         alone = ask(cluster, prompt, ANSWER_TOKENS)
         cluster.wait_until(
-            lambda: stored(cluster, "prefill", "host") >= before + len(prompt) // 16, "host memory has it"
+            lambda: (
+                stored(cluster, "prefill", "host") >= before + len(prompt) // 16 and has_what_it_gets(cluster, "host")
+            ),
+            "host memory has it, and nothing of earlier prompts is still on its way there",
         )
         for path in disk.rglob("*.kv"):
             path.unlink(missing_ok=True)

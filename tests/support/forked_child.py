@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,14 +59,16 @@ class ForkedRank(ForkedChild):
         assert command[2] == "engine.parallel.follower", command
         with Connection(os.dup(pass_fds[0])) as leader:
             super().__init__(_follow, leader)
+        self._polled = threading.Lock()  # who looks at a child of the fork server reads its code from a pipe, once
         self.args, self.pid, self.stdin = command, self._process.pid, self._pipe
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._polled:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
+        multiprocessing.connection.wait([self._process.sentinel], timeout)
+        code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
