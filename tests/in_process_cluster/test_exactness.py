@@ -431,7 +431,9 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
             mock.patch.object(KvSender, "keep", autospec=True, side_effect=KvSender.keep) as keep,
         ):
             found = await asyncio.gather(*(tokens(cluster, f"r{n}", p, params) for n, p in enumerate(prompts)))
-            again = await cluster.generate("again", longest, params)
+            again, num_again = await cluster.generate("again", longest, params), 1
+            if not again[0].num_cached_tokens:  # where room is scarce, others' blocks may have been computed later
+                again, num_again = await cluster.generate("once more", longest, params), 2
             masked = await asyncio.gather(
                 *(
                     tokens(cluster, f"masked{n}", longest, replace(params, grammar=g))
@@ -440,9 +442,9 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
             )
         assert again[0].num_cached_tokens
         assert bool(keep.call_count) >= case.waits, "all had room at once"
-        assert len(pairs) == (len(prompts) + 1 + len(masked) if case.one_pool else 0)
+        assert len(pairs) == (len(prompts) + num_again + len(masked) if case.one_pool else 0)
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
-        assert len(in_parts) == (sum(length > 16 for length in case.lengths) + 1 if case.parts else 0)
+        assert len(in_parts) == (sum(length > 16 for length in case.lengths) + num_again if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
         drafted = sum(counts.drafted for w in cluster.decodes for counts in w.scheduler.draft_counts.values())
         # Not beside prompts, of which a decode worker of one pool may always have some, nor ahead of another step.
