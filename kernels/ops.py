@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 
@@ -11,7 +10,7 @@ from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import SWITCH, NativeUnavailableError, native_library, processor_instructions
+from kernels.native.library import NativeUnavailableError, native_library, processor_instructions
 from kernels.native.linear import packed_bytes
 from kernels.quantised_weight import ActivationBits
 
@@ -42,8 +41,6 @@ def packed_bytes_on(device: torch.device) -> PackedBytes:
     try:
         processor_instructions()
     except NativeUnavailableError:
-        return cpu.packed_bytes
-    if os.environ.get(SWITCH) == "0":
         return cpu.packed_bytes
     return packed_bytes
 

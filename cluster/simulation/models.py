@@ -58,7 +58,8 @@ class ModelsResult:
     @property
     def in_time(self) -> float:
         """The share of all requests that were served in time."""
-        return sum(record.is_met for record in self.records) / len(self.records)
+        records = self.records
+        return sum(record.is_met for record in records) / len(records)
 
 
 def simulate_models(

@@ -82,8 +82,6 @@ def native_library() -> ctypes.CDLL | None:
 
 def _library() -> Path:
     """The compiled file. Raises NativeUnavailableError, OSError."""
-    if os.environ.get(SWITCH) == "0":
-        raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
     instructions = processor_instructions()
     compiler = find_compiler()
     target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler, instructions)}.so"
@@ -104,7 +102,10 @@ def activation_number(activation: Activation) -> int:
 
 
 def processor_instructions() -> Instructions:
-    """The best that this processor has. Raises NativeUnavailableError where it lacks what the kernels use at least."""
+    """The best that this processor has. Raises NativeUnavailableError where it lacks what the kernels use at least, or
+    the switch leaves them to torch."""
+    if os.environ.get(SWITCH) == "0":
+        raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
