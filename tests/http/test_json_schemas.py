@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
 from cluster.http.openai.structured import OutputConstraint, compiled
 from tests.support.schema_answers import drawn_answer, takes
 
@@ -178,3 +178,64 @@ def test_proofs_end() -> None:
     assert "oneOf" in enforceable({"oneOf": many})
     lists = [{"type": "object", "required": ["n"], "properties": {"n": {"$ref": f"#/$defs/{name}"}}} for name in "ab"]
     assert "oneOf" in enforceable({"$defs": dict(zip("ab", lists, strict=True)), "oneOf": lists})
+
+
+MAIL: Final = {"type": "string", "pattern": "^[a-z]+@[a-z.]+$"}
+LINKS: Final = {
+    "type": "object",
+    "properties": {"from": MAIL, "to": {"type": "array", "items": MAIL}, "own": {"$ref": "#/properties/from"}},
+    "patternProperties": {"^reply_to$": MAIL, "^(cc)$": {"type": "array", "items": {"type": "string"}}},
+    "additionalProperties": {"type": "array", "items": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("instance", "follows"),
+    [
+        ({"from": "a@b.de", "to": ["a@b.de"], "own": "c@d.de", "reply_to": "a@b.de", "cc": ["x"], "x": ["y"]}, True),
+        ({"from": "a"}, False),
+        ({"to": ["a"]}, False),
+        ({"own": "a"}, False),
+        ({"reply_to": "a"}, False),
+        ({"reply_to": ["a"]}, False),
+        ({"cc": "x"}, False),
+        ({"x": 1}, False),
+    ],
+)
+def test_what_is_said_of_several_values_is_said_once(llg: LLTokenizer, instance: object, follows: bool) -> None:
+    """And a pattern that one name alone matches is that name."""
+    grammar = _compiled(LINKS, llg)
+    assert grammar.count("@") == 1
+    assert "patternProperties" not in grammar
+    assert takes(grammar, llg, instance) == follows == jsonschema.Draft202012Validator(LINKS).is_valid(instance)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": MAIL, "b": {"oneOf": [MAIL, {"type": "string"}]}}},  # told apart where they stand
+        {"properties": {"a": MAIL, "b": {"$id": "http://x/b", "type": "array", "items": MAIL}}},  # `#` means b there
+        {"patternProperties": {"^a$": MAIL}, "properties": {"b": MAIL, "c": {"$ref": "#/patternProperties/%5Ea$"}}},
+        {"properties": {"a": {"const": 1}, "b": {"const": True}, "c": {"const": 1.0}}},  # three things
+    ],
+)
+def test_what_may_mean_something_else_elsewhere_stays_there(schema: dict[str, Any]) -> None:
+    written = json.loads(for_llguidance(enforceable(schema)))
+    assert written.pop("x-guidance") == {"whitespace_flexible": False}
+    assert written == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^a": MAIL}},
+        {"patternProperties": {"^a$|b": MAIL}},
+        {"patternProperties": {"^a.$": MAIL}},
+        {"patternProperties": {"^a$": MAIL, "^b+$": MAIL}},
+        {"patternProperties": {"^a$": MAIL, "^(a)$": {"maxLength": 9}}},
+        {"patternProperties": {"^a$": MAIL}, "properties": {"a": {"maxLength": 9}}},
+        {"patternProperties": {"^a$": MAIL}, "minProperties": 1},
+    ],
+)
+def test_other_patterns_stay(schema: dict[str, Any]) -> None:
+    assert "patternProperties" in json.loads(for_llguidance(enforceable(schema)))

@@ -1,11 +1,13 @@
 """JSON schemas: each keyword enforced or refused, never ignored; and what is made of them for llguidance.
 
-`cluster.http.openai.structured` calls `enforceable` for every schema, and `with_an_end` for the arguments of calls that
-must be made.
+`cluster.http.openai.structured` and `structural_tags` call `enforceable` for every schema, `with_an_end` for the
+arguments of calls that must be made, and last `for_llguidance`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from urllib.parse import unquote
@@ -40,6 +42,7 @@ _ANNOTATIONS: Final = frozenset(
     | {"contentEncoding", "contentMediaType", "contentSchema", "$dynamicAnchor", "$recursiveAnchor", "x-guidance"}
 )
 _WITHOUT_EFFECT: Final = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+_LOOKED_AT: Final = _ANNOTATIONS | _WITHOUT_EFFECT.keys() | {"format"}
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
@@ -63,6 +66,7 @@ _EXACT_FORMATS: Final = {
 _OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
 _OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_WITHIN: Final = _OF_ONE | _OF_SEVERAL | _OF_NAMED
 
 
 class _Schemas:
@@ -98,7 +102,10 @@ class _Schemas:
         _require_enforced(schema, place)
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
-        kept = _with_exact_format({name: value for name, value in schema.items() if not _is_annotation(name, value)})
+        kept = schema
+        if not _LOOKED_AT.isdisjoint(schema):
+            kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
+            kept = _with_exact_format(kept)
         kept = _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
         if isinstance(anchor := schema.get("$anchor"), str):
             self._places[f"#{anchor}"] = kept
@@ -157,7 +164,9 @@ def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, s
     """The schema with each schema directly within it replaced by `change(keyword, schema, place)`."""
     changed = dict(schema)
     for name, value in schema.items():
-        at = f"{place}/{_escaped(name)}"
+        if name not in _WITHIN:
+            continue
+        at = f"{place}/{name}"
         if name in _OF_NAMED and isinstance(value, dict):
             changed[name] = {key: change(name, inner, f"{at}/{_escaped(key)}") for key, inner in value.items()}
         elif name in _OF_SEVERAL and isinstance(value, list):
@@ -211,11 +220,16 @@ class _Proof:
         """Replace a schema's `oneOf` by `anyOf`, if that is proven to say the same. Otherwise it stays, and llguidance
         proves it or refuses it. Raises UnsupportedGrammarError if it allows nothing."""
         branches = schema["oneOf"]
-        around = self._parts({name: value for name, value in schema.items() if name != "oneOf"})
+        beside = {name: value for name, value in schema.items() if name != "oneOf"}
+        around = self._parts(beside) if beside else []
         own = [self._parts(branch) for branch in branches]
         kinds = [self._kinds([*parts, *around]) for parts in own]
+        seen, shared = set[str](), set[str]()
+        for possible in kinds:
+            shared |= seen & possible
+            seen |= possible
         impossible = set()
-        for kind in _KINDS:
+        for kind in sorted(shared):
             takers = [parts for parts, possible in zip(own, kinds, strict=True) if kind in possible]
             pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
             if all(self._are_disjoint_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
@@ -229,10 +243,10 @@ class _Proof:
                 raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
         else:
             types = []
+        name_of = {"oneOf": "oneOf" if "anyOf" in schema else "anyOf"}
         members = list(schema.items())
         schema.clear()
-        for name, value in members:
-            schema["anyOf" if name == "oneOf" and "anyOf" not in dict(members) else name] = value
+        schema.update((name_of.get(name, name), value) for name, value in members)
         if "oneOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
         if types:
@@ -260,7 +274,7 @@ class _Proof:
         kinds = set(_KINDS)
         for part in parts:
             if "type" in part:
-                kinds &= {_kind_of_type(name) for name in _types(part)}
+                kinds.intersection_update(map(_kind_of_type, _types(part)))
             if (values := self._values(part)) is not None:
                 kinds &= {_kind_of(value) for value in values}
         return kinds
@@ -353,6 +367,105 @@ def _comparable(value: Any) -> Any:
 def _is_below(most: object, least: object) -> bool:
     numbers = isinstance(most, int | float) and isinstance(least, int | float)
     return numbers and most < least  # type: ignore[operator]
+
+
+# --- the text for llguidance ---
+
+_PARTS: Final = "x-parts"
+_OF_VALUES: Final = frozenset({"properties", "patternProperties"})
+_NOT_PLAIN: Final = _WITHIN | {"$ref", "$anchor", "$id", "id"}
+_ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
+
+
+def for_llguidance(schema: dict[str, Any]) -> str:
+    """The text that llguidance reads, of a schema that `enforceable` gave. Takes the schema over, and changes it.
+
+    The text says the same, in a form that takes the library less time: what is said of values in several places is one
+    part that these refer to (a format's pattern takes half a millisecond in each), and a pattern that matches one name
+    alone is that name. JSON is written without white space.
+    """
+    form = _Form()
+    if form.look(schema, within=False):
+        form.change(schema)
+    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}, separators=(",", ":"))
+
+
+class _Form:
+    """Finds what one schema says several times, and says it once."""
+
+    def __init__(self) -> None:
+        # Where the schema of a value has no schema within, by what it says: objects and the key in each.
+        self._plain: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._named: list[dict[str, Any]] = []  # schemas whose patterns are names
+
+    def look(self, schema: Schema, *, within: bool = True) -> bool:
+        """Go through a schema. Returns False if all must stay as it is: llguidance looks for what tells the branches of
+        a `oneOf` apart, and not behind references; and references may lead to a pattern, or be of a part's own."""
+        if not isinstance(schema, dict):
+            return True
+        if "oneOf" in schema or (within and _has_parts_of_its_own(schema)):
+            return False
+        if "$ref" in schema and "patternProperties" in str(schema["$ref"]):
+            return False
+        if "patternProperties" in schema and _has_names_for_patterns(schema):
+            self._named.append(schema)
+        for name, value in schema.items():
+            looked = True
+            if name in _OF_NAMED and isinstance(value, dict):
+                look = self._noted if name in _OF_VALUES else self._looked
+                looked = all(look(value, key) for key in value)
+            elif name in _OF_SEVERAL and isinstance(value, list):
+                looked = all(self.look(inner) for inner in value)
+            elif name in _OF_ONE:
+                looked = self._noted(schema, name)
+            if not looked:
+                return False
+        return True
+
+    def _looked(self, holder: dict[str, Any], key: str) -> bool:
+        return self.look(holder[key])
+
+    def _noted(self, holder: dict[str, Any], key: str) -> bool:
+        schema = holder[key]
+        if not schema or not isinstance(schema, dict) or not _NOT_PLAIN.isdisjoint(schema):
+            return self.look(schema)
+        self._plain.setdefault(repr(schema), []).append((holder, key))
+        return True
+
+    def change(self, schema: dict[str, Any]) -> None:
+        """Say once what was found in the schema several times."""
+        parts: dict[str, Any] = {}
+        for holders in self._plain.values():
+            if len(holders) > 1:
+                number = str(len(parts))
+                for holder, key in holders:
+                    parts[number] = holder[key]
+                    holder[key] = {"$ref": f"#/{_PARTS}/{number}"}
+        if parts:
+            schema[_PARTS] = parts
+        for one in self._named:
+            names = {_name_of(pattern): inner for pattern, inner in one.pop("patternProperties").items()}
+            one["properties"] = {**one.get("properties", {}), **names}
+
+
+def _has_parts_of_its_own(schema: dict[str, Any]) -> bool:
+    return isinstance(schema.get("$id"), str) or isinstance(schema.get("id"), str)
+
+
+def _name_of(pattern: str) -> str | None:
+    """The only name that matches a pattern of a property; None: others may, too."""
+    found = _ONE_NAME.fullmatch(pattern)
+    return found and (found[1] or found[2])
+
+
+def _has_names_for_patterns(schema: dict[str, Any]) -> bool:
+    """Whether each pattern matches one name alone, of which nothing else is said."""
+    patterns, named = schema["patternProperties"], schema.get("properties", {})
+    if not isinstance(patterns, dict) or not isinstance(named, dict):
+        return False
+    names = {_name_of(pattern) for pattern in patterns}
+    counted = "minProperties" in schema or "maxProperties" in schema  # llguidance counts few forms of objects
+    return not counted and len(names) == len(patterns) and None not in names and names.isdisjoint(named)
 
 
 # --- schemas whose instances end ---

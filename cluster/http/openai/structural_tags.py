@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance
 
 MAX_DEPTH: Final = 12  # of formats within formats; llguidance bounds the parentheses that they become
 _MAX_CHARS: Final = 4096  # the most that `max_chars` may be: each character is a state of a pattern
@@ -132,8 +132,9 @@ class _Writer:
         schema = part.get("json_schema")
         if schema is not True and not isinstance(schema, dict):
             raise _refused("The `json_schema` must be an object, and allow something")
-        kept = json.dumps(enforceable(schema if isinstance(schema, dict) else {}), separators=(",", ":"))
-        made = LLMatcher.grammar_from_json_schema(kept, overrides={"whitespace_flexible": False})
+        made = LLMatcher.grammar_from_json_schema(
+            for_llguidance(enforceable(schema if isinstance(schema, dict) else {}))
+        )
         return _followed(self._named(json.loads(made)["grammars"][0]), ends)
 
     def _regex(self, part: Format, ends: list[Mark] | None) -> str:

@@ -34,7 +34,7 @@ from pydantic_core import PydanticCustomError
 from cluster.errors import InvalidRequestError
 from cluster.http.openai import structural_tags
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
-from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, with_an_end
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
 from engine.sampling.grammar import LIMITS
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
@@ -272,8 +272,7 @@ def _from_json(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise UnsupportedGrammarError("The schema must be an object, and allow something.")
-    kept = enforceable(schema)
-    return _compact({"grammars": [{"json_schema": {**kept, "x-guidance": {"whitespace_flexible": False}}}]})
+    return f'{{"grammars":[{{"json_schema":{for_llguidance(enforceable(schema))}}}]}}'
 
 
 def _from_regex(text: str) -> str:
@@ -302,7 +301,7 @@ def _from_calls(text: str) -> str:
         if chars is not None:
             with contextlib.suppress(TypeError, AttributeError):  # llguidance refuses values of a wrong kind
                 kept = with_an_end(kept, chars)
-        rules.append(f"json_{number}: %json {_compact({**kept, 'x-guidance': {'whitespace_flexible': False}})}")
+        rules.append(f"json_{number}: %json {for_llguidance(kept)}")
     return _from_lark("\n".join(rules))
 
 
