@@ -221,7 +221,7 @@ def _attention_projections(config: ModelConfig) -> Iterator[tuple[str, int, int,
         yield "self_attn.v_proj", kv_size, hidden, config.qkv_bias
         yield "self_attn.o_proj", hidden, q_size, config.output_bias
         return
-    q_size = config.num_heads * (latent.plain_dim + latent.rotary_dim)
+    q_size = config.num_heads * config.query_dim
     if latent.query_rank is None:
         yield "self_attn.q_proj", q_size, hidden, False
     else:
@@ -229,7 +229,7 @@ def _attention_projections(config: ModelConfig) -> Iterator[tuple[str, int, int,
         yield "self_attn.q_b_proj", q_size, latent.query_rank, False
     yield "self_attn.kv_a_proj_with_mqa", latent.rank + latent.rotary_dim, hidden, config.qkv_bias
     yield "self_attn.kv_b_proj", config.num_heads * (latent.plain_dim + latent.value_dim), latent.rank, False
-    yield "self_attn.o_proj", hidden, config.num_heads * latent.value_dim, config.output_bias
+    yield "self_attn.o_proj", hidden, config.num_heads * config.value_dim, config.output_bias
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,16 @@ class ModelConfig:
         return None if self.latent is None else self.latent.rank
 
     @property
+    def query_dim(self) -> int:
+        """The numbers of a query head as it is projected: with a latent, before it is in the latent's space."""
+        return self.head_dim if self.latent is None else self.latent.plain_dim + self.latent.rotary_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The numbers of a head of which the output projection makes the layer's."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def rotary_dim(self) -> int:
         """The number of a head's values that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim

@@ -4,7 +4,8 @@ Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the 
 width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. The head
 is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank. Where there are more ranks
 than key/value heads, ranks side by side have the same one. Heads that are normalised together are told to all ranks
-before that norm.
+before that norm. A latent is one key for all heads: every rank makes all of it, by the same product of the same
+numbers, so to the same bits, and has its query heads' part of what is projected to and from it.
 """
 
 from __future__ import annotations
@@ -75,10 +76,13 @@ class Shard:
             return (self.vocabulary(config.vocab_size),)
         module, kind = name.split(".")[-2:]
         match module:
-            case "q_proj":
-                return (_rows(self.query_heads(config), config.head_dim),)
+            case "q_proj" | "q_b_proj":
+                return (_rows(self.query_heads(config), config.query_dim),)
             case "k_proj" | "v_proj":
                 return (_rows(self.kv_heads(config.num_kv_heads), config.head_dim),)
+            case "kv_b_proj":
+                assert config.latent is not None
+                return (_rows(self.query_heads(config), config.latent.plain_dim + config.latent.value_dim),)
             case "gate_proj" | "up_proj":
                 return (self._equal(shape[0]),)
             case "self_attn" if kind == "sinks":
@@ -86,7 +90,7 @@ class Shard:
             case "o_proj" | "down_proj" if kind == "bias":
                 return () if self.rank == 0 else None  # what is summed over the ranks has it once
             case "o_proj":
-                return slice(None), _rows(self.query_heads(config), config.head_dim)
+                return slice(None), _rows(self.query_heads(config), config.value_dim)
             case "down_proj":
                 return slice(None), self._equal(shape[1])
             case _:
@@ -102,24 +106,17 @@ WHOLE = Shard(0, 1)
 
 def check_degree(config: ModelConfig, degree: int) -> None:
     """Raises ValueError if the model cannot be divided among so many ranks."""
-    if degree > 1 and config.latent is not None:
-        raise ValueError(
-            f"tensor_parallel is {degree}, but {config.architecture} caches one latent for all heads, which no rank has"
-            " a part of: cutting its query heads is not built; leave tensor_parallel out"
-        )
     if degree not in (possible := possible_degrees(config)):
         widths = " and ".join(map(str, sorted(config.mlp_widths)))
+        cached = "one latent" if config.latent is not None else f"{config.num_kv_heads} key/value heads"
         raise ValueError(
-            f"tensor_parallel is {degree}, but a model of {config.num_heads} query heads, {config.num_kv_heads}"
-            f" key/value heads and an MLP of {widths} can be divided equally only among"
-            f" {', '.join(map(str, possible))}; use one of these"
+            f"tensor_parallel is {degree}, but a model of {config.num_heads} query heads, {cached} and an MLP of"
+            f" {widths} can be divided equally only among {', '.join(map(str, possible))}; use one of these"
         )
 
 
 def possible_degrees(config: ModelConfig) -> list[int]:
     """Equal parts only: the slowest rank sets the pace."""
-    if config.latent is not None:
-        return [1]
     return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree)]
 
 

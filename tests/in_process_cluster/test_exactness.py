@@ -224,6 +224,25 @@ CASES = {
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
+    "latent, two ranks to two": Case(
+        family="deepseek-v3", prefill=ranks(2, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
+    ),
+    "latent, two ranks of one pool": Case(
+        one_pool=True, family="deepseek-v2-grouped", decode=ranks(2, block_size=5), chunk_tokens=33, **FEW
+    ),
+    "latent, one rank to two that decode on the host": Case(
+        family="deepseek-v2",
+        prefill=ranks(1, block_size=16),
+        decode=ranks(2, block_size=8, kv_blocks=120, staging_bytes=1 << 20, **ON_HOST),
+        transfer=TCP,
+        lengths=(100, 33, 140, 64, 121, 90, 150, 80),
+        num_tokens=20,
+    ),
+    "latent, two ranks that prefill on the host to one": Case(
+        family="deepseek-v3-dense",
+        prefill=ranks(2, block_size=16, kv_blocks=4 * 4, staging_bytes=4 << 20, **ON_HOST),
+        **FEW,
+    ),
     "one rank to two": Case(
         family="qwen3", prefill=ranks(1, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
     ),
@@ -333,9 +352,9 @@ def in_all_heads(config: Any) -> int:
     return int(config.num_attention_heads * (config.qk_head_dim + config.v_head_dim))
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
-async def test_of_a_latent_model_the_latent_is_handed_over(models: Models, family: str) -> None:
-    """As many bytes as its config says, and a fifth of those of all heads or less."""
+@pytest.mark.parametrize(("family", "degree"), [("deepseek-v2", 1), ("deepseek-v3", 1), ("deepseek-v3", 2)])
+async def test_of_a_latent_model_the_latent_is_handed_over(models: Models, family: str, degree: int) -> None:
+    """As many bytes as its config says, and a fifth of those of all heads or less: once, from however many ranks."""
     model, prompt = models(Case(family=family)), random_prompts([100])[0]
     config = AutoConfig.from_pretrained(model.folder)
     payloads: list[int] = []
@@ -344,7 +363,7 @@ async def test_of_a_latent_model_the_latent_is_handed_over(models: Models, famil
         payloads.append(payload.nbytes)
         return write_slab(kv, row, layer, start, count, payload, *rest, **by_name)
 
-    async with cluster_of(model) as cluster:
+    async with cluster_of(model, prefill_engine=ranks(degree), decode_engine=ranks(degree)) as cluster:
         with mock.patch.object(receiver, "write_slab", counted):
             assert await tokens(cluster, "r", prompt, greedy(10)) == model.hugging_face(prompt, 10)
         token_bytes = cluster.models[1].layout.bytes_per_token_layer

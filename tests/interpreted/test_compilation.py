@@ -22,6 +22,7 @@ from engine.checkpoint.weights import Weights, expected_shapes
 from engine.kv.cache import KVCache, KVLayout
 from engine.model.batch import Batch
 from engine.model.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from engine.model.shards import Shard, possible_degrees
 from engine.model.transformer import Model
 from kernels.interface import Segment
 from kernels.triton.attention import tiles
@@ -98,8 +99,8 @@ _ALSO_SAID: dict[str, list[dict[str, Any]]] = {
     "Gemma3ForCausalLM": [{"sliding_window_pattern": 4}],
     "Phi3ForCausalLM": [{}, {"sliding_window": 2047}],
     "DeepseekV2ForCausalLM": [
-        {"num_experts_per_tok": 6},
-        {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+        {"num_experts_per_tok": 6, "moe_intermediate_size": 1408} | groups
+        for groups in ({}, {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3})
     ],
     "DeepseekV3ForCausalLM": [
         {"n_group": num_groups, "topk_group": -(-num_groups // 2), "norm_topk_prob": normalised}
@@ -123,8 +124,8 @@ _CONTEXT = 9000  # longer than any window
 def test_what_a_model_launches_is_shipped(
     architecture: str, also: dict[str, Any], batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any family, at the size that it has: by a forward pass and a sampling of tensors without memory, in which
-    launches are noted in place of made. In bfloat16, as checkpoints are."""
+    """Of any family, at the size that it has, and of a rank's part of it: by a forward pass and a sampling of tensors
+    without memory, in which launches are noted in place of made. In bfloat16, as checkpoints are."""
     launched: set[str] = set()
     monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: launched.add(shipped.name))
     kind = getattr(transformers, architecture).config_class
@@ -132,7 +133,8 @@ def test_what_a_model_launches_is_shipped(
     config = ModelConfig.from_folder(tmp_path)
     for capability in (80, 90):  # tiles of 100 are those of 90
         monkeypatch.setattr(tiles, "architecture", lambda device, capability=capability: capability)
-        _launch_all(config, batch_invariant)
+        for degree in {1, 2, 8}.intersection(possible_degrees(config)):
+            _launch_all(Shard(0, degree).config(config), batch_invariant)
     assert any(name.startswith("prefill_attention") for name in launched)
     assert any(name.startswith("sample_logprobs") for name in launched)
     assert launched - read_record()["kernels"].keys() <= _NOT_SHIPPED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,14 +13,10 @@ from tests.support.staged_stepping import StagedStepper, rank_caches
 NUM_TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    return SmallModel("gemma3", tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("ring_groups", [1, 2])
-def test_layers_on_the_host_change_no_token(model: SmallModel, ring_groups: int) -> None:
+@pytest.mark.parametrize(("family", "ring_groups"), [("gemma3", 1), ("gemma3", 2), ("deepseek-v3", 2)])
+def test_layers_on_the_host_change_no_token(family: str, ring_groups: int, tmp_path: Path) -> None:
     """Four groups of one layer. The ring is poisoned before each step, in the memory of every rank."""
+    model = SmallModel(family, tmp_path)
     runner = runner_of(
         model.folder,
         layers_per_group=1,

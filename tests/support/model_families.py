@@ -285,7 +285,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
 }
 WITH_HEADS = tuple(family for family in FAMILIES if not family.startswith("deepseek"))
-"""Those that cache keys and values of heads. The others, with a latent, have no ranks, adapters or fused layers."""
+"""Those that cache keys and values of heads. The others, with a latent, have no adapters or fused layers."""
 WITH_FUSED_LAYERS = tuple(family for family in WITH_HEADS if family not in ("qwen2-moe", "glm-4-moe"))
 """Those without an MLP beside experts."""
 

@@ -22,15 +22,19 @@ from engine.parallel.group import RankGroup
 from kernels.interface import Segment
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
-from tests.support.model_families import VOCAB_SIZE, WITH_HEADS, build_oracle
+from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
 from tests.with_models.parallel.rank_threads import on_ranks
 
+WHOLE_ON_EACH_RANK = (
+    *("embed_tokens.weight", "norm.weight", "gate.weight", "gate.bias", "_correction_bias"),
+    *(f"{name}.{kind}" for name in ("q_a_proj", "kv_a_proj_with_mqa") for kind in ("weight", "bias")),
+)
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
 NUM_TOKENS = 30
 
 
-@pytest.fixture(scope="module", params=WITH_HEADS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, build_oracle(request.param, folder)
@@ -62,6 +66,7 @@ def poisoned_cache(config: ModelConfig, dtype: torch.dtype) -> KVCache:
         layers_per_group=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        latent_dim=config.latent_dim,
         block_size=BLOCK_SIZE,
         dtype=dtype,
     )
@@ -155,7 +160,7 @@ def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[P
     assert whole
     for name, tensor in whole.items():
         parts = [half[name] for half in halves if name in half]
-        if name.endswith(("embed_tokens.weight", "norm.weight", "gate.weight", "gate.bias", "_correction_bias")):
+        if name.endswith(WHOLE_ON_EACH_RANK):
             assert all(torch.equal(part, tensor) for part in parts)
             continue
         if name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -181,13 +186,32 @@ def test_what_cannot_be_cut_into_equal_parts_is_refused(smollm2_folder: Path) ->
     assert possible_degrees(with_even_mlp) == [1, 3, 9]
 
 
-def test_what_no_rank_has_a_part_of_is_refused(tmp_path: Path) -> None:
+def test_a_latent_model_is_cut_by_its_query_heads(tmp_path: Path) -> None:
     build_oracle("deepseek-v3", tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    assert possible_degrees(config) == [1]
-    told = r"tensor_parallel is 2, but .* one latent for all heads, .* leave tensor_parallel out"
-    with pytest.raises(ValueError, match=told):
-        check_degree(config, 2)
+    assert possible_degrees(config) == [1, 2, 4, 8]
+    with pytest.raises(ValueError, match=r"tensor_parallel is 3, .* 16 query heads, one latent and an MLP of 40 and"):
+        check_degree(config, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+def test_every_rank_has_the_same_latents(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """So those of any one are handed over, and written to all."""
+    build_oracle(family, tmp_path)
+    tokens = random_tokens()
+
+    def cached(ranks: RankGroup) -> Tensor:
+        with torch.inference_mode():
+            model = model_of(tmp_path, ranks, dtype)
+            kv_cache = poisoned_cache(model.config, dtype)
+            kv_cache.tensor.zero_()
+            model.forward(one_batch(tokens, 0, NUM_TOKENS, kv_cache), kv_cache)
+            return kv_cache.tensor
+
+    first, *others = on_ranks(4, cached)
+    assert first.count_nonzero()
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_sums_are_in_float32_and_do_not_depend_on_the_place_in_a_batch() -> None:

@@ -27,7 +27,13 @@ from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper
 from tests.with_models.parallel.rank_threads import on_ranks
-from tests.with_models.parallel.test_parallel_model import NUM_TOKENS, one_batch, poisoned_cache, random_tokens
+from tests.with_models.parallel.test_parallel_model import (
+    NUM_TOKENS,
+    WHOLE_ON_EACH_RANK,
+    one_batch,
+    poisoned_cache,
+    random_tokens,
+)
 from tests.with_models.test_gguf_weights import write_gguf
 from tests.with_models.test_weight_packing import AWQ, GPTQ, write_packed
 
@@ -42,6 +48,12 @@ def tied(folder: Path) -> Path:
 
 def untied(folder: Path) -> Path:
     build_oracle("qwen2", folder, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=False)
+    return folder
+
+
+def latent(folder: Path) -> Path:
+    """On four ranks attention's output has 96 inputs each, of groups of 32, and the experts' have 16."""
+    build_oracle("deepseek-v3", folder, q_lora_rank=32, intermediate_size=128, moe_intermediate_size=64)
     return folder
 
 
@@ -66,6 +78,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], Quantisation | None]] = {
     "int8": (tied, INT8),
     "int4": (tied, INT4),
     "int4, own output layer": (untied, INT4),
+    "int8, a latent": (latent, INT8),
     "awq": (awq, None),
     "gptq": (gptq, None),
     "gguf": (gguf, None),
@@ -102,7 +115,7 @@ def test_the_ranks_have_the_values_of_the_whole(model: tuple[Path, Quantisation 
         parts = [shard[name] for shard in shards if name in shard]
         quantised = {type(weights.get(name)) for weights in (whole, *ranks) if name in weights}
         assert len(quantised) == 1, f"{name} is as it is in one process"
-        if name.endswith(("embed_tokens.weight", "norm.weight")):
+        if name.endswith(WHOLE_ON_EACH_RANK):
             assert all(torch.equal(part, expected) for part in parts)
             continue
         if degree == 4 and name.split(".")[-2] in ("k_proj", "v_proj"):
