@@ -146,8 +146,9 @@ def find_model(ref: str) -> Path | None:
 class WorkerBytes:
     """The memory that one worker takes, on all of its devices. `token_bytes`: the weights that one token is multiplied
     by, which are fewer where it chooses among experts. `adapter_bytes`: the most that adapters may take. `step_bytes`
-    is an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_bytes` None: KV gets what the rest
-    leaves of the share of a GPU that the configuration names."""
+    is an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_copies`: how many of its processes
+    have the same KV, which `kv_tokens` and what the configuration says count once. `kv_bytes` None: KV gets what the
+    rest leaves of the share of a GPU that the configuration names."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -157,6 +158,7 @@ class WorkerBytes:
     host_bytes: int
     kv_bytes: int | None = None
     kv_tokens: int | None = None
+    kv_copies: int = 1
     host_tokens: int | None = None
     context: int | None = None
 
@@ -177,7 +179,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.kv.sizes import KVMemory, size_tiers
     from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig
-    from engine.model.shards import check_degree
+    from engine.model.shards import Shard, check_degree
     from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
     from kernels.ops import packed_bytes_on
 
@@ -196,9 +198,11 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     step = activation_bytes(
         shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
     )
+    copies = Shard(0, engine.tensor_parallel).kv_holders(model.num_kv_heads)
     kv_bytes = engine.kv_bytes
     if engine.kv_share is not None and engine.device == "cpu":
-        kv_bytes = int(engine.kv_share * memory_bytes()) - weights - step - engine.staging_bytes - adapters
+        left = int(engine.kv_share * memory_bytes()) - weights - step - adapters
+        kv_bytes = left // copies - engine.staging_bytes
         if kv_bytes <= 0:
             raise ValueError(
                 f"of {engine.kv_share:.0%} of this machine's memory nothing is left for KV beside"
@@ -217,8 +221,9 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         adapter_bytes=adapters,
         token_bytes=round(sum(size * (chosen if ".experts." in name else 1) for name, size in by_name.items())),
         step_bytes=step,
-        staging_bytes=engine.staging_bytes,
+        staging_bytes=engine.staging_bytes * copies,
         host_bytes=engine.host_bytes,
+        kv_copies=copies,
     )
     made_for = model.max_position_embeddings
     if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
@@ -230,7 +235,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     held = max(columns, reached) * layout.block_size
     return replace(
         found,
-        kv_bytes=sizes.pool_blocks * layout.block_bytes,
+        kv_bytes=sizes.pool_blocks * layout.block_bytes * copies,
         kv_tokens=columns * layout.block_size,
         host_tokens=host_columns * layout.block_size,
         context=context_length(config.model.max_model_len, made_for=made_for, held=held),
@@ -332,7 +337,9 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
             "adapters", found.adapter_bytes, f"at most: {config.adapters.max_loaded} of rank {config.adapters.max_rank}"
         )
     yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
-    yield _row("KV", found.kv_bytes, f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens")
+    holds = f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens"
+    copies = f", the same in {found.kv_copies} processes" if found.kv_copies > 1 else ""
+    yield _row("KV", found.kv_bytes, holds + copies)
     if found.staging_bytes:
         yield _row("staging", found.staging_bytes, "through which layers in host memory pass")
     if found.host_bytes:

@@ -119,6 +119,10 @@ class ModelShape:
         planes = 2 if self.latent is None else 1
         return planes * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
 
+    def kv_copies(self, num_devices: int) -> int:
+        """How many of the devices that share the model have the same KV: none has a part of a latent."""
+        return 1 if self.latent is None else num_devices
+
     @property
     def flops_per_pair(self) -> int:
         """Operations of attention for one query and one key: their product and the share of a value, in every head and
@@ -240,7 +244,7 @@ def roofline_cost(shape: ModelShape, device: Device, *, num_devices: int = 1) ->
         prefill_token_s=token_s,
         prefill_pair_s=shape.flops_per_pair / (flops * device.attention_share),
         decode_s=token_s + 2 * shape.head_weights / (flops * device.matmul_share),
-        context_token_s=shape.kv_bytes_per_token / bandwidth,
+        context_token_s=shape.kv_copies(num_devices) * shape.kv_bytes_per_token / bandwidth,
         relative_error=ROOFLINE_ERROR,
     )
 
@@ -259,15 +263,15 @@ def kv_capacity_tokens(
             f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; {num_devices} x {device.name} leave"
             f" {(room + shape.weight_bytes) / 1e9:.0f} GB for them and KV: use more devices"
         )
-    return int(room // shape.kv_bytes_per_token)
+    return int(room // (shape.kv_copies(num_devices) * shape.kv_bytes_per_token))
 
 
 def _require_fit(shape: ModelShape, device: Device, num_devices: int) -> None:
-    """KV heads are not split, so that many devices are the most among which KV can be shared out evenly."""
-    if num_devices < 1 or shape.num_kv_heads % num_devices:
-        raise ValueError(
-            f"{shape.name} has {shape.num_kv_heads} KV heads, which {num_devices} devices cannot share evenly"
-        )
+    """KV heads are not split, so that many devices are the most among which KV can be shared out evenly; of a latent,
+    which each device has, query heads are shared out."""
+    num_heads, kind = (shape.num_kv_heads, "KV") if shape.latent is None else (shape.num_heads, "query")
+    if num_devices < 1 or num_heads % num_devices:
+        raise ValueError(f"{shape.name} has {num_heads} {kind} heads, which {num_devices} devices cannot share evenly")
     if num_devices > 1 and not device.link_bytes_per_s:
         raise ValueError(f"{device.name} states no link to others of its kind; use one device")
 

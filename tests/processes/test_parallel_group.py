@@ -112,17 +112,19 @@ def test_a_degree_that_does_not_divide_is_refused_before_a_process_starts(checkp
     assert psutil.Process().children() == before
 
 
+@pytest.mark.parametrize("family", ["gemma3", "deepseek-v3"])
 def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks on one device share what is left of it, and begin anew with caches of that size."""
-    folder, oracle = checkpoint
+    """Two ranks on one device share what is left of it, and begin anew with caches of that size: each with its heads,
+    or with the latents of all."""
+    folder, oracle = tmp_path, build_oracle(family, tmp_path)
     total, free = 200_000_000, 150_000_000
     monkeypatch.setattr("engine.steps.memory_profile.device_memory", lambda device: (free, total))
     size = StepSize(num_tokens=64, num_seqs=4)
     runner = runner_of(folder, kv_share=0.75, largest_step=size, num_threads=1, tensor_parallel=2)
     left = free - 0.25 * total
-    assert left / 2 < runner.num_pool_blocks * runner.sequence_kv.layout.block_bytes < left
+    assert left / 2 < sum(cache.num_bytes for cache in rank_caches(runner)) < left
     assert [cache.num_blocks for cache in rank_caches(runner)] == [runner.num_pool_blocks] * 2
     prompt = random_prompts([17])[0]
     stepper = Stepper(runner)

@@ -89,6 +89,32 @@ def test_adapters_have_room_of_their_own(folder: Path, tmp_path: Path) -> None:
     assert said.total_bytes == worker_memory("decode", without, folder).total_bytes + 3 * largest
 
 
+@pytest.mark.parametrize(("family", "copies"), [("llama", 1), ("deepseek-v3", 2)])
+def test_what_two_ranks_take(
+    family: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has the latents of all heads, so that a share of the memory holds half as many."""
+    build_oracle(family, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    alone = configured(tmp_path)
+    ranks = alone.model_copy(update={"decode": alone.decode.model_copy(update={"tensor_parallel": 2})})
+    one, two = (worker_memory("decode", config, tmp_path) for config in (alone, ranks))
+    assert one.kv_bytes is not None and two.kv_bytes == copies * one.kv_bytes
+    assert two.staging_bytes == copies * one.staging_bytes
+    assert (two.kv_tokens, two.host_tokens, two.host_bytes) == (one.kv_tokens, one.host_tokens, one.host_bytes)
+    memory = {"decode": {"memory": "50%", "host_memory": 0}}
+    tree = {"model": {"ref": str(tmp_path)}, "kv": memory, "prefill": {"replicas": 0}}
+    path = tmp_path / "tree.yaml"
+    path.write_text(yaml.safe_dump(tree | {"decode": {"tensor_parallel": 2}}))
+    shared = worker_memory("decode", load_config(tree), tmp_path)
+    of_ranks = worker_memory("decode", load_config(yaml.safe_load(path.read_text())), tmp_path)
+    assert shared.kv_tokens and of_ranks.kv_tokens == pytest.approx(shared.kv_tokens / copies, rel=1e-3)
+    assert shared.kv_bytes is not None and of_ranks.kv_bytes == pytest.approx(shared.kv_bytes, rel=1e-3)
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 0
+    assert (f"tokens, the same in {copies} processes\n" in capsys.readouterr().out) == (copies > 1)
+
+
 def test_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path / "whole").model.save_pretrained(tmp_path / "base")
     whole, base = (configured(tmp_path / name) for name in ("whole", "base"))

@@ -20,7 +20,7 @@ _LOGIT_BYTES: Final = 16  # in 16 bits, in float32, and what sampling makes of t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
     """The memory of one device, in bytes. `kv_tokens`: what all devices of the worker have room for, each with its
-    share of heads."""
+    share of heads, or with the latents of all."""
 
     weights_bytes: int
     activation_bytes: int
@@ -47,7 +47,7 @@ def predict_memory(
         shape, device, num_devices=num_devices, usable_share=USABLE_SHARE, other_bytes=activations + ring_bytes
     )
     weights = -(-shape.weight_bytes // num_devices)
-    kv_bytes = kv_tokens * shape.kv_bytes_per_token // num_devices
+    kv_bytes = kv_tokens * shape.kv_bytes_per_token * shape.kv_copies(num_devices) // num_devices
     return WorkerMemory(
         weights_bytes=weights,
         activation_bytes=activations,

@@ -21,6 +21,7 @@ from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requ
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from engine.cost_model.roofline import H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
 from engine.cost_model.step_cost import StepCost
+from engine.model.config import LatentConfig
 
 
 def needs(enough: Callable[[Layout], bool]) -> Callable[[Layout], float]:
@@ -189,6 +190,11 @@ def test_memory_adds_up_and_is_cut_among_devices() -> None:
     cut = predict_memory(LLAMA_3_1_8B, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
     assert cut.weights_bytes == math.ceil(alone.weights_bytes / 4)
     assert cut.kv_tokens > 4 * alone.kv_tokens
+    latent = LatentConfig(rank=512, query_rank=None, plain_dim=128, rotary_dim=64, value_dim=128, interleaved=True)
+    shape = replace(LLAMA_3_1_8B, num_kv_heads=1, head_dim=576, latent=latent)
+    whole = predict_memory(shape, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
+    assert whole.kv_bytes == whole.kv_tokens * shape.kv_bytes_per_token, "each device has the latents of all heads"
+    assert whole.unused_bytes == pytest.approx(8e9, abs=10**6)
     with pytest.raises(ValueError, match="use more devices"):
         predict_memory(LLAMA_3_1_70B, L40S, token_budget=2048, max_num_seqs=256)
 

@@ -18,7 +18,7 @@ from engine.cost_model.roofline import (
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost, StepWork
-from engine.model.config import ExpertsConfig
+from engine.model.config import ExpertsConfig, LatentConfig
 
 
 def decode_s(cost: StepCost, batch: int, context: int) -> float:
@@ -86,6 +86,20 @@ def test_kv_capacity() -> None:
     two, four = (kv_capacity_tokens(LLAMA_3_1_70B, H100_SXM, num_devices=n) for n in (4, 8))
     assert four > 2 * two
     assert kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM, other_bytes=10e9) < kv_capacity_tokens(LLAMA_3_1_8B, H100_SXM)
+
+
+def test_every_device_has_the_whole_of_a_latent() -> None:
+    latent = LatentConfig(rank=512, query_rank=None, plain_dim=128, rotary_dim=64, value_dim=128, interleaved=True)
+    shape = dataclasses.replace(LLAMA_3_1_8B, num_kv_heads=1, head_dim=576, latent=latent)
+    assert shape.kv_bytes_per_token == 32 * 576 * 2
+    one, four = (kv_capacity_tokens(shape, H100_SXM, num_devices=n) for n in (1, 4))
+    assert one == pytest.approx((72e9 - shape.weight_bytes) / shape.kv_bytes_per_token, rel=0.001)
+    assert four == pytest.approx((72e9 - shape.weight_bytes / 4) / shape.kv_bytes_per_token, rel=0.001)
+    alone, cut = (roofline_cost(shape, H100_SXM, num_devices=n) for n in (1, 4))
+    assert cut.context_token_s == alone.context_token_s
+    assert cut.prefill_pair_s == alone.prefill_pair_s / 4
+    with pytest.raises(ValueError, match="32 query heads, which 3 devices cannot share evenly"):
+        roofline_cost(shape, H100_SXM, num_devices=3)
 
 
 def test_what_cannot_be_is_refused() -> None:
