@@ -314,8 +314,8 @@ def require_whole_cache(device: torch.device, tensor_parallel: int, host_bytes: 
     """Raises ValueError where nothing could copy between the device's memory and the host's."""
     if host_bytes and tensor_parallel > 1 and device.type == "cuda":
         raise ValueError(
-            f"host memory for KV is set with tensor_parallel {tensor_parallel} on GPUs: blocks of the host have all"
-            " heads, each GPU some, and their copies are only built for CPUs; set host_memory: 0, or use one GPU"
+            f"host memory for KV is set with tensor_parallel {tensor_parallel} on GPUs: copies between the host's"
+            " memory and that of several GPUs are not built; set host_memory: 0, or use one GPU"
         )
 
 
