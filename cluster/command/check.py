@@ -258,11 +258,12 @@ def weight_sizes(
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
     if stays_quantised and is_gguf:
         return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size}
-    if stays_quantised and model.packing is not None:
+    stays_packed = model.packing is not None and model.packing.stays_packed
+    if stays_quantised and stays_packed:
         places = ((name, fields["data_offsets"]) for name, fields in tensors.items())
         return {name: end - start for name, (start, end) in places}
     expected = expected_shapes(model)
-    if not is_gguf and model.packing is None:
+    if not is_gguf and not stays_packed:
         _require_all(folder, expected, tensors)
     if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
         expected = {_HEAD: expected[_EMBEDDING], **expected}

@@ -1,13 +1,14 @@
-"""Checkpoints of AWQ, GPTQ and MXFP4: small numbers packed into larger ones, taken apart.
+"""Checkpoints of AWQ, GPTQ, MXFP4 and FP8: small numbers packed into larger ones, taken apart, or scaled ones made
+values again.
 
-Knows how each packs a projection's codes, zero points and scales, and what of their configs says so; no models.
+Knows how each stores a projection's codes, zero points and scales, and what of their configs says so; no models.
 
 Shape legend: I inputs, O outputs, G groups of inputs, P codes in a word of 32 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,11 +24,18 @@ _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPacking:
-    """How the projections of a checkpoint are packed. A value is `(code - zero) * scale`, the last two of its group."""
+    """How the projections of a checkpoint are packed. A value is `(code - zero) * scale`, the last two of its group;
+    in FP8 it is a number times the scale of its block, channel or tensor."""
 
-    method: Literal["awq", "gptq", "mxfp4"]
+    method: Literal["awq", "gptq", "mxfp4", "fp8"]
     bits: int
     zero_offset: int  # what is to be added to stored zero points
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale, where they do by blocks
+
+    @property
+    def stays_packed(self) -> bool:
+        """Whether projections are kept by their codes. Of FP8 the values are, in the model's type."""
+        return self.method != "fp8"
 
     @classmethod
     def from_config(cls, quantization: Mapping[str, Any], folder: Path) -> WeightPacking:
@@ -51,9 +59,20 @@ class WeightPacking:
             )
         if method == "mxfp4":
             return cls(method="mxfp4", bits=4, zero_offset=0)
+        if method == "fp8":
+            if quantization.get("expert_dtype", "fp8") != "fp8":
+                raise ValueError(
+                    f"the model in {folder} has experts in {quantization['expert_dtype']!r} beside FP8, which is not"
+                    " supported; use a checkpoint whose experts are in FP8"
+                )
+            # A scale for each block is transformers' default; files in which a tensor has one say nothing of blocks.
+            block = _block(quantization.get("weight_block_size", _FP8_BLOCK), folder)
+            return cls(method="fp8", bits=8, zero_offset=0, block=block)
+        if method == "compressed-tensors":
+            return cls(method="fp8", bits=8, zero_offset=0, block=_compressed_tensors_block(quantization, folder))
         raise ValueError(
-            f"the model in {folder} is quantised by {method!r}; supported are awq, gptq, mxfp4 and GGUF files, or use a"
-            " checkpoint in bfloat16, float16 or float32"
+            f"the model in {folder} is quantised by {method!r}; supported are awq, gptq, mxfp4, fp8, compressed-tensors"
+            " in FP8, and GGUF files, or use a checkpoint in bfloat16, float16 or float32"
         )
 
     def unpack(self, parts: Mapping[str, Tensor], where: str) -> QuantisedWeight:
@@ -100,6 +119,87 @@ class WeightPacking:
             bits=self.bits,
             lowest=lowest,
         )
+
+    def values(self, numbers: Tensor, scales: Tensor, where: str) -> Tensor:
+        """`[O, I]` float32 from FP8's `numbers [O, I]` and `scales`: one of all, `[O, 1]`, or one of each block, of
+        which the last ones may be smaller. Exact up to one rounding of each product. Raises ValueError."""
+        if numbers.ndim != 2 or numbers.dtype != torch.float8_e4m3fn or scales.dtype not in _SCALE_DTYPES:
+            raise ValueError(
+                f"{where} is {list(numbers.shape)} of {numbers.dtype} with scales of {scales.dtype}; of FP8 only"
+                " matrices of float8_e4m3fn can be loaded, with scales of float32, bfloat16, float16 or float8_e8m0fnu"
+            )
+        factors = scales.float()
+        if not factors.isfinite().all():
+            raise ValueError(f"{where} has scales that are no numbers; fetch it again")
+        num_outputs, num_inputs = numbers.shape
+        block_outputs, block_inputs = self.block or (num_outputs, num_inputs)
+        by_block = -(-num_outputs // block_outputs), -(-num_inputs // block_inputs)
+        values = numbers.float()
+        if factors.numel() == 1:
+            return values.mul_(factors.view(()))
+        if tuple(factors.shape) == (num_outputs, 1):
+            return values.mul_(factors)
+        if tuple(factors.shape) != by_block:
+            blocks = f", or {list(by_block)} for blocks of {list(self.block)}" if self.block else ""
+            raise ValueError(
+                f"{where} is {list(numbers.shape)} with scales of {list(factors.shape)}; they have to be one number,"
+                f" {[num_outputs, 1]}{blocks}; fetch it again"
+            )
+        for index, row_of_blocks in enumerate(factors):
+            rows = slice(index * block_outputs, (index + 1) * block_outputs)
+            values[rows].mul_(row_of_blocks.repeat_interleave(block_inputs)[:num_inputs])
+        return values
+
+
+_FP8_BLOCK: Final = (128, 128)
+_SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+# Of what compressed-tensors stores as a tensor of its name, beside scales.
+_PLAIN_FORMATS: Final = ("float-quantized", "naive-quantized")
+
+
+def _block(stated: object, folder: Path) -> tuple[int, int] | None:
+    """Raises ValueError for what is no block."""
+    numbers = stated.split("x") if isinstance(stated, str) else stated  # as old configs of compressed-tensors say it
+    if numbers is None:
+        return None
+    if isinstance(numbers, Sequence) and len(numbers) == 2 and all(str(number).isdecimal() for number in numbers):
+        outputs, inputs = map(int, numbers)
+        if min(outputs, inputs) > 0:
+            return outputs, inputs
+    raise ValueError(
+        f"config.json in {folder} says that weights are scaled by blocks of {stated!r}; expected are two sizes, as in"
+        " [128, 128]"
+    )
+
+
+def _compressed_tensors_block(quantization: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:
+    """The blocks of a checkpoint of compressed-tensors whose projections are all in FP8. Raises ValueError for any
+    other."""
+    for key in ("sparsity_config", "transform_config"):
+        if quantization.get(key) and quantization[key].get("format") != "dense":
+            raise ValueError(
+                f"the model in {folder} is compressed with a {key}, which is not supported; use a checkpoint without"
+            )
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(f"config.json in {folder} has no config_groups for compressed-tensors; fetch it again")
+    blocks = set()
+    for group in groups.values():
+        weights = group.get("weights")
+        if weights is None:  # it rounds activations alone
+            continue
+        kind = group.get("format") or quantization.get("format")
+        if kind not in _PLAIN_FORMATS or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            raise ValueError(
+                f"the model in {folder} is quantised by compressed-tensors with {weights.get('num_bits')} bits of the"
+                f" type {weights.get('type')!r} in the format {kind!r}; supported are 8 bits of 'float' in"
+                f" {' or '.join(map(repr, _PLAIN_FORMATS))}, or use a checkpoint in bfloat16, float16 or float32"
+            )
+        blocks.add(_block(weights.get("block_structure"), folder))
+    blocks.discard(None)
+    if len(blocks) > 1:
+        raise ValueError(f"the model in {folder} is scaled by blocks of several sizes, which is not supported")
+    return next(iter(blocks), None)
 
 
 MXFP4_GROUP: Final = 32

@@ -1,15 +1,15 @@
 """A model's tensors, read from its checkpoint, checked against its config, and cut for a shard.
 
-Projections may be of 4 or 8 bits: stored so, or rounded as they are loaded. Knows the names and shapes of tensors and
-which kinds of checkpoints there are; not how each of them stores blocks, nor what is computed with them. Nothing but
-safetensors and GGUF files is ever opened.
+Projections may be of 4 or 8 bits: stored so, or rounded as they are loaded; of FP8 the values are loaded. Knows the
+names and shapes of tensors and which kinds of checkpoints there are; not how each of them stores blocks, nor what is
+computed with them. Nothing but safetensors and GGUF files is ever opened.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,10 @@ _OTHERS = {
 _LATENTS_KEYS_AND_VALUES = "kv_b_proj.weight"
 _CORRECTION = "mlp.gate.e_score_correction_bias"  # of a router: whose differences bfloat16 would lose
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_FP8_SCALES = ("weight_scale_inv", "weight_scale")  # as transformers calls them, and as others do
+_FP8_ZERO = "weight_zero_point"
+# To round activations and KV by, which loses what is not lost here: they stay as they are.
+_ROUNDING = re.compile(r".*\.(input|output|activation|[qkv]|kv)_(scale|zero_point)")
 
 
 def load_weights(
@@ -84,7 +88,7 @@ def load_weights(
 
     A shard's values are those of the whole. They go to `device` one by one, straight from the file: host memory never
     holds more than one of them beside those that belong there. Raises ValueError if one lacks, has a wrong shape, or is
-    unknown, if the model is to be rounded by `quantisation` and is quantised already, and as `Quantisation.quantise`.
+    unknown, if the model is to be rounded by `quantisation` and has codes already, and as `Quantisation.quantise`.
     `progress` is told of each tensor that is read, and of each that is taken out of what this gives.
     """
     if dtype not in LOADABLE_DTYPES:
@@ -244,6 +248,10 @@ class _FileTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
 
+    @property
+    def is_fp8(self) -> bool:
+        return str(self.file.get_slice(self.name).get_dtype()).startswith("F8_")
+
     def stored(self, part: Part) -> Tensor:
         """Read this part of the file, which is mapped, and nothing else of it."""
         tensor: Tensor = self.file.get_slice(self.name)[part] if part else self.file.get_tensor(self.name)
@@ -284,9 +292,15 @@ def _rows_of(stored: _Stored, rows: slice) -> _Stored:
         return stored.part(rows, slice(None))
     if isinstance(stored, Tensor):
         return stored[rows]
-    assert isinstance(stored, _FileTensor), "experts are not fused"
     num_rows, *others = stored.shape
-    return TensorPart((len(range(*rows.indices(num_rows))), *others), partial(stored.read, (rows,)))
+    load = partial(stored.read, (rows,)) if isinstance(stored, _FileTensor) else partial(_loaded_rows, stored, rows)
+    return TensorPart((len(range(*rows.indices(num_rows))), *others), load)
+
+
+def _loaded_rows(stored: TensorPart, rows: slice) -> Tensor | QuantisedWeight:
+    """The whole is not kept for them."""
+    whole = stored.load()
+    return whole.part(rows, slice(None)) if isinstance(whole, QuantisedWeight) else whole[rows].clone()
 
 
 def _stored(
@@ -295,7 +309,8 @@ def _stored(
     """Every tensor of the model, one by one. Raises ValueError: see `load_weights`."""
     gguf_file = folder / GGUF_NAME
     is_gguf = gguf_file.exists()
-    if quantisation is not None and (is_gguf or config.packing is not None):
+    packing = config.packing
+    if quantisation is not None and (is_gguf or (packing is not None and packing.stays_packed)):
         raise ValueError(
             f"the model in {folder} is quantised already, so model.quantization: {quantisation.name} would round it"
             " twice; leave it out"
@@ -307,9 +322,9 @@ def _stored(
 
         return _checked(gguf_file.resolve(), config, stored_gguf_tensors(gguf_file))
     files = _weight_files(folder)
-    if config.packing is not None and config.packing.method != "mxfp4":
-        return _checked(folder, config, _unpacked(files, config.packing))
-    return _checked(folder, config, _tensors(files, device))
+    if packing is not None and packing.method in ("awq", "gptq"):
+        return _checked(folder, config, _unpacked(files, packing))
+    return _checked(folder, config, _tensors(files, device, packing))
 
 
 def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stored]]) -> Iterator[tuple[str, _Stored]]:
@@ -355,7 +370,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _FileTensor | TensorPart]]:
+def _tensors(
+    files: list[Path], device: torch.device, packing: WeightPacking | None
+) -> Iterator[tuple[str, _FileTensor | TensorPart]]:
     """While the iterator lasts, so do the open files."""
     with ExitStack() as opened:
         tensors: dict[str, _FileTensor] = {}
@@ -363,7 +380,37 @@ def _tensors(files: list[Path], device: torch.device) -> Iterator[tuple[str, _Fi
             file = opened.enter_context(_open(path, device))
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
                 tensors[name] = _FileTensor(name, path, file)
-        yield from unstacked(tensors)
+        if packing is not None and packing.method == "fp8":
+            yield from _with_scales(tensors, packing)
+        else:
+            yield from unstacked(tensors)
+
+
+def _with_scales(
+    tensors: Mapping[str, _FileTensor], packing: WeightPacking
+) -> Iterator[tuple[str, _FileTensor | TensorPart]]:
+    """Every tensor, but for one of FP8 its values, which are computed when it is loaded. Raises ValueError."""
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        scales = [tensors[f"{stem}.{scale}"] for scale in _FP8_SCALES if f"{stem}.{scale}" in tensors]
+        if kind == "weight" and (scales or tensor.is_fp8):
+            if len(scales) != 1:
+                raise ValueError(
+                    f"{name} in {tensor.path} is in FP8 with {len(scales)} of {' and '.join(_FP8_SCALES)} beside it,"
+                    " where there should be one; fetch it again"
+                )
+            load = partial(_scaled, packing, tensor, scales[0], tensors.get(f"{stem}.{_FP8_ZERO}"))
+            yield name, TensorPart(tensor.shape, load)
+        elif not (kind in (*_FP8_SCALES, _FP8_ZERO) and f"{stem}.weight" in tensors) and not _ROUNDING.fullmatch(name):
+            yield name, tensor
+
+
+def _scaled(packing: WeightPacking, tensor: _FileTensor, scales: _FileTensor, zeros: _FileTensor | None) -> Tensor:
+    """Raises ValueError."""
+    where = f"{tensor.name} in {tensor.path}"
+    if zeros is not None and zeros.stored(()).float().any():
+        raise ValueError(f"{where} is in FP8 with zero points that are not 0, which is not supported")
+    return packing.values(tensor.stored(()), scales.stored(()), where)
 
 
 def _open(path: Path, device: torch.device) -> Any:

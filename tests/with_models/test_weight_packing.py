@@ -249,7 +249,10 @@ def test_what_lacks_is_named(tmp_path: Path) -> None:
     [
         ({"version": "gemv"}, "'gemv'; supported are 4 bits in 'gemm'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
-        ({"quant_method": "hqq"}, "quantised by 'hqq'; supported are awq, gptq, mxfp4 and GGUF"),
+        (
+            {"quant_method": "hqq"},
+            "quantised by 'hqq'; supported are awq, gptq, mxfp4, fp8",
+        ),
     ],
 )
 def test_other_formats_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
