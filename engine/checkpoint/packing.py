@@ -1,5 +1,5 @@
-"""Checkpoints of AWQ, GPTQ, MXFP4 and FP8: small numbers packed into larger ones, taken apart, or scaled ones made
-values again.
+"""Checkpoints of AWQ, GPTQ, MXFP4, FP8 and compressed-tensors: small numbers packed into larger ones, taken apart, or
+scaled ones made values again.
 
 Knows how each stores a projection's codes, zero points and scales, and what of their configs says so; no models.
 
@@ -9,7 +9,7 @@ Shape legend: I inputs, O outputs, G groups of inputs, P codes in a word of 32 b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,9 +27,10 @@ class WeightPacking:
     """How the projections of a checkpoint are packed. A value is `(code - zero) * scale`, the last two of its group;
     in FP8 it is a number times the scale of its block, channel or tensor."""
 
-    method: Literal["awq", "gptq", "mxfp4", "fp8"]
+    method: Literal["awq", "gptq", "mxfp4", "fp8", "compressed-tensors"]  # which in FP8 is fp8
     bits: int
-    zero_offset: int  # what is to be added to stored zero points
+    zero_offset: int = 0  # what is to be added to stored zero points
+    has_zeros: bool = False  # of compressed-tensors: else zero points are 0
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale, where they do by blocks
 
     @property
@@ -49,7 +50,7 @@ class WeightPacking:
                     f"the model in {folder} is quantised by AWQ with {bits} bits in the version {version!r}; supported"
                     " are 4 bits in 'gemm'"
                 )
-            return cls(method="awq", bits=4, zero_offset=0)
+            return cls(method="awq", bits=4)
         if method == "gptq":
             if bits not in (4, 8):
                 raise ValueError(f"the model in {folder} is quantised by GPTQ with {bits} bits; supported are 4 and 8")
@@ -58,7 +59,7 @@ class WeightPacking:
                 method="gptq", bits=bits, zero_offset=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
             )
         if method == "mxfp4":
-            return cls(method="mxfp4", bits=4, zero_offset=0)
+            return cls(method="mxfp4", bits=4)
         if method == "fp8":
             if quantization.get("expert_dtype", "fp8") != "fp8":
                 raise ValueError(
@@ -67,19 +68,23 @@ class WeightPacking:
                 )
             # A scale for each block is transformers' default; files in which a tensor has one say nothing of blocks.
             block = _block(quantization.get("weight_block_size", _FP8_BLOCK), folder)
-            return cls(method="fp8", bits=8, zero_offset=0, block=block)
+            return cls(method="fp8", bits=8, block=block)
         if method == "compressed-tensors":
-            return cls(method="fp8", bits=8, zero_offset=0, block=_compressed_tensors_block(quantization, folder))
+            return _compressed_tensors(quantization, folder)
         raise ValueError(
             f"the model in {folder} is quantised by {method!r}; supported are awq, gptq, mxfp4, fp8, compressed-tensors"
-            " in FP8, and GGUF files, or use a checkpoint in bfloat16, float16 or float32"
+            " and GGUF files, or use a checkpoint in bfloat16, float16 or float32"
         )
 
     def unpack(self, parts: Mapping[str, Tensor], where: str) -> QuantisedWeight:
         """Unpack a projection from its `qweight`, `qzeros`, `scales` and perhaps `g_idx`. Raises ValueError.
 
-        `qweight` is `[I, O / P]` for AWQ and `[I / P, O]` for GPTQ, `qzeros [G, O / P]`, `scales [G, O]`.
+        `qweight` is `[I, O / P]` for AWQ and `[I / P, O]` for GPTQ, `qzeros [G, O / P]`, `scales [G, O]`. Of
+        compressed-tensors the parts are `weight [O, I]` or `weight_packed [O, I / P]` with the `weight_shape` of the
+        former, `weight_scale` of 1 or `[O, G]`, and perhaps a `weight_zero_point` like it, or `[O / P, G]` packed.
         """
+        if self.method == "compressed-tensors":
+            return self._unpack_codes_around_zero(parts, where)
         scales = parts["scales"].float().t().contiguous()
         if self.method == "awq":
             codes = _in_order(_words(parts["qweight"], 4).flatten(1)).t()
@@ -90,10 +95,42 @@ class WeightPacking:
         self._check(codes, zeros, scales, parts.get("g_idx"), where)
         return self._weight(codes, zeros + self.zero_offset, scales)
 
+    def _unpack_codes_around_zero(self, parts: Mapping[str, Tensor], where: str) -> QuantisedWeight:
+        """Raises ValueError. Packed ones are stored higher by half of their range, and so they are worked with."""
+        middle = 2 ** (self.bits - 1)
+        if "weight_packed" in parts:
+            packed, shape = parts["weight_packed"], parts["weight_shape"].tolist()
+            codes = _words(packed, self.bits).flatten(1)[:, : shape[-1]]
+            if packed.dtype != torch.int32 or list(codes.shape) != shape:
+                raise ValueError(f"{where} is {list(packed.shape)} of {packed.dtype} for {shape}; fetch it again")
+        else:
+            codes = parts["weight"]
+            if codes.dtype != torch.int8 or self.bits != 8:
+                raise ValueError(f"{where} is {codes.dtype} where codes of {self.bits} bits should be; fetch it again")
+            codes = codes.int() + middle
+        scales = parts["weight_scale"].float()
+        if not scales.isfinite().all():
+            raise ValueError(f"{where} has scales that are no numbers; fetch it again")
+        by_row = len(codes), 1
+        scales = scales.view(1, 1).expand(by_row).contiguous() if scales.numel() == 1 else scales
+        zeros = parts.get("weight_zero_point")
+        if zeros is None:
+            zeros = torch.full(scales.shape, middle)
+        elif zeros.dtype == torch.int32:
+            zeros = _words(zeros.t(), self.bits).flatten(1).t()[: len(codes)]
+        else:
+            zeros = zeros.int() + middle
+        zeros = zeros.view(1, 1).expand(by_row) if zeros.numel() == 1 else zeros
+        groups = parts.get("weight_g_idx")
+        is_ordered = groups is not None and not (groups == -1).any()  # -1: as they lie
+        self._check(codes, zeros, scales, groups if is_ordered else None, where)
+        return self._weight(codes, zeros, scales)
+
     def _check(self, codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, where: str) -> None:
         """`codes [O, I]`, `zeros` and `scales [O, G]`, `groups [I]`."""
-        num_inputs, num_groups = codes.shape[1], scales.shape[1]
-        if zeros.shape != scales.shape or len(codes) != len(scales) or num_inputs % num_groups:
+        num_inputs, num_groups = codes.shape[1], scales.shape[-1]
+        is_grouped = scales.ndim == 2 and len(codes) == len(scales) and num_inputs % num_groups == 0
+        if zeros.shape != scales.shape or not is_grouped:
             raise ValueError(
                 f"{where} has codes, zero points and scales that do not fit together: {list(codes.shape)},"
                 f" {list(zeros.shape)}, {list(scales.shape)}; fetch it again"
@@ -102,8 +139,8 @@ class WeightPacking:
             groups.long(), torch.arange(num_inputs) // (num_inputs // num_groups)
         ):
             raise ValueError(
-                f"{where} has groups of inputs that are not side by side (desc_act), which is not supported; use a"
-                " checkpoint that was made with desc_act: false"
+                f"{where} has groups of inputs that are not side by side (desc_act, or actorder: group), which is not"
+                " supported; use a checkpoint that was made with desc_act: false"
             )
 
     def _weight(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantisedWeight:
@@ -153,8 +190,13 @@ class WeightPacking:
 
 _FP8_BLOCK: Final = (128, 128)
 _SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-# Of what compressed-tensors stores as a tensor of its name, beside scales.
-_PLAIN_FORMATS: Final = ("float-quantized", "naive-quantized")
+# Of compressed-tensors, with the types and bits that each may have.
+_COMPRESSED_FORMATS: Final = {
+    "float-quantized": {("float", 8)},
+    "int-quantized": {("int", 8)},
+    "naive-quantized": {("float", 8), ("int", 8)},
+    "pack-quantized": {("int", 4), ("int", 8)},
+}
 
 
 def _block(stated: object, folder: Path) -> tuple[int, int] | None:
@@ -172,9 +214,8 @@ def _block(stated: object, folder: Path) -> tuple[int, int] | None:
     )
 
 
-def _compressed_tensors_block(quantization: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:
-    """The blocks of a checkpoint of compressed-tensors whose projections are all in FP8. Raises ValueError for any
-    other."""
+def _compressed_tensors(quantization: Mapping[str, Any], folder: Path) -> WeightPacking:
+    """The packing, which all groups of modules must have in common. Raises ValueError for any other."""
     for key in ("sparsity_config", "transform_config"):
         if quantization.get(key) and quantization[key].get("format") != "dense":
             raise ValueError(
@@ -183,23 +224,38 @@ def _compressed_tensors_block(quantization: Mapping[str, Any], folder: Path) -> 
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"config.json in {folder} has no config_groups for compressed-tensors; fetch it again")
-    blocks = set()
+    found = []
     for group in groups.values():
         weights = group.get("weights")
         if weights is None:  # it rounds activations alone
             continue
-        kind = group.get("format") or quantization.get("format")
-        if kind not in _PLAIN_FORMATS or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+        stored = str(group.get("format") or quantization.get("format"))
+        kind = weights.get("type", "int"), weights.get("num_bits", 8)
+        if kind not in _COMPRESSED_FORMATS.get(stored, ()):
             raise ValueError(
-                f"the model in {folder} is quantised by compressed-tensors with {weights.get('num_bits')} bits of the"
-                f" type {weights.get('type')!r} in the format {kind!r}; supported are 8 bits of 'float' in"
-                f" {' or '.join(map(repr, _PLAIN_FORMATS))}, or use a checkpoint in bfloat16, float16 or float32"
+                f"the model in {folder} is quantised by compressed-tensors with {kind[1]} bits of the type {kind[0]!r}"
+                f" in the format {stored!r}; supported are 8 bits in 'float-quantized', 'int-quantized' and"
+                " 'naive-quantized', 4 and 8 of 'int' in 'pack-quantized', or a checkpoint in bfloat16, float16 or"
+                " float32"
             )
-        blocks.add(_block(weights.get("block_structure"), folder))
-    blocks.discard(None)
-    if len(blocks) > 1:
-        raise ValueError(f"the model in {folder} is scaled by blocks of several sizes, which is not supported")
-    return next(iter(blocks), None)
+        is_fp8 = kind[0] == "float"
+        packing = WeightPacking(
+            method="fp8" if is_fp8 else "compressed-tensors",
+            bits=kind[1],
+            has_zeros=not is_fp8 and not weights.get("symmetric", True),
+            block=_block(weights.get("block_structure"), folder),
+        )
+        found.append(packing)
+    blocks = {packing.block for packing in found} - {None}
+    ways = {replace(packing, block=next(iter(blocks), None)) for packing in found}  # the shape says who has no blocks
+    if len(ways) > 1 or len(blocks) > 1 or (blocks and found[0].stays_packed):
+        raise ValueError(
+            f"the model in {folder} is quantised by compressed-tensors in several ways, or to whole numbers by blocks,"
+            " which is not supported; use a checkpoint in one of FP8, 8 or 4 bits"
+        )
+    if not ways:
+        raise ValueError(f"config.json in {folder} says of no weights how compressed-tensors quantised them")
+    return ways.pop()
 
 
 MXFP4_GROUP: Final = 32

@@ -68,8 +68,9 @@ _OTHERS = {
 _LATENTS_KEYS_AND_VALUES = "kv_b_proj.weight"
 _CORRECTION = "mlp.gate.e_score_correction_bias"  # of a router: whose differences bfloat16 would lose
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_FP8_SCALES = ("weight_scale_inv", "weight_scale")  # as transformers calls them, and as others do
-_FP8_ZERO = "weight_zero_point"
+_SCALES = ("weight_scale_inv", "weight_scale")  # as transformers calls them, and as others do
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
+_BESIDE_SCALES = ("weight_zero_point", "weight_g_idx", "weight_shape")
 # To round activations and KV by, which loses what is not lost here: they stay as they are.
 _ROUNDING = re.compile(r".*\.(input|output|activation|[qkv]|kv)_(scale|zero_point)")
 
@@ -249,8 +250,9 @@ class _FileTensor:
         return tuple(self.file.get_slice(self.name).get_shape())
 
     @property
-    def is_fp8(self) -> bool:
-        return str(self.file.get_slice(self.name).get_dtype()).startswith("F8_")
+    def dtype(self) -> str:
+        """As safetensors calls it."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     def stored(self, part: Part) -> Tensor:
         """Read this part of the file, which is mapped, and nothing else of it."""
@@ -380,7 +382,7 @@ def _tensors(
             file = opened.enter_context(_open(path, device))
             for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
                 tensors[name] = _FileTensor(name, path, file)
-        if packing is not None and packing.method == "fp8":
+        if packing is not None and packing.method in ("fp8", "compressed-tensors"):
             yield from _with_scales(tensors, packing)
         else:
             yield from unstacked(tensors)
@@ -389,28 +391,42 @@ def _tensors(
 def _with_scales(
     tensors: Mapping[str, _FileTensor], packing: WeightPacking
 ) -> Iterator[tuple[str, _FileTensor | TensorPart]]:
-    """Every tensor, but for one of FP8 its values, which are computed when it is loaded. Raises ValueError."""
+    """Every tensor, but for one that has scales what both stand for, which is worked out when it is loaded. Raises
+    ValueError."""
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
-        scales = [tensors[f"{stem}.{scale}"] for scale in _FP8_SCALES if f"{stem}.{scale}" in tensors]
-        if kind == "weight" and (scales or tensor.is_fp8):
-            if len(scales) != 1:
+        beside = {part: tensors[f"{stem}.{part}"] for part in _SCALES + _BESIDE_SCALES if f"{stem}.{part}" in tensors}
+        scales = [part for part in _SCALES if part in beside]
+        is_packed = kind == "weight_packed"
+        if is_packed or (kind == "weight" and (scales or tensor.dtype not in _PLAIN_DTYPES)):
+            needed = [*(["weight_zero_point"] * packing.has_zeros), *(["weight_shape"] * is_packed)]
+            if len(scales) != 1 or not beside.keys() >= set(needed):
+                wanted = " and ".join([f"one of {' or '.join(_SCALES)}", *needed])
                 raise ValueError(
-                    f"{name} in {tensor.path} is in FP8 with {len(scales)} of {' and '.join(_FP8_SCALES)} beside it,"
-                    " where there should be one; fetch it again"
+                    f"{name} in {tensor.path} is {tensor.dtype} with {' and '.join(beside) or 'no scales'} beside it,"
+                    f" where {wanted} should be; fetch it again"
                 )
-            load = partial(_scaled, packing, tensor, scales[0], tensors.get(f"{stem}.{_FP8_ZERO}"))
-            yield name, TensorPart(tensor.shape, load)
-        elif not (kind in (*_FP8_SCALES, _FP8_ZERO) and f"{stem}.weight" in tensors) and not _ROUNDING.fullmatch(name):
+            shape = tuple(beside["weight_shape"].stored(()).tolist()) if is_packed else tensor.shape
+            yield f"{stem}.weight", TensorPart(shape, partial(_scaled, packing, tensor, kind, beside, scales[0]))
+        elif kind in _SCALES + _BESIDE_SCALES:
+            if tensors.keys().isdisjoint((f"{stem}.weight", f"{stem}.weight_packed")):
+                yield name, tensor  # and is complained of
+        elif not _ROUNDING.fullmatch(name):
             yield name, tensor
 
 
-def _scaled(packing: WeightPacking, tensor: _FileTensor, scales: _FileTensor, zeros: _FileTensor | None) -> Tensor:
+def _scaled(
+    packing: WeightPacking, tensor: _FileTensor, kind: str, beside: dict[str, _FileTensor], scale: str
+) -> Tensor | QuantisedWeight:
     """Raises ValueError."""
     where = f"{tensor.name} in {tensor.path}"
+    if packing.stays_packed:
+        named = beside | {kind: tensor, "weight_scale": beside[scale]}
+        return packing.unpack({part: stored.stored(()).cpu() for part, stored in named.items()}, where)
+    zeros = beside.get("weight_zero_point")
     if zeros is not None and zeros.stored(()).float().any():
         raise ValueError(f"{where} is in FP8 with zero points that are not 0, which is not supported")
-    return packing.values(tensor.stored(()), scales.stored(()), where)
+    return packing.values(tensor.stored(()), beside[scale].stored(()), where)
 
 
 def _open(path: Path, device: torch.device) -> Any:

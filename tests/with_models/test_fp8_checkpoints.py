@@ -21,7 +21,6 @@ from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.weights import expected_shapes, load_output_layer, load_weights
 from engine.model.config import ModelConfig
-from engine.model.shards import Shard
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
 from kernels.quantised_weight import QuantisedWeight
@@ -52,6 +51,13 @@ def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "sparsity_config": {},
     }
+
+
+def mixed(quantization: dict[str, Any], **weights: Any) -> dict[str, Any]:
+    """With another group of modules, whose weights are quantised otherwise."""
+    group = quantization["config_groups"]["group_0"]
+    other = group | {"weights": group["weights"] | weights}
+    return quantization | {"config_groups": {"group_0": group, "group_1": other}, "format": "naive-quantized"}
 
 
 def is_rounded(name: str) -> bool:
@@ -219,25 +225,6 @@ def test_values_are_those_that_transformers_loads(tmp_path: Path) -> None:
         assert isinstance(weight, Tensor) and torch.equal(weight, theirs[name]), name
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_ranks_have_parts_of_the_values(tmp_path: Path, degree: int) -> None:
-    """Where a rank's part ends amid a block: MLPs of 112 by blocks of 48 and 32."""
-    torch.manual_seed(0)
-    (folder := tmp_path / "model").mkdir()
-    values = write_fp8(folder, "llama", BLOCKS)
-    config, values_config = map(ModelConfig.from_folder, (folder, values))
-    for rank in range(degree):
-        shard = Shard(rank, degree)
-        weights = load_weights(folder, config, dtype=torch.float32, shard=shard)
-        expected = load_weights(values, values_config, dtype=torch.float32, shard=shard)
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            value = expected[name]
-            assert isinstance(weight, Tensor) and isinstance(value, Tensor) and torch.equal(weight, value), name
-            if is_rounded(name):
-                assert weight.untyped_storage().nbytes() == weight.nbytes, "the others' parts are not kept"
-
-
 def test_it_can_be_rounded_to_8_bits(tmp_path: Path) -> None:
     """As a checkpoint of the values is."""
     torch.manual_seed(0)
@@ -305,8 +292,8 @@ def damaged(tensors: dict[str, Tensor], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        ("no scales", rf"{DOWN}\.weight in .* with 0 of weight_scale_inv and weight_scale beside it"),
-        ("two kinds of scales", "with 2 of weight_scale_inv and weight_scale beside it"),
+        ("no scales", rf"{DOWN}\.weight in .* is F8_E4M3 with no scales beside it, where one of weight_scale_inv"),
+        ("two kinds of scales", "with weight_scale_inv and weight_scale beside it, where one of"),
         ("scales of other blocks", r"scales of \[2, 3\]; they have .* \[64, 1\], or \[2, 4\] for blocks of \[48, 32\]"),
         ("a scale for each input", r"scales of \[1, 112\]; they have to be"),
         ("another type", "float8_e5m2 .* only matrices of float8_e4m3fn can be loaded"),
@@ -342,6 +329,9 @@ def test_what_is_not_right_is_said(tmp_path: Path, kind: str, complaint: str) ->
         (compressed_tensors("tensor") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "a sparsity_config"),
         (compressed_tensors("tensor") | {"transform_config": {"config_groups": {"R1": {}}}}, "a transform_config"),
         (compressed_tensors("tensor") | {"config_groups": {}}, "no config_groups"),
+        (compressed_tensors("tensor") | {"config_groups": {"group_0": {"weights": None}}}, "says of no weights"),
+        (mixed(compressed_tensors("tensor"), num_bits=8, type="int"), "in several ways"),
+        (mixed(compressed_tensors("block", block_structure=[8, 8]), block_structure=[4, 4]), "in several ways"),
     ],
 )
 def test_other_kinds_are_refused_by_name(tmp_path: Path, quantization: dict[str, Any], complaint: str) -> None:

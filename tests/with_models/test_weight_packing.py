@@ -1,4 +1,5 @@
-"""Checkpoints of AWQ, GPTQ and MXFP4: packed here code by code, as their formats say, and loaded by the engine."""
+"""Checkpoints of AWQ, GPTQ, MXFP4 and compressed-tensors' whole numbers: packed here code by code, as their formats
+say, and loaded by the engine."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ from tests.support.stepping import Stepper, recording_runner
 GROUP = 32
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+# Of llm-compressor: W4A16 with groups, and W8A8 with a scale for each output.
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4, "group_size": GROUP}
+WHOLE_NUMBERS = {"quant_method": "compressed-tensors", "format": "int-quantized", "bits": 8, "group_size": None}
 
 
 def signed(word: int) -> int:
@@ -56,6 +60,14 @@ def pack(method: str, bits: int, codes: Tensor, zeros: Tensor, less: int) -> dic
             "qzeros": packed_rows(stored_zeros, 4, awq_order),
         }
     order = tuple(range(32 // bits))
+    if method == "compressed-tensors":
+        spare = -len(zeros) % len(order)
+        rows = torch.nn.functional.pad(zeros.t(), (0, spare)).tolist()
+        return {
+            "weight_packed": packed_rows(codes.tolist(), bits, order),
+            "weight_zero_point": packed_rows(rows, bits, order).t().contiguous(),
+            "weight_shape": torch.tensor(codes.shape),
+        }
     groups = torch.arange(codes.shape[1], dtype=torch.int32) // GROUP
     qweight = packed_rows(codes.tolist(), bits, order).t().contiguous()
     return {"qweight": qweight, "qzeros": packed_rows(stored_zeros, bits, order), "g_idx": groups}
@@ -76,15 +88,26 @@ def write_packed(
             continue
         num_outputs, num_inputs = tensor.shape
         codes = torch.randint(0, 2**bits, (num_outputs, num_inputs))
-        shape = (num_outputs, num_inputs // GROUP)
+        group = quantization["group_size"] or num_inputs
+        shape = (num_outputs, num_inputs // group)
         zeros = torch.full(shape, 2 ** (bits - 1)) if symmetric else torch.randint(less, 2**bits, shape)
         scales = (torch.rand(shape) / 50).half()
-        expand = torch.arange(num_inputs) // GROUP
+        expand = torch.arange(num_inputs) // group
         values[name] = (codes - zeros[:, expand]).float() * scales[:, expand].float()
-        parts = pack(quantization["quant_method"], bits, codes, zeros, less) | {"scales": scales.t().contiguous()}
+        if quantization["quant_method"] != "compressed-tensors":
+            parts = pack(quantization["quant_method"], bits, codes, zeros, less) | {"scales": scales.t().contiguous()}
+        elif quantization["format"] == "pack-quantized":
+            parts = pack("compressed-tensors", bits, codes, zeros, 0) | {"weight_scale": scales}
+        else:
+            as_bytes = {"weight": codes - 128, "weight_zero_point": zeros - 128}
+            parts = {part: tensor.to(torch.int8) for part, tensor in as_bytes.items()} | {"weight_scale": scales}
+        if symmetric:
+            parts.pop("weight_zero_point", None)
         stored |= {f"{name.removesuffix('weight')}{part}": packed for part, packed in parts.items()}
     save_in_two(stored, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": quantization["group_size"]}
+    stated = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}} | quantization
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stated}
     (folder / "config.json").write_text(json.dumps(config))
     return values
 
@@ -101,8 +124,16 @@ def save_in_two(tensors: dict[str, Tensor], folder: Path) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     "quantization",
-    [AWQ, GPTQ, GPTQ | {"bits": 8}, GPTQ | {"checkpoint_format": "gptq_v2"}],
-    ids=["awq", "gptq", "gptq-8", "gptq-v2"],
+    [
+        *(AWQ, GPTQ, GPTQ | {"bits": 8}, GPTQ | {"checkpoint_format": "gptq_v2"}),
+        *(
+            PACKED,
+            PACKED | {"bits": 8, "group_size": None},
+            WHOLE_NUMBERS,
+            WHOLE_NUMBERS | {"format": "naive-quantized"},
+        ),
+    ],
+    ids=["awq", "gptq", "gptq-8", "gptq-v2", "packed", "packed-8", "int", "naive"],
 )
 def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, Any], symmetric: bool) -> None:
     torch.manual_seed(0)
@@ -112,13 +143,14 @@ def test_values_are_those_of_the_format(tmp_path: Path, quantization: dict[str, 
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         if isinstance(weight, QuantisedWeight):
-            assert (weight.bits, weight.group_size) == (quantization["bits"], GROUP)
+            group = quantization["group_size"] or weight.shape[1]
+            assert (weight.bits, weight.group_size) == (quantization["bits"], group)
             assert (weight.minimums is None) == symmetric
             weight = weight.dequantise(torch.float32)
         assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("quantization", [AWQ, GPTQ], ids=["awq", "gptq"])
+@pytest.mark.parametrize("quantization", [AWQ, GPTQ, PACKED], ids=["awq", "gptq", "compressed-tensors"])
 def test_projections_that_are_stored_as_one_are_taken_apart(tmp_path: Path, quantization: dict[str, Any]) -> None:
     expected = write_packed(tmp_path, quantization, family="phi-3")
     weights = load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
@@ -229,6 +261,55 @@ def test_groups_that_are_not_side_by_side_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ValueError, match="desc_act: false"):
         load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("lost", "complaint"),
+    [
+        ("weight_zero_point", r"beside it, where one of weight_scale_inv or weight_scale and weight_zero_point"),
+        ("weight_scale", r"up_proj.weight_packed in .* is I32 with weight_zero_point and weight_shape beside it"),
+        ("weight_packed", r"lacks tensors: model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_what_lacks_of_compressed_tensors_is_named(tmp_path: Path, lost: str, complaint: str) -> None:
+    write_packed(tmp_path, PACKED | {"bits": 8})
+    for file in tmp_path.glob("*.safetensors"):
+        gone = f"model.layers.1.mlp.up_proj.{lost}"
+        save_file({name: tensor for name, tensor in load_file(file).items() if name != gone}, file)
+    with pytest.raises(ValueError, match=complaint):
+        load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("are_in_order", [True, False])
+def test_an_order_of_inputs_is_none_or_refused(tmp_path: Path, are_in_order: bool) -> None:
+    """-1 stands for groups that lie as they are counted."""
+    write_packed(tmp_path, PACKED)
+    file = tmp_path / "model-0.safetensors"
+    tensors = load_file(file)
+    order = torch.full([64], -1) if are_in_order else torch.arange(64) % 2
+    save_file(tensors | {"model.layers.1.mlp.up_proj.weight_g_idx": order.int()}, file)
+    config = ModelConfig.from_folder(tmp_path)
+    if are_in_order:
+        load_weights(tmp_path, config, dtype=torch.float32)
+    else:
+        with pytest.raises(ValueError, match="actorder: group"):
+            load_weights(tmp_path, config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("quantization", [PACKED, WHOLE_NUMBERS], ids=["packed", "int"])
+def test_what_compressed_tensors_packed_stays_so(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    """In bfloat16: no more than its file has, by what `legato check` says as well."""
+    write_packed(tmp_path, quantization)
+    config = ModelConfig.from_folder(tmp_path)
+    weights = load_weights(tmp_path, config, dtype=torch.bfloat16)
+    projections = {name: weight for name, weight in weights.items() if name.endswith("_proj.weight")}
+    assert all(isinstance(weight, QuantisedWeight) for weight in projections.values())
+    files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert sum(weight.nbytes for weight in weights.values()) < files  # what is not packed has 4 bytes there
+    stored = weight_sizes(tmp_path, config, 2, None, stays_quantised=True)
+    assert 0.7 < sum(stored.values()) / files <= 1.0
+    with pytest.raises(ValueError, match="quantised already"):
+        load_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)
 
 
 LOST = "model.layers.1.mlp.up_proj.qzeros"

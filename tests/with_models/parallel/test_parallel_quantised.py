@@ -34,8 +34,9 @@ from tests.with_models.parallel.test_parallel_model import (
     poisoned_cache,
     random_tokens,
 )
+from tests.with_models.test_fp8_checkpoints import BLOCKS, write_fp8
 from tests.with_models.test_gguf_weights import write_gguf
-from tests.with_models.test_weight_packing import AWQ, GPTQ, write_packed
+from tests.with_models.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
 
 INT8, INT4 = (Quantisation(name=name, group_size=32) for name in ("int8", "int4"))
 
@@ -67,6 +68,30 @@ def gptq(folder: Path) -> Path:
     return folder
 
 
+def in_4_bits(folder: Path) -> Path:
+    """With projections that are stored as one, and the embedding for its output layer."""
+    write_packed(folder, PACKED, family="phi-3-long")
+    return folder
+
+
+def in_8_bits(folder: Path) -> Path:
+    """With a scale for each output, so that a rank's part ends amid its only group."""
+    write_packed(folder, WHOLE_NUMBERS, symmetric=True, family="phi-3-long")
+    return folder
+
+
+def fp8(folder: Path) -> Path:
+    """Where a rank's part ends amid a block: an MLP of 112 by blocks of 48 and 32."""
+    write_fp8(folder, "llama", BLOCKS, num_hidden_layers=2, tie_word_embeddings=True)
+    return folder
+
+
+def fp8_latent(folder: Path) -> Path:
+    """kv_b_proj by heads of 40 outputs, which end amid blocks of 48, and experts of 40."""
+    write_fp8(folder, "deepseek-v3", BLOCKS, num_hidden_layers=3, tie_word_embeddings=True)
+    return folder
+
+
 def gguf(folder: Path) -> Path:
     """Of several kinds of blocks, and some tensors in none."""
     model = build_oracle("llama", folder / "hf", intermediate_size=128, tie_word_embeddings=True)
@@ -81,6 +106,10 @@ MODELS: dict[str, tuple[Callable[[Path], Path], Quantisation | None]] = {
     "int8, a latent": (latent, INT8),
     "awq": (awq, None),
     "gptq": (gptq, None),
+    "compressed-tensors of 4 bits": (in_4_bits, None),
+    "compressed-tensors of 8 bits": (in_8_bits, None),
+    "fp8": (fp8, None),
+    "fp8, latents": (fp8_latent, None),
     "gguf": (gguf, None),
 }
 
