@@ -225,6 +225,18 @@ def test_values_are_those_that_transformers_loads(tmp_path: Path) -> None:
         assert isinstance(weight, Tensor) and torch.equal(weight, theirs[name]), name
 
 
+def test_layers_for_drafting_are_passed_over(tmp_path: Path) -> None:
+    """As DeepSeek V3 has one behind the others, in FP8 as they are."""
+    (folder := tmp_path / "model").mkdir()
+    write_fp8(folder, "deepseek-v3", BLOCKS, num_hidden_layers=3, num_nextn_predict_layers=1)
+    file = folder / "model-0.safetensors"
+    numbers, scales, _ = in_fp8(torch.randn(64, 128), "blocks", (48, 32), torch.float32)
+    behind = "model.layers.3.eh_proj.weight"
+    save_file(load_file(file) | {behind: numbers, f"{behind}_scale_inv": scales}, file)
+    config = ModelConfig.from_folder(folder)
+    assert load_weights(folder, config, dtype=torch.float32).keys() == expected_shapes(config).keys()
+
+
 def test_it_can_be_rounded_to_8_bits(tmp_path: Path) -> None:
     """As a checkpoint of the values is."""
     torch.manual_seed(0)
