@@ -15,14 +15,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from engine.checkpoint.adapters import AdapterFiles
-from kernels.adapters import Adapter
-
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.model.transformer import Model
+    from kernels.adapters import Adapter
 
 
 @dataclass(eq=False, slots=True)
@@ -150,6 +146,9 @@ class AdapterPool:
 
 def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank: int) -> AdapterPool:
     """The pool of one model's adapters."""
+    import torch  # the schedulers, which this module is for as well, are also simulated, where nothing computes
+
+    from engine.checkpoint.adapters import AdapterFiles
 
     def load(digest: str, folder: Path) -> Adapter:
         files = AdapterFiles.read(folder)

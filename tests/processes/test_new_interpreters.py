@@ -61,9 +61,19 @@ def test_help_is_there_at_once() -> None:
     assert printed_by(program).splitlines()[-1] == "set() True"
 
 
-@pytest.mark.parametrize("module", ["cluster.app", "cluster.config.build_scheduler", "engine.checkpoint.store"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "cluster.app",
+        "cluster.config.build_scheduler",
+        "cluster.simulation.plan",
+        "cluster.simulation.whatif",
+        "engine.checkpoint.store",
+    ],
+)
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
-    """Whoever starts the application, gateways and the scheduler: torch takes 1.5 s of a core, in each of them."""
+    """Whoever starts the application, gateways, the scheduler and the simulator: torch takes 1.5 s of a core, in each
+    of them."""
     program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
     assert printed_by(program) == "set()"
 
