@@ -6,7 +6,6 @@ compared instead, and the rest of that prompt, which then goes another way, is n
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,31 +68,58 @@ class Reference:
     logprobs: list[dict[int, float]]  # of the four best tokens
 
 
+_known: dict[tuple[Path, tuple[int, ...], int], Reference] = {}
+
+
 def hf_reference(
-    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 20
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    guesses: Sequence[Sequence[int]] = (),
+    batch_size: int = 20,
 ) -> list[Reference]:
-    """Greedy continuations by Hugging Face `generate`, float32, end of sequence ignored.
+    """Greedy continuations by Hugging Face, float32, end of sequence ignored: by `generate`, but where a guess is found
+    to be right by one pass over all of its tokens, in two thirds of the time.
 
     Expects one thread for torch: several wait for each other in loops, and on a busy machine that takes minutes.
     """
-    return list(_hf_reference(folder, tuple(tuple(p) for p in prompts), num_tokens, batch_size))
+    keys = [(folder, tuple(prompt), num_tokens) for prompt in prompts]
+    if not all(key in _known for key in keys):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        for key, guess in zip(keys, guesses, strict=False):
+            if key not in _known and (reference := _confirmed(model, key[1], guess, num_tokens)):
+                _known[key] = reference
+        # Prompts of like length together: the less padding, the less work. Of the 64 above, the four long ones are
+        # alone.
+        left = sorted({key for key in keys if key not in _known}, key=lambda key: len(key[1]))
+        for start in range(0, len(left), batch_size):
+            some = left[start : start + batch_size]
+            _known.update(zip(some, _generate(model, [prompt for _, prompt, _ in some], num_tokens), strict=True))
+    return [_known[key] for key in keys]
 
 
-@functools.lru_cache(maxsize=4)
-def _hf_reference(
-    folder: Path, prompts: tuple[tuple[int, ...], ...], num_tokens: int, batch_size: int
-) -> tuple[Reference, ...]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    # Prompts of like length together: the less padding, the less work. Of the 64 above, the four long ones are alone.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: dict[int, Reference] = {}
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        found.update(zip(indices, _generate(model, [prompts[i] for i in indices], num_tokens), strict=True))
-    return tuple(found[i] for i in range(len(prompts)))
+def _confirmed(model: Any, prompt: tuple[int, ...], guess: Sequence[int], num_tokens: int) -> Reference | None:
+    """What `generate` finds if that is the guess: each of its tokens is the best behind those before it."""
+    if len(guess) != num_tokens:
+        return None
+    ids = torch.tensor([[*prompt, *guess[:-1]]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, logits_to_keep=num_tokens).logits[0]
+    best = torch.log_softmax(logits.float(), dim=-1).topk(4)
+    if best.indices[:, 0].tolist() != list(guess):
+        return None
+    return Reference(
+        token_ids=list(guess),
+        gaps=(best.values[:, 0] - best.values[:, 1]).tolist(),
+        logprobs=[
+            dict(zip(indices, values, strict=True))
+            for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ],
+    )
 
 
 def _generate(model: Any, prompts: list[tuple[int, ...]], num_tokens: int) -> list[Reference]:

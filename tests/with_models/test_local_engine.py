@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.cost_model.step_cost import StepCost
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
+from tests.support import exactness
 from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
 from tests.support.small_models import MaskProcessor, SmallModel, greedy, random_prompts
 
@@ -65,6 +67,22 @@ def _check_against_hugging_face(engine: LocalEngine, folder: Path, prompts: list
             if emission.token.token_id not in best:
                 break  # gone another way at a near-tie
             assert emission.token.logprobs.logprob == pytest.approx(best[emission.token.token_id], abs=1e-3)
+
+
+def test_what_hugging_face_says_is_no_matter_of_what_is_guessed(tmp_path: Path) -> None:
+    prompt, num_tokens = random_prompts([40])[0], 24
+    [said] = hf_reference(SmallModel("llama", tmp_path / "said").folder, [prompt], num_tokens)
+    tokens = said.token_ids
+    for number, wrong in enumerate(([*tokens[:-1], tokens[-1] ^ 1], tokens[:-1], [tokens[0] ^ 1, *tokens[1:]])):
+        folder = SmallModel("llama", tmp_path / str(number)).folder
+        assert hf_reference(folder, [prompt], num_tokens, guesses=[wrong]) == [said]
+    folder = SmallModel("llama", tmp_path / "right").folder
+    with mock.patch.object(exactness, "_generate", side_effect=AssertionError):
+        [found] = hf_reference(folder, [prompt], num_tokens, guesses=[tokens])
+    assert found.token_ids == tokens
+    assert found.gaps == pytest.approx(said.gaps, abs=1e-4)
+    for ours, best in zip(found.logprobs, said.logprobs, strict=True):
+        assert ours == pytest.approx(best, abs=1e-4)
 
 
 def test_smollm2_says_what_it_says_under_hugging_face(smollm2_folder: Path) -> None:
