@@ -22,6 +22,7 @@ from tests.in_process_cluster.test_worker_metrics import Scraper
 from tests.support.mini_cluster import MiniClusterConfig, cluster_of, mini_cluster
 from tests.support.mini_requests import tokens
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
+from tests.support.thoroughness import in_test_long
 from tests.support.waiting import eventually
 
 PARAMS = [greedy(40), greedy(40, temperature=0.8, seed=11), greedy(40, temperature=1.0, top_p=0.9, seed=5)]
@@ -89,7 +90,8 @@ async def test_of_real_text_the_same_drafts_are_right_behind_a_hand_off(smollm2_
     several steps to compute, on one worker and behind a hand-off."""
     deepened(smollm2_folder, tmp_path, 0.3, num_echoes=1)
     tokenizer = Tokenizer(smollm2_folder)
-    texts = [*QUESTIONS, f"Summarise this text:\n{TEXT.read_text(encoding='utf-8')[:2400]}"]
+    questions = [*QUESTIONS[:4], *in_test_long(*QUESTIONS[4:])]
+    texts = [*questions, f"Summarise this text:\n{TEXT.read_text(encoding='utf-8')[:2400]}"]
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
     engine: dict[str, object] = {"dtype": "bfloat16", "kv_blocks": 160}
     found: dict[int, list[tuple[list[int], int, int]]] = {0: [], 1: []}
