@@ -6,12 +6,10 @@ Small random models in float32. `test_tier_exactness_in_clusters` has the ways f
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.drafting.speculation import SpeculationConfig
 from engine.memory.devices import CPU
-from engine.parallel import processes
 from engine.steps.loading import EngineConfig, layout_of, served_config
 from kv_transfer.handoff import receiver
 from kv_transfer.handoff.sender import KvSender
@@ -35,7 +32,7 @@ from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
-from tests.support.forked_child import ForkedRank
+from tests.support.forked_child import fork_ranks
 from tests.support.mini_cluster import cluster_of
 from tests.support.mini_requests import tokens, tokens_of
 from tests.support.one_pool import computed_elsewhere, split
@@ -400,9 +397,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(autouse=True)
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tests/processes` starts them as workers do, and each takes two seconds for what it imports."""
-    forking = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})
-    monkeypatch.setattr(processes, "subprocess", forking)
+    fork_ranks(monkeypatch)
 
 
 @pytest.mark.parametrize("grammar", [None, *GRAMMARS[:2]], ids=["free", "list", "object"])

@@ -10,8 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from engine.parallel import processes
 from tests.support.waiting import HANGS_S
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -72,6 +76,13 @@ class ForkedRank(ForkedChild):
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test, each rank of a group is forked. `tests/processes` starts them as workers do, and each takes two
+    seconds for what it imports."""
+    forking = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})
+    monkeypatch.setattr(processes, "subprocess", forking)
 
 
 def _follow(leader: Connection, stdin: Connection) -> None:

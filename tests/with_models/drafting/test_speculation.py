@@ -5,8 +5,10 @@ Small random models, against the same engine without drafts, of which other test
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +26,9 @@ from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDraf
 from engine.drafting.speculation import Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
-from engine.steps.loading import EngineConfig, load_model
+from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from kernels.native.library import native_library
+from tests.support.forked_child import fork_ranks
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
 
 NUM_TOKENS = 20
@@ -116,6 +119,24 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They end with the test that has them."""
+    fork_ranks(monkeypatch)
+    with contextlib.ExitStack() as ends:
+
+        def load(config: EngineConfig) -> LoadedModel:
+            model = load_model(config)
+            ends.callback(model.runner.close)
+            return model
+
+        monkeypatch.setattr(sys.modules[__name__], "load", load)
+        yield
+
+
+load = load_model  # in a test, what it loads is closed
+
+
 def engine(
     model: SmallModel,
     drafter: Drafter | type[GrammarDrafter] | None = None,
@@ -128,7 +149,7 @@ def engine(
     wanted = {"dtype": model.dtype, "num_threads": 1, "block_size": 4, "kv_blocks": 400} | memory
     draft_ref = None if draft is None else str(draft)
     config = EngineConfig(model_ref=str(model.folder), model_name="small", draft_ref=draft_ref, **wanted)
-    loaded = load_model(config)
+    loaded = load(config)
     if isinstance(drafter, type):
         assert loaded.runner.sampler.masks is not None
         drafter = drafter(loaded.runner.sampler.masks)
