@@ -128,15 +128,15 @@ def test_a_newcomer_s_file_answers_and_says_where(quickstart: ServeRun) -> None:
 
 
 # Others than that one, than the one for nodes that fetch Legato from where it says, than those of which another one has
-# all that they have (tests/cluster/deployment/test_cluster_files.py), and than those whose pool without prefill workers
-# `models.yaml` has too: these in `make test-long`.
+# all that they have (tests/cluster/deployment/test_cluster_files.py), than those whose pool without prefill workers
+# `models.yaml` has too, and than the one whose tiers `test_ray_tiers` has: these in `make test-long`.
 @pytest.mark.parametrize(
     "path",
     [
         path
         for path in CPU_FILES
         if path.stem not in ("quickstart", "runtime_env", "cpu_2p2d", "auto")
-        and (THOROUGH or path.stem not in ("colocated", "quantised"))
+        and (THOROUGH or path.stem not in ("colocated", "quantised", "kv_tiers"))
     ],
     ids=lambda path: str(path.stem),
 )

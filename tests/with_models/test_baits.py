@@ -25,7 +25,7 @@ from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]  # of a machine that does other work, too
 
-EVERY: Final = 1 if THOROUGH else 16
+EVERY: Final = 1 if THOROUGH else 24
 MAX_TOKENS: Final = 80
 # Of which one breaks nearly any schema that brings no breaking instance of its own.
 BREAKING: Final[tuple[Any, ...]] = ({"name": "Ann", "age": "forty"}, ["a", 1], {}, "text", 12)
