@@ -146,7 +146,7 @@ class AdapterPool:
 
 def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank: int) -> AdapterPool:
     """The pool of one model's adapters."""
-    import torch  # the schedulers, which this module is for as well, are also simulated, where nothing computes
+    import torch  # who replays a log has the schedulers, which import this module, and computes nothing
 
     from engine.checkpoint.adapters import AdapterFiles
 
