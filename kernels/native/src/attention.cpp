@@ -22,8 +22,9 @@ inline Sums& sums_at(float* memory, int64_t index, int64_t stride) {
 
 // The item's rows: key head by key head, query by query, head by head.
 template <typename T>
-void list_rows(const Layer<T>& layer, const Item& item, std::vector<Row>& rows) {
-  const int64_t heads = layer.heads_per_key_head();
+void list_rows(const Layer<T>& layer, const Item& item, Buffers<T>& buffers) {
+  const int64_t heads = layer.heads_per_key_head(), width = layer.plan.head_dim;
+  std::vector<Row>& rows = buffers.rows;
   rows.resize(item.num_key_heads * item.num_queries * heads);
   Row* row = rows.data();
   for (int64_t key_head = item.first_key_head; key_head < item.first_key_head + item.num_key_heads; ++key_head) {
@@ -31,8 +32,14 @@ void list_rows(const Layer<T>& layer, const Item& item, std::vector<Row>& rows) 
       const T* numbers = layer.queries + (item.first_row() + query) * layer.row_stride;
       const int64_t position = item.position(query);
       for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
-        const auto* words = reinterpret_cast<const int32_t*>(numbers + head * layer.plan.head_dim);
-        *row++ = {words, query * layer.num_heads + head, layer.first_seen(position), position + 1, nullptr};
+        const T* numbers_of_head = numbers + head * width;
+        const void* own = numbers_of_head;
+        if constexpr (!Buffers<T>::kQueriesAsTheyAre) {
+          float* wide = buffers.queries + (row - rows.data()) * width;
+          widen(numbers_of_head, width, wide);
+          own = wide;
+        }
+        *row++ = {own, query * layer.num_heads + head, layer.first_seen(position), position + 1, nullptr};
       }
     }
   }
@@ -115,7 +122,7 @@ void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Bu
 
 template <typename T>
 void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers, float* partials) {
-  list_rows(layer, item, buffers.rows);
+  list_rows(layer, item, buffers);
   if (item.partial < 0) return compute_whole(layer, item, next, buffers);
   for (Row& row : buffers.rows) row.sums = &partial_sums(layer, item, row.place, partials);
   sum_split(layer, item, next, item.first_split, buffers);

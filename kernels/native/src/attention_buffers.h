@@ -33,8 +33,11 @@ class Scratch {
 
 template <typename T>
 struct Buffers {
+  static constexpr bool kQueriesAsTheyAre = std::is_same_v<T, typename Words<T>::Number>;
+
   std::vector<Row> rows;
   const T* zeros;  // of a token
+  typename Words<T>::Number* queries;  // [rows, head_dim], where they are not multiplied as what they are
   int32_t* keys;
   int32_t* values;
   float* split_sums;
@@ -44,12 +47,15 @@ struct Buffers {
     static thread_local Scratch scratch;
     const int64_t key_words = (layer.words() + 15) / 16 * 16 * kTileKeys, value_words = kTileKeys * layer.width();
     const int64_t sums_words = num_rows * layer.sums_stride(), num_words = key_words + value_words + 2 * sums_words;
-    keys = reinterpret_cast<int32_t*>(scratch.reserve(sizeof(int32_t) * (num_words + layer.token_stride())));
+    const int64_t query_words = kQueriesAsTheyAre ? 0 : num_rows * layer.plan.head_dim;
+    const int64_t all_words = num_words + layer.token_stride() + query_words;
+    keys = reinterpret_cast<int32_t*>(scratch.reserve(sizeof(int32_t) * all_words));
     values = keys + key_words;
     split_sums = reinterpret_cast<float*>(values + value_words);
     sums = split_sums + sums_words;
     std::fill_n(sums + sums_words, layer.token_stride(), 0.0f);
     zeros = reinterpret_cast<const T*>(sums + sums_words);
+    queries = reinterpret_cast<typename Words<T>::Number*>(sums + sums_words + layer.token_stride());
   }
 };
 

@@ -51,9 +51,13 @@ inline __attribute__((always_inline)) void multiply_keys(const TileInPlace& tile
       tile.ahead.ask();
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
+#pragma GCC unroll 2
+        for (int part = 0; part < Words<T>::kParts; ++part) {
 #pragma GCC unroll 12
-        for (int row = 0; row < kRows; ++row) {
-          sums[row] = Words<T>::add_product(sums[row], keys[i], _mm512_set1_epi32(rows[row].query[word + i]));
+          for (int row = 0; row < kRows; ++row) {
+            const auto query = Words<T>::of_one(rows[row].template numbers<T>(word + i), part);
+            sums[row] = Words<T>::add(sums[row], Words<T>::of_many(keys[i], part), query);
+          }
         }
       }
     }

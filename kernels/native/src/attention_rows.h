@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention_ahead.h"
 #include "exp.h"
@@ -19,7 +20,7 @@ constexpr float kNothingSeen = -1e30f;    // below every score; not infinite, so
 
 // Registers of outputs that are summed at a time, for so many rows.
 constexpr int width_vectors(int64_t num_rows) {
-  if (kRegisters < 32) return num_rows > kBlockRows / 2 ? 1 : 2;
+  if (kRegisters < 32) return 1;
   return num_rows > kBlockRows ? 2 : 4;
 }
 
@@ -35,10 +36,16 @@ struct Sums {
 inline int64_t sums_size(int64_t width) { return static_cast<int64_t>(sizeof(Sums) / sizeof(float)) + width; }
 
 struct Row {
-  const int32_t* query;  // words
+  const void* query;     // [head_dim] of Words<T>::Number
   int64_t place;         // in [queries of the item, heads]
   int64_t first, stop;   // the tokens that it sees
   Sums* sums;
+
+  // Those of a word.
+  template <typename T>
+  const typename Words<T>::Number* numbers(int64_t word) const {
+    return static_cast<const typename Words<T>::Number*>(query) + word * Words<T>::kNumbers;
+  }
 };
 
 // A tile of one key head.
@@ -78,10 +85,14 @@ inline __attribute__((always_inline)) void multiply_keys(const PackedTile& tile,
       __m512 sums[kRows];
       for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_ps();
       for (int64_t word = 0; word < tile.words; ++word) {
-        const __m512i keys = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+        const __m512i words = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+#pragma GCC unroll 2
+        for (int part = 0; part < Words<T>::kParts; ++part) {
+          const auto keys = Words<T>::of_many(words, part);
 #pragma GCC unroll 6
-        for (int row = 0; row < kRows; ++row) {
-          sums[row] = Words<T>::add_product(sums[row], keys, _mm512_set1_epi32(rows[row].query[word]));
+          for (int row = 0; row < kRows; ++row) {
+            sums[row] = Words<T>::add(sums[row], keys, Words<T>::of_one(rows[row].template numbers<T>(word), part));
+          }
         }
       }
       for (int row = 0; row < kRows; ++row) products[row][v] = sums[row];
@@ -91,12 +102,15 @@ inline __attribute__((always_inline)) void multiply_keys(const PackedTile& tile,
   for (int64_t word = 0; word < tile.words; ++word) {
     __m512i keys[kVectors];
     for (int64_t v = 0; v < kVectors; ++v) keys[v] = _mm512_loadu_si512(tile.keys + word * kTileKeys + v * 16);
+#pragma GCC unroll 2
+    for (int part = 0; part < Words<T>::kParts; ++part) {
 #pragma GCC unroll 6
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i query = _mm512_set1_epi32(rows[row].query[word]);
+      for (int row = 0; row < kRows; ++row) {
+        const auto query = Words<T>::of_one(rows[row].template numbers<T>(word), part);
 #pragma GCC unroll 4
-      for (int64_t v = 0; v < kVectors; ++v) {
-        products[row][v] = Words<T>::add_product(products[row][v], keys[v], query);
+        for (int64_t v = 0; v < kVectors; ++v) {
+          products[row][v] = Words<T>::add(products[row][v], Words<T>::of_many(keys[v], part), query);
+        }
       }
     }
   }
@@ -116,11 +130,16 @@ inline uint64_t tokens_seen(const Row& row, int64_t first_token) {
   return first <= 0 ? before_stop : before_stop & ~((1ull << first) - 1);
 }
 
-inline void store_weights(float* into, const __m512 (&weights)[kKeyVectors]) {
-  for (int64_t v = 0; v < kKeyVectors; ++v) _mm512_storeu_ps(into + 16 * v, weights[v]);
+// Of values of type T, whose precision they get.
+template <typename T>
+void store_weights(float* into, const __m512 (&weights)[kKeyVectors]) {
+  for (int64_t v = 0; v < kKeyVectors; ++v) {
+    _mm512_storeu_ps(into + 16 * v, std::is_same_v<T, float> ? weights[v] : rounded(weights[v]));
+  }
 }
 
-inline void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
+template <typename T>
+void store_weights(bf16* into, const __m512 (&weights)[kKeyVectors]) {
   for (int64_t v = 0; v < kKeyVectors; v += 2) {
     _mm512_storeu_si512(into + 16 * v, as_words(_mm512_cvtne2ps_pbh(weights[v + 1], weights[v])));
   }
@@ -150,7 +169,8 @@ inline __attribute__((always_inline)) __m512 move_reference(Sums& sums, __m512 l
 template <typename T>
 inline __attribute__((always_inline)) __m512 weigh(int64_t first_token, const Row& row,
                                                    const Exponents& exponents,
-                                                   const __m512 (&products)[kKeyVectors], T* weights) {
+                                                   const __m512 (&products)[kKeyVectors],
+                                                   typename Words<T>::Number* weights) {
   __m512 score[kKeyVectors], weight[kKeyVectors];
   const __m512 scale = _mm512_set1_ps(exponents.scale), nothing = _mm512_set1_ps(kNothing);
   const uint64_t seen = tokens_seen(row, first_token);
@@ -164,32 +184,36 @@ inline __attribute__((always_inline)) __m512 weigh(int64_t first_token, const Ro
   for (int64_t v = 0; v < kKeyVectors; ++v) {
     __m512 exponent = _mm512_fmsub_ps(score[v], scale, reference);
     if (seen != ~0ull) exponent = _mm512_max_ps(exponent, nothing);
-    weight[v] = weight_of(exponent, weights);
+    weight[v] = weight_of(exponent, static_cast<const T*>(nullptr));
   }
-  store_weights(weights, weight);
+  store_weights<T>(weights, weight);
   const __m512 added = _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
   _mm512_storeu_ps(row.sums->weights, _mm512_add_ps(_mm512_loadu_ps(row.sums->weights), added));
   return factor;
 }
 
 template <typename T, int kRows, int kVectors, typename Tile>
-inline void add_values(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
+inline void add_values(const Tile& tile, const Row* rows, const typename Words<T>::Number* weights,
+                       const __m512* factors, int64_t at) {
   __m512 sums[kRows][kVectors];
   for (int row = 0; row < kRows; ++row) {
     for (int v = 0; v < kVectors; ++v) {
       sums[row][v] = _mm512_mul_ps(_mm512_loadu_ps(rows[row].sums->values + at + 16 * v), factors[row]);
     }
   }
-  const auto* words = reinterpret_cast<const int32_t*>(weights);
-  constexpr int64_t kRowWords = kTileKeys / Words<T>::kNumbers;
   for (int64_t step = 0; step < tile.steps; ++step) {
     __m512i values[kVectors];
     load_step(tile, step, at, values);
+#pragma GCC unroll 2
+    for (int part = 0; part < Words<T>::kParts; ++part) {
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i weight = _mm512_set1_epi32(words[row * kRowWords + step]);
+      for (int row = 0; row < kRows; ++row) {
+        const auto weight = Words<T>::of_one(weights + row * kTileKeys + step * Words<T>::kNumbers, part);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = Words<T>::add_product(sums[row][v], values[v], weight);
+        for (int v = 0; v < kVectors; ++v) {
+          sums[row][v] = Words<T>::add(sums[row][v], Words<T>::of_many(values[v], part), weight);
+        }
+      }
     }
   }
   for (int row = 0; row < kRows; ++row) {
@@ -198,7 +222,8 @@ inline void add_values(const Tile& tile, const Row* rows, const T* weights, cons
 }
 
 template <typename T, int kRows, int kVectors, typename Tile>
-inline void add_rest(const Tile& tile, const Row* rows, const T* weights, const __m512* factors, int64_t at) {
+inline void add_rest(const Tile& tile, const Row* rows, const typename Words<T>::Number* weights,
+                     const __m512* factors, int64_t at) {
   if (tile.width - at == kVectors * 16) return add_values<T, kRows, kVectors>(tile, rows, weights, factors, at);
   if constexpr (kVectors > 1) add_rest<T, kRows, kVectors - 1>(tile, rows, weights, factors, at);
 }
@@ -206,13 +231,13 @@ inline void add_rest(const Tile& tile, const Row* rows, const T* weights, const 
 template <typename T, int kRows, typename Tile>
 void attend_block(const Tile& tile, const Row* rows, const Exponents& exponents) {
   __m512 products[kRows][kKeyVectors], factors[kRows];
-  alignas(64) T weights[kRows][kTileKeys];
+  alignas(64) typename Words<T>::Number weights[kRows][kTileKeys];
   for (int row = 0; row < kRows; ++row) {
     for (int64_t v = 0; v < kKeyVectors; ++v) products[row][v] = _mm512_setzero_ps();
   }
   multiply_keys<T, kRows>(tile, rows, products);
   for (int row = 0; row < kRows; ++row) {
-    factors[row] = weigh(tile.first, rows[row], exponents, products[row], weights[row]);
+    factors[row] = weigh<T>(tile.first, rows[row], exponents, products[row], weights[row]);
   }
   constexpr int kVectors = width_vectors(kRows);
   int64_t at = 0;

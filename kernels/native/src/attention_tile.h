@@ -20,17 +20,21 @@ struct Words;
 template <>
 struct Words<float> {
   static constexpr int64_t kNumbers = 1;
-  static __m512 add_product(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  static constexpr int kParts = 1;
+  using Number = float;  // of queries and weights
+  using Lanes = __m512;
+  static Lanes of_many(__m512i words, int) { return _mm512_castsi512_ps(words); }
+  static Lanes of_one(const float* word, int) {
+    int32_t bits;
+    __builtin_memcpy(&bits, word, sizeof bits);
+    return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
   }
+  static __m512 add(__m512 sum, Lanes many, Lanes one) { return _mm512_fmadd_ps(many, one, sum); }
 };
 
 template <>
-struct Words<bf16> {
+struct Words<bf16> : Pairs<> {
   static constexpr int64_t kNumbers = 2;
-  static __m512 add_product(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(sum, as_pairs(a), as_pairs(b));
-  }
 };
 
 // Transposes 16 rows of 16 words; `from[i] + word` is row i, of which `lanes` are there.

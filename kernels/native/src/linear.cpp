@@ -3,6 +3,8 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
+#include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "calls.h"
@@ -13,44 +15,77 @@ namespace {
 using namespace legato;
 
 // Rows of a tile: with both halves of a panel 24 registers of sums, of 32. Where there are fewer, a tile of more rows
-// than kWholeRows passes by one half after the other: 6 of 8.
+// than kWholeRows passes by one half after the other (`kSplit`): 6 of 8.
 constexpr int kTile = kRegisters == 32 ? 12 : 6;
 constexpr int kWholeRows = kRegisters == 32 ? 12 : 2;
-constexpr int64_t kWorthThreads = 1 << 18;  // numbers of a weight, from which on other threads are called to pack it
+constexpr bool kSplit = kWholeRows < kTile;
+constexpr int64_t kWorthThreads = 1 << 18;  // numbers, from which on other threads are called to pack or widen them
 
 // Numbers of a packed weight: outputs are filled up to half a panel or a whole one.
 int64_t packed_size(int64_t inputs, int64_t outputs) { return (outputs + kHalf - 1) / kHalf * kHalf * inputs; }
 
-// One input of 16 outputs, or, in bfloat16, two: the instruction multiplies and adds pairs.
+// One input of 16 outputs, or, in bfloat16, two: see `Pairs`.
 template <typename T>
 struct Inputs;
 
 template <>
 struct Inputs<float> {
   static constexpr int64_t kTogether = 1;
+  static constexpr int kParts = 1;
+  using Number = float;
   using Lanes = __m512;
-  static Lanes of_weight(const float* panel) { return _mm512_loadu_ps(panel); }
-  static Lanes of_row(const float* x) { return _mm512_set1_ps(*x); }
+  static Lanes of_weight(const float* panel, int) { return _mm512_loadu_ps(panel); }
+  static Lanes of_one(const float* x, int) { return _mm512_set1_ps(*x); }
   static __m512 add(__m512 sum, Lanes weight, Lanes x) { return _mm512_fmadd_ps(weight, x, sum); }
 };
 
 template <>
-struct Inputs<bf16> {
+struct Inputs<bf16> : Pairs<> {
   static constexpr int64_t kTogether = 2;
-  using Lanes = __m512bh;
-  static Lanes of_weight(const bf16* panel) { return as_pairs(_mm512_loadu_si512(panel)); }
-  static Lanes of_row(const bf16* x) {
-    int32_t both;
-    __builtin_memcpy(&both, x, sizeof both);
-    return as_pairs(_mm512_set1_epi32(both));
+  static Lanes of_weight(const bf16* panel, int part) { return of_many(_mm512_loadu_si512(panel), part); }
+};
+
+// The rows of one call's jobs as they are multiplied; where that is not what they are, in the calling thread's memory,
+// and good until it calls again.
+template <typename T>
+class Rows {
+ public:
+  using Number = typename Inputs<T>::Number;
+
+  // Of all jobs together.
+  explicit Rows(int64_t numbers) {
+    if constexpr (!std::is_same_v<T, Number>) {
+      static thread_local std::vector<Number> memory;
+      if (static_cast<int64_t>(memory.size()) < numbers) memory.resize(numbers);
+      next_ = memory.data();
+    }
   }
-  static __m512 add(__m512 sum, Lanes weight, Lanes x) { return _mm512_dpbf16_ps(sum, weight, x); }
+
+  const Number* of(const T* x, int64_t numbers) {
+    if constexpr (std::is_same_v<T, Number>) {
+      return x;
+    } else {
+      Number* into = next_;
+      next_ += numbers;
+      const int64_t pieces = (numbers + kPiece - 1) / kPiece;
+      share_evenly(pieces, numbers >= kWorthThreads, [&](int64_t piece) {
+        const int64_t first = piece * kPiece;
+        widen(x + first, std::min(kPiece, numbers - first), into + first);
+      });
+      return into;
+    }
+  }
+
+ private:
+  static constexpr int64_t kPiece = 1 << 12;  // numbers of one piece of work
+
+  Number* next_ = nullptr;
 };
 
 template <typename T>
 struct Linear {
-  const T* x;       // [rows, inputs]
-  const T* weight;  // [panels, inputs / kTogether, width of the panel, kTogether]: what `pack` made
+  const typename Inputs<T>::Number* x;  // [rows, inputs]
+  const T* weight;                      // [panels, inputs / kTogether, width of the panel, kTogether]: what `pack` made
   int64_t rows, inputs;
   Outputs<T> to;
   const Stretches* soon = nullptr;  // what is read after the weight, if that is known
@@ -78,18 +113,21 @@ void compute_tile(const Linear<T>& job, int64_t first_row, int64_t panel, const 
   using In = Inputs<T>;
   constexpr int64_t width = kWhole ? kPanel : kHalf;
   const T* weight = job.weight + panel * job.inputs * kPanel + kFirst * In::kTogether;
-  const T* x = job.x + first_row * job.inputs;
+  const auto* x = job.x + first_row * job.inputs;
   __m512 left[kRows], right[kRows];
   for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
   for (int64_t input = 0; input < job.inputs; input += In::kTogether, ahead += 64) {
     if constexpr (kAhead) _mm_prefetch(ahead, _MM_HINT_T1);
-    const auto a = In::of_weight(weight + input * width);
-    const auto b = kBoth ? In::of_weight(weight + input * width + kHalf * In::kTogether) : a;
+#pragma GCC unroll 2
+    for (int part = 0; part < In::kParts; ++part) {
+      const auto a = In::of_weight(weight + input * width, part);
+      const auto b = kBoth ? In::of_weight(weight + input * width + kHalf * In::kTogether, part) : a;
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      const auto own = In::of_row(x + row * job.inputs + input);
-      left[row] = In::add(left[row], a, own);
-      if constexpr (kBoth) right[row] = In::add(right[row], b, own);
+      for (int row = 0; row < kRows; ++row) {
+        const auto own = In::of_one(x + row * job.inputs + input, part);
+        left[row] = In::add(left[row], a, own);
+        if constexpr (kBoth) right[row] = In::add(right[row], b, own);
+      }
     }
   }
   for (int row = 0; row < kRows; ++row) {
@@ -105,7 +143,9 @@ void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t
       return compute_tile<T, kRows, kAhead, kWhole>(job, first_row, panel, ahead);
     } else {
       compute_tile<T, kRows, kAhead, kWhole, false>(job, first_row, panel, ahead);
-      return compute_tile<T, kRows, false, kWhole, false, kHalf>(job, first_row, panel, nullptr);
+      const int64_t half = job.inputs * kHalf * static_cast<int64_t>(sizeof(T));
+      if constexpr (kAhead) ahead += half;
+      return compute_tile<T, kRows, kAhead, kWhole, false, kHalf>(job, first_row, panel, ahead);
     }
   }
   if constexpr (kRows > 1) compute_rows<T, kRows - 1, kAhead, kWhole>(job, first_row, rows, panel, ahead);
@@ -113,18 +153,20 @@ void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t
 
 // In tiles that are as equal as may be: few rows left over would take longer than their share. While the second and the
 // third tile compute, memory has time for the thread's next panel, which there is none of behind half a panel. So the
-// first tile, which would read the panel from memory, has time to ask for what comes after the weight.
+// first tile, which would read the panel from memory, has time to ask for what comes after the weight. Where tiles are
+// split, the second one's two passes ask, and an only one's.
 template <typename T, bool kWhole>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
   const int64_t half = job.inputs * kHalf * static_cast<int64_t>(sizeof(T));
   const int64_t tiles = (job.rows + kTile - 1) / kTile;
-  const char* soon = tiles > 1 ? soon_from(job.soon, panel, job.inputs / Inputs<T>::kTogether) : nullptr;
+  const int64_t lines = job.inputs / Inputs<T>::kTogether * (kSplit ? 2 : 1);
+  const char* soon = tiles > 1 ? soon_from(job.soon, panel, lines) : nullptr;
   for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
     const int64_t rows = (job.rows - row) / (tiles - tile);
     if (kWhole && tile == 0 && soon) {
       compute_rows<T, kTile, kWhole, kWhole>(job, row, rows, panel, soon);
-    } else if (kWhole && (tile == 1 || tile == 2)) {
+    } else if (kWhole && (kSplit ? tile == std::min<int64_t>(1, tiles - 1) : tile == 1 || tile == 2)) {
       compute_rows<T, kTile, kWhole, kWhole>(job, row, rows, panel, ahead);
       ahead += half;
     } else {
@@ -143,10 +185,11 @@ void compute(const Linear<T>* jobs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) ends.push_back((i ? ends.back() : 0) + num_panels(jobs[i].to.outputs));
   const int64_t threads = team_size();
   const bool few_rows = std::all_of(jobs, jobs + count, [](const Linear<T>& job) { return job.rows <= kTile; });
+  const int64_t stride = kSplit && few_rows ? 1 : threads;  // to the panel that the same thread probably takes next
   share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
     const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
     const int64_t panels = num_panels(jobs[i].to.outputs), panel = at - (ends[i] - panels);
-    const int64_t next = std::min(panel + threads, panels - 1);
+    const int64_t next = std::min(panel + stride, panels - 1);
     width_of(jobs[i].to.outputs, panel) == kPanel ? compute_panel<T, true>(jobs[i], panel, next)
                                                   : compute_panel<T, false>(jobs[i], panel, next);
   });
@@ -156,12 +199,14 @@ template <typename T>
 void compute_groups(const RowGroups& groups, const T* x, T* out) {
   static thread_local std::vector<Linear<T>> kept;
   kept.clear();
+  const int64_t numbers = groups.starts[groups.count] * groups.projections->inputs;
+  const auto* all = Rows<T>(numbers).of(x, numbers);
   for (int64_t i = 0; i < groups.count; ++i) {
     const Projection& by = groups.projections[i];
     const int64_t first = groups.starts[i], rows = groups.starts[i + 1] - first;
     if (!rows) continue;
     const Outputs<T> to{static_cast<const T*>(by.bias), nullptr, out + first * by.outputs, by.outputs};
-    kept.push_back({x + first * by.inputs, static_cast<const T*>(by.weight), rows, by.inputs, to});
+    kept.push_back({all + first * by.inputs, static_cast<const T*>(by.weight), rows, by.inputs, to});
   }
   if (!kept.empty()) compute(kept.data(), static_cast<int64_t>(kept.size()));
 }
@@ -170,11 +215,16 @@ template <typename T>
 void compute_products(const Product* products, int64_t count) {
   static thread_local std::vector<Linear<T>> kept;
   kept.clear();
-  for (const Product* product = products; product < products + count; ++product) {
+  const auto* end = products + count;
+  Rows<T> all(std::accumulate(products, end, int64_t{0}, [](int64_t sum, const Product& product) {
+    return sum + product.rows * product.by->inputs;
+  }));
+  for (const Product* product = products; product < end; ++product) {
     const Projection& by = *product->by;
     const Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product->residual),
                         static_cast<T*>(product->out), by.outputs};
-    kept.push_back({static_cast<const T*>(product->x), static_cast<const T*>(by.weight), product->rows, by.inputs, to});
+    const auto* x = all.of(static_cast<const T*>(product->x), product->rows * by.inputs);
+    kept.push_back({x, static_cast<const T*>(by.weight), product->rows, by.inputs, to});
   }
   if (!kept.empty()) compute(kept.data(), static_cast<int64_t>(kept.size()));
 }
@@ -182,10 +232,11 @@ void compute_products(const Product* products, int64_t count) {
 template <typename T>
 void compute_one(const Product& product, const Stretches& soon) {
   const Projection& by = *product.by;
+  const int64_t numbers = product.rows * by.inputs;
+  const auto* x = Rows<T>(numbers).of(static_cast<const T*>(product.x), numbers);
   const Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product.residual),
                       static_cast<T*>(product.out), by.outputs};
-  const auto *x = static_cast<const T*>(product.x), *weight = static_cast<const T*>(by.weight);
-  const Linear<T> job{x, weight, product.rows, by.inputs, to, &soon};
+  const Linear<T> job{x, static_cast<const T*>(by.weight), product.rows, by.inputs, to, &soon};
   compute(&job, 1);
 }
 
@@ -193,9 +244,10 @@ template <typename T>
 void compute_heads(const T* x, int64_t heads, int64_t rows, int64_t inputs, const T* weights, int64_t outputs, T* out) {
   static thread_local std::vector<Linear<T>> kept;
   kept.clear();
+  const auto* all = Rows<T>(heads * rows * inputs).of(x, heads * rows * inputs);
   for (int64_t head = 0; head < heads; ++head) {
     const Outputs<T> to{nullptr, nullptr, out + head * rows * outputs, outputs};
-    kept.push_back({x + head * rows * inputs, weights + head * packed_size(inputs, outputs), rows, inputs, to});
+    kept.push_back({all + head * rows * inputs, weights + head * packed_size(inputs, outputs), rows, inputs, to});
   }
   compute(kept.data(), heads);
 }
@@ -249,13 +301,15 @@ void linear_pack_f32(const float* weight, int64_t inputs, int64_t outputs, float
 
 void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,
                  const bf16* residual, bf16* out) {
-  const Linear<bf16> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
+  const auto* own = Rows<bf16>(rows * inputs).of(x, rows * inputs);
+  const Linear<bf16> job{own, weight, rows, inputs, {bias, residual, out, outputs}};
   compute(&job, 1);
 }
 
 void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
                 const float* residual, float* out) {
-  const Linear<float> job{x, weight, rows, inputs, {bias, residual, out, outputs}};
+  const auto* own = Rows<float>(rows * inputs).of(x, rows * inputs);
+  const Linear<float> job{own, weight, rows, inputs, {bias, residual, out, outputs}};
   compute(&job, 1);
 }
 

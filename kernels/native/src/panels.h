@@ -28,7 +28,7 @@ struct Outputs {
 
 // 16 sums of a row become outputs from `output` on.
 template <typename T>
-void finish(const Outputs<T>& to, int64_t row, int64_t output, __m512 sum) {
+LEGATO_OF_LANES void finish(const Outputs<T>& to, int64_t row, int64_t output, __m512 sum) {
   if (output >= to.outputs) return;
   const __mmask16 lanes = first_lanes(to.outputs - output);
   if (to.bias) sum = _mm512_add_ps(sum, load(to.bias + output, lanes));

@@ -10,10 +10,16 @@
 
 #ifdef __AVX512BF16__
 
+// Before a function that registers are given to by value.
+#define LEGATO_OF_LANES inline
+
 namespace legato {
 
 // Registers of 16 numbers that a loop may keep its sums in.
 constexpr int kRegisters = 32;
+
+// Whether an instruction multiplies and adds pairs of bfloat16.
+constexpr bool kPairProducts = true;
 
 // Two bfloat16 in each of 16 words, as what is multiplied and added in pairs.
 inline __m512bh as_pairs(__m512i words) { return reinterpret_cast<__m512bh>(words); }

@@ -9,9 +9,13 @@
 #include <cstdint>
 #include <cstring>
 
+// Two registers for one would go by memory, in pieces that come back slowly.
+#define LEGATO_OF_LANES inline __attribute__((always_inline))
+
 namespace legato {
 
 constexpr int kRegisters = 8;  // of 16 numbers
+constexpr bool kPairProducts = false;
 
 struct Floats16 {
   __m256 low, high;
