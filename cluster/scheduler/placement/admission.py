@@ -182,15 +182,15 @@ class Admission:
             self.attainment.observe(self._groups(query), in_time)
 
     def _share(self, query: Place, now: float) -> float:
-        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then; and
-        whole for those whose length or tenant is below its floor. Another tenant's that is ahead of one which falls
-        short have none."""
-        kept = 0.0
-        if any(self.attainment.is_below_floor(group) for group in self._groups(query)):
+        """See `DecisionPolicy.admits`: whole while nobody is turned away, since nobody needs the room then; whole for
+        those whose length or tenant is below its floor, and for who comes back when told to, whoever its tenant is:
+        else what it was told does not hold. Another tenant's that is ahead of one which falls short have none."""
+        kept, is_back = 0.0, self._calendar.match(query.question, now)
+        if is_back or any(self.attainment.is_below_floor(group) for group in self._groups(query)):
             pass
         elif self._is_ahead(query.tenant, now):
             kept = 1.0
-        elif self._calendar.is_due(now) and not self._calendar.match(query.question, now):
+        elif self._calendar.is_due(now):
             kept = self._calendar.return_rate
         return 1.0 - kept * self._lack() * (1.0 - CONTESTED_SHARE)
 

@@ -31,7 +31,7 @@ RETURN_SMOOTHING: Final = 0.1
 
 # Of the pace at which work is placed, what is given out. More lets clients come back sooner, in place of newcomers:
 # these are refused for it, and the longest most of all (decision 0022).
-CALENDAR_SHARE: Final = 0.25
+CALENDAR_SHARE: Final = 0.15
 BUCKET_S: Final = 1.0  # of the calendar
 CONTENTION_S: Final = 1.0  # between two rejections, at most: what is placed then is what there is room for
 PACE_OVER_S: Final = 20.0  # of contention, over which the pace is smoothed

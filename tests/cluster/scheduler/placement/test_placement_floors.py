@@ -100,6 +100,20 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
     assert _ask(admission, "second", now, **long).outcome is AdmissionOutcome.PLACED
 
 
+def test_who_comes_back_when_told_to_leaves_no_room_though_its_tenant_is_ahead() -> None:
+    """What it was told is for it, not for its tenant: another request of that tenant leaves room."""
+    admission = _lacking(_busy())
+    for tenant in ("a", "b"):
+        admission._shares.ask(tenant, 0.0)
+    admission._shares.serve("a", 100_000, 0)
+    for _ in range(20):
+        admission.attainment.observe(["b"], 0.2)
+    long: dict[str, Any] = {"tenant": "a", "ttft_s": 15.0}  # of which it would have waited for 8 s
+    admission._calendar.reserve(query_of(num_tokens=4000, **long).question, 0.0, 1.0, 1, 0.0)
+    assert _ask(admission, "another", 0.0, num_tokens=4001, **long).outcome is not AdmissionOutcome.PLACED
+    assert _ask(admission, "back", 0.0, num_tokens=4000, **long).outcome is AdmissionOutcome.PLACED
+
+
 @pytest.mark.parametrize("of_the_other", [0.2, 1.0])
 def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_the_other: float) -> None:
     """Of eight tenants that ask for unlike amounts all but one have had more than another."""

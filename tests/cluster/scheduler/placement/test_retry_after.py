@@ -70,7 +70,7 @@ def test_clients_are_known_again_while_they_are_expected() -> None:
     first = calendar.reserve("a", 210.0, 8.0, 4, 200.0)
     second = calendar.reserve("b", 210.0, 1.0, 4, 200.0)
     assert first == 210.0
-    assert second == pytest.approx(214.0), "a quarter of four workers' time, and half are expected"
+    assert second == pytest.approx(210.0 + 4.0 / 0.6), "0.15 of four workers' time, and half are expected"
     assert calendar.reserve("c", 205.0, 1.0, 4, 200.0) == 205.0
     calendar.served("c")
     assert calendar.reserve("b", 205.0, 1.0, 4, 201.0) == second, "too early: it keeps its turn"
@@ -81,8 +81,8 @@ def test_clients_are_known_again_while_they_are_expected() -> None:
     calendar.served("a")
     calendar.served("a")
     assert not calendar.match("a", 210.0)
-    assert not calendar.is_due(212.5)
-    assert calendar.is_due(213.0)
+    assert not calendar.is_due(215.5)
+    assert calendar.is_due(216.0)
     assert not calendar.is_due(220.0)
     assert len(calendar) == 0
 
