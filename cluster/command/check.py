@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cluster.command.serve import count_gpus, is_config, model_document, require_model
 from cluster.config.fields import format_budget
 from cluster.config.load import ConfigError, load_config
-from cluster.config.settings import LegatoConfig
+from cluster.config.settings import GatewaySettings, LegatoConfig
 from cluster.deployment.capacity import needs, require_room
 from engine.memory.control_groups import usable_cores
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(str(error))
         else:
             bytes_on_cpu += [_bytes_on_cpu(served, workers)] if workers else []
-    for note in _notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ():
+    for note in (*_storage_notes(config), *(_notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ())):
         print(f"Note: {note}")
     return _tell(list(dict.fromkeys(problems)))
 
@@ -359,6 +359,18 @@ def _bytes_on_cpu(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> 
     """The memory that all workers of the one model of a configuration take together, as far as they are on CPUs."""
     on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}
     return sum(config.pools[role].replicas * found.total_bytes for role, found in on_cpu.items())
+
+
+def _storage_notes(config: LegatoConfig) -> Iterator[str]:
+    """Yields a note where gateways of several nodes would each keep what clients leave in a folder of its own node."""
+    gateway = config.gateway
+    folder = GatewaySettings.model_fields["storage"].default
+    if config.network.host == "node" and gateway.replicas > 1 and gateway.storage == folder:
+        yield (
+            f"network.host is node, and {gateway.replicas} gateways keep files, batches and responses in"
+            f" {folder}, which each node has for itself: which of them are found would depend on the gateway that"
+            " answers; set gateway.storage to a folder that all nodes see, or to null, and such requests are refused"
+        )
 
 
 def _notes(config: LegatoConfig, together: int) -> Iterator[str]:

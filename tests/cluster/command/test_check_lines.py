@@ -9,6 +9,7 @@ import pytest
 from cluster.__main__ import main
 from cluster.config.load import ConfigError, load_config
 
+ROOT = Path(__file__).parents[3]
 SERVED = """\
 # A comment.
 applications:
@@ -90,3 +91,30 @@ def test_a_folder_or_a_file_that_is_not_there_cannot_be_fetched(
     told = capsys.readouterr()
     assert "fetches it" not in told.out
     assert f"error: model {ref!r} is not known: give a built-in name" in told.err
+
+
+@pytest.mark.parametrize(
+    ("told", "is_noted"),
+    [
+        ("gateway: {replicas: 2}\nnetwork: {host: node}\n", True),
+        ("gateway: {replicas: 1}\nnetwork: {host: node}\n", False),
+        ("gateway: {replicas: 2}\n", False),
+        ("gateway: {replicas: 2, storage: /mnt/shared}\nnetwork: {host: node}\n", False),
+        ("gateway: {replicas: 2, storage: null}\nnetwork: {host: node}\n", False),
+    ],
+)
+def test_gateways_of_several_nodes_that_each_keep_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, told: str, is_noted: bool
+) -> None:
+    """The model is not looked at: it is none that is here."""
+    path = tmp_path / "tree.yaml"
+    path.write_text(f"model: {{ref: nobody/has-this}}\n{told}")
+    assert checked(monkeypatch, str(path)) == 0
+    assert ("Note: network.host is node, and 2 gateways" in capsys.readouterr().out) == is_noted
+
+
+def test_shipped_files_for_several_nodes_share_what_clients_leave(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(monkeypatch, str(ROOT / "ray_configs" / "gpu_autoscale.yaml")) == 0
+    assert "gateway.storage" not in capsys.readouterr().out

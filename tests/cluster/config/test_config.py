@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ from cluster.config.load import (
 )
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
+from cluster.simulation.plan.worker_memory import predict_memory
 from cluster.slo.classes import NO_TARGETS, SloConfig
+from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape
 from engine.drafting.speculation import SpeculationConfig, drafters_of
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.worker.replica import ReplicaSite
@@ -45,6 +48,7 @@ from kv_transfer.worker.replica import ReplicaSite
 ROOT = Path(__file__).parents[3]
 # The others say how a cluster is started: tests/cluster/deployment/test_cluster_files.py.
 FILES = [path for path in sorted((ROOT / "ray_configs").glob("*.yaml")) if "\napplications:\n" in path.read_text()]
+QWEN3_8B = replace(LLAMA_3_1_8B, name="Qwen3-8B", num_layers=36, intermediate_size=12288, vocab_size=151_936)
 GIVEN = "0123456789abcdef"  # the shortest that will do
 
 
@@ -78,10 +82,40 @@ def test_what_the_shipped_files_are_for() -> None:
     assert (configs["cpu_2p2d"].prefill.replicas, configs["cpu_2p2d"].decode.replicas) == (2, 2)
     assert configs["gpu_1p1d"].prefill.num_gpus == configs["gpu_1p1d"].decode.num_gpus == 1
     group = configs["gpu_tensor_parallel"]
-    assert (group.prefill.num_gpus, group.decode.num_gpus) == (2, 4)
+    assert (group.prefill.num_gpus, group.decode.num_gpus) == (4, 4)
     scaled = configs["gpu_autoscale"]
     assert scaled.prefill.autoscaling is not None and scaled.decode.autoscaling is not None
     assert scaled.prefill.autoscaling != scaled.decode.autoscaling
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "memory_bytes"),
+    [
+        ("gpu_tensor_parallel", LLAMA_3_1_70B, 80e9),
+        ("gpu_1p1d", QWEN3_8B, 40e9),
+        ("gpu_autoscale", QWEN3_8B, 40e9),
+    ],
+)
+def test_the_shipped_files_fit_the_gpus_that_they_are_made_for(
+    name: str, shape: ModelShape, memory_bytes: float
+) -> None:
+    """Each worker has room for the KV of the longest prompt and answer, as a plan would predict it."""
+    path = ROOT / "ray_configs" / f"{name}.yaml"
+    config = load_config(path)
+    gpu = replace(H100_SXM, memory_bytes=memory_bytes)
+    assert f"{memory_bytes / 1e9:.0f} GB" in path.read_text().partition("\nproxy_location")[0]
+    for role, pool in config.pools.items():
+        engine = engine_config(role, config)
+        step = engine.largest_step
+        memory = predict_memory(
+            shape,
+            gpu,
+            num_devices=int(pool.num_gpus),
+            token_budget=step.num_tokens,
+            max_num_seqs=step.num_seqs,
+            ring_bytes=engine.staging_bytes,
+        )
+        assert config.model.max_model_len is not None and memory.kv_tokens >= config.model.max_model_len
 
 
 def test_classes_of_service() -> None:

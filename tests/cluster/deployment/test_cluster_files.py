@@ -121,8 +121,20 @@ def test_pods_have_the_secret_rays_settings_and_shared_memory() -> None:
         variables = {variable["name"]: variable for variable in container["env"]}
         assert "secretKeyRef" in variables["LEGATO_SECRET"]["valueFrom"]
         assert RAY_ENVIRONMENT.items() <= {name: found.get("value") for name, found in variables.items()}.items()
-        assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/dev/shm"]
-        assert pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["shm"] == "/dev/shm" and pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
+
+
+def test_pods_share_what_the_hub_gave_and_what_clients_leave() -> None:
+    """In one volume that all have and that the image's user may write; no pod has either for itself."""
+    _, config = serve_config()
+    for pod in pods().values():
+        (container,) = pod["containers"]
+        (shared,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"]
+        (home,) = [found["value"] for found in container["env"] if found["name"] == "HF_HOME"]
+        assert "persistentVolumeClaim" in {volume["name"]: volume for volume in pod["volumes"]}["shared"]
+        assert Path(home).parent == Path(shared) and pod["securityContext"]["fsGroup"] == 1000
+        assert config.gateway.storage is not None and Path(config.gateway.storage).parent == Path(shared)
 
 
 def test_pods_take_traffic_and_leave_in_order() -> None:
