@@ -81,8 +81,9 @@ class ModelSettings(Settings):
     )
     quantization: Literal["int8", "int4"] | None = Field(
         None,
-        description="Round the weights of projections to 8 or 4 bits when they are loaded: less to read for each token;"
-        " empty: as the checkpoint has them.",
+        description="Round the weights of projections to 8 or 4 bits when they are loaded. On CPUs there is less to"
+        " read for each token; on GPUs the values are rounded, and no memory or time is saved yet. Empty: as the"
+        " checkpoint has them.",
     )
     batch_invariant: bool = Field(
         False,
@@ -329,8 +330,8 @@ class GatewaySettings(Settings):
     max_concurrent: int = Field(
         512,
         ge=1,
-        description="Sequences (choices) in flight in one gateway; more are answered with 429, and so is a request for"
-        " several that would take more than half of what is left by others.",
+        description="Sequences (choices) in flight in one gateway; more are answered with 429. So is a request for"
+        " several that needs more than half of the places that are free, unless nothing else is in flight.",
     )
     share_prefixes: bool = Field(
         False,
