@@ -30,11 +30,12 @@ from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
-from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, starting
+from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, say, starting
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
 from cluster.deployment.worker import WorkerDeployment, locator, resolve_host
+from cluster.gateway.generator import ServingLimits
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.request_log import RequestRecorder, log_of_model
@@ -53,6 +54,7 @@ from cluster.slo.account import SloAccount
 from engine.checkpoint.builtin_models import BUILTIN_MODELS
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.checkpoint.store import resolve_model
+from engine.sampling.params import checkpoint_defaults, told_defaults
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
@@ -255,7 +257,7 @@ class Gateway:
         api = Api(
             generator=self._orchestrator,
             cluster=self._orchestrator.scheduler,
-            models=[_served_model(served, self._orchestrator) for served in config.served],
+            models=[served_model(served, self._orchestrator.limits) for served in config.served],
             settings=config.gateway,
             metrics=self._metrics,
             slo=self._slo,
@@ -265,6 +267,10 @@ class Gateway:
             layouts=LayoutStudy(log),
             batches=_batch_service(config),
         )
+        if is_first_replica():
+            for model in api.models:
+                if told := told_defaults(model.sampling):
+                    say(f"{model.name}: {told}")
         app = create_app(api)
         self._batching = asyncio.create_task(_run_batches(app), name="batches")
         _settle_heap()
@@ -281,17 +287,19 @@ class Gateway:
         await self._orchestrator.stop()
 
 
-def _served_model(config: LegatoConfig, orchestrator: Orchestrator) -> ServedModel:
-    """The one model of a configuration, as a gateway serves it. Raises ValueError if it cannot."""
+def served_model(config: LegatoConfig, limits: Callable[[str], ServingLimits | None]) -> ServedModel:
+    """The one model of a configuration, as a gateway serves it. `limits`: what the workers of a model, by its name, can
+    do together. Raises ValueError if it cannot."""
     name, folder = config.model.name, resolve_model(config.model.ref)
     return ServedModel(
         name=name,
         tokenizer=Tokenizer(folder),
         pooling=CheckpointPooling.from_folder(folder),
-        limits=partial(orchestrator.limits, name),
+        limits=partial(limits, name),
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         adapters=_adapter_folder(config, folder),
+        sampling=checkpoint_defaults(folder) if config.model.generation_config == "auto" else {},
     )
 
 

@@ -22,6 +22,7 @@ from cluster.config.load import ConfigError, load_config
 from cluster.config.settings import GatewaySettings, LegatoConfig
 from cluster.deployment.capacity import needs, require_room
 from engine.memory.control_groups import usable_cores
+from engine.sampling.params import checkpoint_defaults, told_defaults
 
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
@@ -73,6 +74,8 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
         )
         return {}
     print(_computed_by(config, folder), flush=True)
+    if config.model.generation_config == "auto" and (told := told_defaults(checkpoint_defaults(folder))):
+        print(told)
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
         try:

@@ -105,6 +105,11 @@ class ModelSettings(Settings):
         "auto",
         description="Which marks the model puts around its reasoning; `auto`: as its checkpoint or chat template says.",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="What requests that leave `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` out are"
+        " sampled with; `auto`: what the checkpoint's generation_config.json names; `none`: the API's own defaults.",
+    )
 
     @property
     def name(self) -> str:

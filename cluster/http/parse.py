@@ -604,8 +604,8 @@ def _max_tokens(num_prompt_tokens: int, wanted: int | None, max_model_len: int, 
 
 
 def _sampling(body: GenerationBody, asked: Asked) -> Mapping[str, Any]:
-    """The fields of SamplingParams that all choices share; those not given are left to its defaults. Raises
-    InvalidRequestError for token ids outside of the vocabulary."""
+    """The fields of SamplingParams that all choices share; those not given are the model's own, or left to its
+    defaults. Raises InvalidRequestError for token ids outside of the vocabulary."""
     check_token_ids(list(body.logit_bias), asked, "logit_bias")
     check_token_ids(body.stop_token_ids or [], asked, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or [], asked, "allowed_token_ids")
@@ -624,7 +624,7 @@ def _sampling(body: GenerationBody, asked: Asked) -> Mapping[str, Any]:
         "allowed_token_ids": tuple(body.allowed_token_ids or ()),
         "bad_words": _bad_words(body.bad_words, asked),
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return {**asked.model.sampling, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def _bad_words(words: list[str], asked: Asked) -> tuple[tuple[int, ...], ...]:

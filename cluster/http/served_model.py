@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.gateway.generator import ServingLimits
@@ -27,7 +27,8 @@ NO_WORKER: Final = "No decode worker is there: none has come up yet, or all are 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
     """`name`: what clients write into `model`, and what its workers say that they have. `limits`: what these can do
-    together; it returns None while none is known. `adapters` None: it is served without any."""
+    together; it returns None while none is known. `adapters` None: it is served without any. `sampling`: fields of
+    `SamplingParams` for requests that leave them out."""
 
     name: str
     tokenizer: Tokenizer
@@ -36,6 +37,7 @@ class ServedModel:
     tool_format: InitVar[ToolFormatName] = "auto"
     reasoning_format: InitVar[ReasoningFormatName] = "auto"
     adapters: AdapterFolder | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     formats: OutputFormats = field(init=False)
     grammars: Grammars = field(init=False)
 

@@ -5,8 +5,11 @@ The gateway builds it from a request, the wire carries it, the sampler reads it.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 from pydantic import Strict
 
@@ -149,3 +152,48 @@ _NAMES: Final = tuple(each.name for each in fields(SamplingParams))
 def _require_within(name: str, value: float, low: float, high: float, *, advice: str = "") -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]{advice}")
+
+
+# What of generation_config.json is heeded where a request says nothing: as vLLM does, apart from `max_new_tokens`, for
+# which there is a rule of each endpoint. `do_sample` is not among them there either: greedy is a temperature of 0.
+_OF_CHECKPOINTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def checkpoint_defaults(folder: Path) -> dict[str, Any]:
+    """Fields of `SamplingParams` that a checkpoint's generation_config.json recommends for requests that leave them
+    out, as gateways read it when they start. Empty where the folder has no such file, or that says nothing of them.
+
+    Raises ValueError, with advice, where the file cannot be read or names a value that no request could send.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    advice = "correct it there, or set model.generation_config: none"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(said, dict):
+            raise ValueError("it holds no JSON object")
+        named = {name: said[name] for name in _OF_CHECKPOINTS if said.get(name) is not None}
+        defaults: dict[str, Any] = {name: _number(name, value) for name, value in named.items()}
+        SamplingParams(max_tokens=1, seed=0, **defaults)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be used for requests that leave sampling out: {error}; {advice}") from error
+    return defaults
+
+
+def _number(name: str, value: object) -> float:
+    """A value of generation_config.json as `SamplingParams` has it; of top_k, -1 is off as it is for clients. Raises
+    ValueError for one of another type."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is {value!r}, which is no number")
+    if name != "top_k":
+        return float(value)
+    if not isinstance(value, int):
+        raise ValueError(f"top_k is {value}, which is no whole number")
+    return 0 if value == -1 else value
+
+
+def told_defaults(defaults: Mapping[str, Any]) -> str:
+    """A sentence for operators on what `checkpoint_defaults` found; "" where that is nothing."""
+    told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return f"Where a request leaves them out, its checkpoint's are used: {told}." if told else ""

@@ -66,7 +66,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
         job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
-    shape = ResponsesShape(job, body.echo(), asked.model.tokenizer, stored=keeps, echo_size=body_size)
+    echo = body.echo(job.choices[0].spec.params)
+    shape = ResponsesShape(job, echo, asked.model.tokenizer, stored=keeps, echo_size=body_size)
     if not keeps:
         return GenerationResponse(api, timeline, shape)
     kept = StoredResponse(

@@ -37,7 +37,7 @@ from cluster.http.openai.schemas import (
     SampledBody,
 )
 from cluster.http.openai.structured import parse_response_format
-from engine.sampling.params import MAX_LOGPROBS
+from engine.sampling.params import MAX_LOGPROBS, SamplingParams
 
 Item = dict[str, Any]
 """An item of a conversation, as answers and lists show it: it has a `type` and an `id`."""
@@ -374,8 +374,8 @@ class ResponsesBody(SampledBody):
         asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         return self.top_logprobs or 0 if asked else None
 
-    def echo(self) -> dict[str, Any]:
-        """The members that an answer repeats of its request."""
+    def echo(self, params: SamplingParams) -> dict[str, Any]:
+        """The members that an answer repeats of its request, and what it is sampled with."""
         text, reasoning = self.text or TextSettings(), self.reasoning or ReasoningSettings()
         return {
             "background": bool(self.background),
@@ -387,12 +387,12 @@ class ResponsesBody(SampledBody):
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "safety_identifier": self.safety_identifier,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": params.temperature,
             "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity or "medium"},
             "tool_choice": self.tool_choice or "auto",
             "tools": [_told_tool(tool) for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": params.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
