@@ -290,7 +290,7 @@ class Gateway:
 def served_model(config: LegatoConfig, limits: Callable[[str], ServingLimits | None]) -> ServedModel:
     """The one model of a configuration, as a gateway serves it. `limits`: what the workers of a model, by its name, can
     do together. Raises ValueError if it cannot."""
-    name, folder = config.model.name, resolve_model(config.model.ref)
+    name, folder = config.model.name, resolve_model(config.model.ref, backend=config.model.backend)
     return ServedModel(
         name=name,
         tokenizer=Tokenizer(folder),

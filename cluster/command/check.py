@@ -1,7 +1,7 @@
 """`legato check`: what is wrong with a configuration, and what its workers would take, with nothing started or loaded.
 
 The model's folder is read as far as its config.json and the headers of its weights. A model that is not on this machine
-is not fetched: then the configuration alone is checked.
+is not fetched: then the settings alone are checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return _tell(str(error).splitlines())
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in needs(config))
-    print(f"The configuration is valid: {config.names} on {parts}.", flush=True)
+    print(f"The settings are valid: {config.names} on {parts}.", flush=True)
     problems: list[str] = []
     bytes_on_cpu: list[int] = []  # of each model that is here
     for served in config.served:
@@ -67,15 +67,21 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
     """Print whose code computes the one model of a configuration, and what each of its workers takes. Returns the
     latter, by role; adds to `problems` what is wrong with a worker. Raises ValueError for a model that cannot be
     served."""
+    from engine.checkpoint.store import has_weights
+
     folder = find_model(config.model.ref)
     if folder is None:
         print(
-            f"{config.model.ref} is not on this machine: `legato serve` fetches it, and its memory is not known here."
+            f"{config.model.ref} is not on this machine: whether it can be served, and the memory that it takes, was"
+            " not looked at. `legato serve` fetches it, the weights only if it can be served."
         )
         return {}
     print(_computed_by(config, folder), flush=True)
     if config.model.generation_config == "auto" and (told := told_defaults(checkpoint_defaults(folder))):
         print(told)
+    if not has_weights(folder):
+        print("Its weights are not on this machine: the memory that they take was not looked at.")
+        return {}
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
         try:
@@ -125,10 +131,11 @@ def _roles(config: LegatoConfig) -> Iterator[Role]:
 
 
 def find_model(ref: str) -> Path | None:
-    """The folder of a model that is on this machine; None: it would have to be fetched. Raises ValueError for a folder
+    """The folder of a model that is on this machine, of a hub model perhaps without its weights; None: it would have to
+    be fetched. Raises ValueError for a folder
     or a file that is no model, or is not there, and for a name that no model can have."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
-    from engine.checkpoint.store import is_hub_id, resolve_model
+    from engine.checkpoint.store import hub_folder, is_hub_id, resolve_model
     from kernels.cache_folder import default_cache_dir
 
     if ref in BUILTIN_MODELS:
@@ -136,13 +143,7 @@ def find_model(ref: str) -> Path | None:
         return folder if (folder / "config.json").is_file() else None
     if Path(ref).expanduser().exists() or not is_hub_id(ref):
         return resolve_model(ref)
-    from huggingface_hub import snapshot_download
-
-    name, _, revision = ref.partition("@")
-    try:
-        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-    except OSError:  # the model is not in the hub's cache
-        return None
+    return hub_folder(ref)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -428,7 +428,7 @@ def fetch_models(config: LegatoConfig) -> None:
     for served in config.served:
         print(f"Model {served.model.ref} ...", flush=True)
         try:
-            print(f"  in {resolve_model(served.model.ref)}", flush=True)
+            print(f"  in {resolve_model(served.model.ref, backend=served.model.backend)}", flush=True)
         except (ValueError, ModelUnavailableError) as error:
             raise StartError(str(error)) from error
 

@@ -3,7 +3,7 @@
 The folder holds config.json, *.safetensors, the tokenizer, and where the model has them generation_config.json and a
 chat template. Built-in models are converted once into the cache folder; local folders are used as they are; a GGUF file
 gets a folder in the cache that points to it; anything like `owner/name`, or `owner/name@revision`, is fetched from the
-Hugging Face hub, without a single file that could carry code.
+Hugging Face hub, without a single file that could carry code, and its weights only if its config.json can be served.
 
     python -m engine.checkpoint.store smollm2-135m-instruct      # prints the folder
 """
@@ -11,12 +11,15 @@ Hugging Face hub, without a single file that could carry code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from filelock import FileLock, Timeout
 
@@ -31,14 +34,17 @@ from engine.checkpoint.gguf.store import GGUF_NAME, gguf_folder, gguf_in
 from engine.checkpoint.manifest import find_fault
 from kernels.cache_folder import default_cache_dir
 
+if TYPE_CHECKING:
+    from engine.model.config import Backend
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _LOCK_DEADLINE_S = 3600.0
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w.-]*))?")
-_HUB_FILES = [
+_HUB_WEIGHTS: Final = "model*.safetensors"
+_SMALL_HUB_FILES: Final = [
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -64,12 +70,15 @@ def resolve_model(
     cache_dir: Path | None = None,
     progress: Callable[[str], None] = print_progress,
     verify: bool = False,
+    backend: Backend = "auto",
 ) -> Path:
     """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, a GGUF file or the folder of one,
     or a hub id `owner/name`, `owner/name@revision` (a commit, tag or branch).
 
     `verify` compares the checksums of a built-in model's files, not only their sizes; a faulty folder is replaced.
-    Raises ValueError for a reference that names nothing usable, ModelUnavailableError when fetching it failed.
+    `backend`: whose code is to compute a hub model. Its weights are fetched only if that can.
+    Raises ValueError for a reference that names nothing usable and for a hub model that cannot be served,
+    ModelUnavailableError when fetching it failed.
     """
     if ref in BUILTIN_MODELS:
         return _resolve_builtin(BUILTIN_MODELS[ref], cache_dir or default_cache_dir(), progress, verify)
@@ -80,7 +89,7 @@ def resolve_model(
     if ref and folder.is_dir():
         return _require_checkpoint(folder)
     if hub_id := _HUB_ID.fullmatch(ref):
-        return _require_checkpoint(_fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress))
+        return _require_checkpoint(_fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress, backend))
     raise ValueError(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
         "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B or"
@@ -91,6 +100,25 @@ def resolve_model(
 def is_hub_id(ref: str) -> bool:
     """Whether a model of this name is fetched from the Hugging Face hub, where it is no folder and no file here."""
     return _HUB_ID.fullmatch(ref) is not None
+
+
+def hub_folder(ref: str) -> Path | None:
+    """The folder of a hub model as far as it has been fetched: whole, or without its weights, as of one that cannot be
+    served. None: nothing of it is on this machine, or not all small files. Asks nobody."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = ref.partition("@")
+    for patterns in ([*_SMALL_HUB_FILES, _HUB_WEIGHTS], _SMALL_HUB_FILES):
+        with contextlib.suppress(OSError):  # not in the hub's cache
+            return Path(
+                snapshot_download(name, revision=revision or None, allow_patterns=patterns, local_files_only=True)
+            )
+    return None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model's folder holds weights, at least some."""
+    return any(folder.glob("*.safetensors")) or (folder / GGUF_NAME).exists()
 
 
 def _resolve_builtin(model: BuiltinModel, cache_dir: Path, progress: Callable[[str], None], verify: bool) -> Path:
@@ -142,29 +170,48 @@ def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None])
 
 
 def _require_checkpoint(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no Hugging Face checkpoint: config.json is missing")
-    if not any(folder.glob("*.safetensors")) and not (folder / GGUF_NAME).exists():
+    _require_config(folder)
+    if not has_weights(folder):
         raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json must be there")
     return folder
 
 
-def _fetch_from_hub(name: str, revision: str | None, cache_dir: Path | None, progress: Callable[[str], None]) -> Path:
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no Hugging Face checkpoint: config.json is missing")
+
+
+def _fetch_from_hub(
+    name: str, revision: str | None, cache_dir: Path | None, progress: Callable[[str], None], backend: Backend
+) -> Path:
+    """Fetch the small files, and then the weights of the same commit, unless the config cannot be served: that is told
+    before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
     import httpx  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import snapshot_download
 
     ref = name if revision is None else f"{name}@{revision}"
     progress(f"Fetching {ref} from the Hugging Face hub")
-    hub_cache = cache_dir and cache_dir / "hub"
+    fetch = partial(snapshot_download, name, cache_dir=cache_dir and cache_dir / "hub")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, cache_dir=hub_cache))
+        folder = Path(fetch(revision=revision, allow_patterns=_SMALL_HUB_FILES))
+        if not has_weights(folder):  # else they were begun, by who had looked
+            _require_servable(folder, backend)
+        return Path(fetch(revision=folder.name, allow_patterns=[*_SMALL_HUB_FILES, _HUB_WEIGHTS]))
     except (OSError, httpx.HTTPError) as error:
         raise ModelUnavailableError(
             f"{ref!r} is no local folder and could not be fetched from the Hugging Face hub. Check the name, the "
             f"network, and for a gated model that HF_TOKEN is set. The hub's client says: {error}"
         ) from error
+
+
+def _require_servable(folder: Path, backend: Backend) -> None:
+    """Check a model by its config alone, as whoever loads it does. Raises ValueError if it cannot be served."""
+    from engine.model.config import read_config  # takes seconds to import
+
+    _require_config(folder)
+    read_config(folder, backend)
 
 
 def main() -> None:

@@ -450,7 +450,7 @@ def load_model(
     `host_memory` gives the memory of the host's KV cache, if there is to be one; None: private memory. `progress` is
     told how much of the checkpoint is loaded; of a group, by its first process.
     """
-    folder = resolve_model(config.model_ref)
+    folder = resolve_model(config.model_ref, backend=config.backend)
     draft = heads = None
     if config.draft_ref is not None:
         heads = _heads_for(config.draft_ref, folder, config.backend)

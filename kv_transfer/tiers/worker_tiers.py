@@ -134,7 +134,7 @@ class WorkerTiers:
         engine = self._engine
         facts = {
             "format": FORMAT_VERSION,
-            "model": kv_fingerprint(resolve_model(engine.model_ref), engine),
+            "model": kv_fingerprint(resolve_model(engine.model_ref, backend=engine.backend), engine),
             "layout": [layout.num_layers, layout.layers_per_group, layout.num_kv_heads, layout.head_dim],
             "block_size": layout.block_size,
             "dtype": str(layout.dtype),

@@ -145,7 +145,7 @@ def test_what_a_worker_would_refuse(
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
     assert main() == 1
     out, err = capsys.readouterr()
-    assert err.startswith("error: a decode worker: ") and told in err and "The configuration is valid" in out
+    assert err.startswith("error: a decode worker: ") and told in err and "The settings are valid" in out
 
 
 @pytest.fixture

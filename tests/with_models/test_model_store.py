@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -281,22 +281,32 @@ def test_local_folder_must_hold_a_checkpoint(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+SERVED: Final = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
+MAMBA: Final = b'{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
+IN_FP8: Final = (
+    b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'
+)
+
+
+def hub_command(endpoint: str, cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a module that knows no hub but this one."""
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    line = [sys.executable, "-m", *command]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
 def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> None:
     wanted = {
-        "config.json": b"{}",
+        "config.json": SERVED,
         "model.safetensors": b"\0" * 8,
         "tokenizer.json": b"{}",
         "generation_config.json": b"{}",
     }
     dangerous = {"modeling_x.py": b"raise SystemExit", "tokenizer.py": b"", "pytorch_model.bin": b"", "x.gguf": b""}
     with serve_repository("owner/name", wanted | dangerous) as endpoint:
-        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name"]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        found = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
         assert found.returncode == 0, found.stderr
-        missing = subprocess.run(
-            [*command[:-1], "owner/none"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        missing = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/none")
     files = {path.name: path.read_bytes() for path in Path(found.stdout.strip()).iterdir()}
     assert files == wanted
     assert missing.returncode == 1
@@ -304,18 +314,66 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
 
 
 def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
-    files = {"config.json": b"{}", "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
     asked: list[str] = []
     with serve_repository("owner/name", files, asked) as endpoint:
-        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "engine.checkpoint.store", "owner/name@v1.0"]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        found = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name@v1.0")
         assert found.returncode == 0, found.stderr
     assert "/api/models/owner/name/revision/v1.0" in asked, asked
+    fetched = [path for path in asked if path.startswith("/owner/name/resolve/")]
+    assert any(path.endswith("/model.safetensors") for path in fetched)
+    assert len({path.split("/")[4] for path in fetched}) == 1  # the weights are of the commit that was looked at
     assert ModelSettings(ref="owner/name@v1.0").name == "owner/name"
     for ref in ("owner/name@", "owner/name@../../x", "owner/name@a/b"):
         with pytest.raises(ValueError, match="is not known"):
             resolve_model(ref, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (MAMBA, "a MambaForCausalLM, cannot be served: "),
+        (IN_FP8, "is quantised by 'fp8'"),
+        (None, "is no Hugging Face checkpoint: config.json is missing"),
+    ],
+)
+def test_weights_of_a_hub_model_that_is_refused_are_not_fetched(
+    tmp_path: Path, config: bytes | None, told: str
+) -> None:
+    files = {"model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    files |= {} if config is None else {"config.json": config}
+    asked: list[str] = []
+    with serve_repository("owner/name", files, asked) as endpoint:
+        refused = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        again = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert told in error
+    assert "/owner/name/resolve/" in "".join(asked)
+    assert not [path for path in asked if path.endswith(".safetensors")]
+    if config is not None:  # what was fetched of it is enough to say so
+        assert again.returncode == 1 and told in again.stderr
+
+
+def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> None:
+    """Not here, whole and beside files that are never fetched, without its weights."""
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}", "README.md": b""}
+    files["generation_config.json"] = b'{"temperature": 0.6, "top_k": 20}'
+    with serve_repository("owner/name", files) as endpoint:
+        absent = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+        assert [*tmp_path.iterdir()] == []
+        folder = Path(hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name").stdout.strip())
+        whole = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+        (folder / "model.safetensors").unlink()
+        weightless = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+    for told in (absent, whole, weightless):
+        assert told.stdout.startswith("The settings are valid: owner/name on ")
+    assert absent.returncode == 0 and "whether it can be served, and the memory that it takes, was not" in absent.stdout
+    assert "Legato's own code computes it: LlamaForCausalLM." in whole.stdout
+    assert "its checkpoint's are used: temperature 0.6, top_k 20." in whole.stdout
+    assert whole.returncode == 1 and "model.safetensors is no whole safetensors file" in whole.stderr
+    assert (weightless.returncode, weightless.stderr) == (0, "")
+    assert "Its weights are not on this machine: the memory that they take was not looked at." in weightless.stdout
 
 
 def test_tensor_without_a_place_is_refused() -> None:

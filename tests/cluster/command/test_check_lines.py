@@ -77,8 +77,11 @@ def test_a_model_that_is_not_here_is_not_fetched(
     monkeypatch.setenv("LEGATO_CACHE", str(tmp_path))
     assert checked(monkeypatch, "smollm2-135m-instruct") == 0
     out = capsys.readouterr().out
-    assert "The configuration is valid: smollm2-135m-instruct on 1 prefill worker, 1 decode worker" in out
-    assert "is not on this machine: `legato serve` fetches it" in out and [*tmp_path.iterdir()] == []
+    assert "The settings are valid: smollm2-135m-instruct on 1 prefill worker, 1 decode worker" in out
+    assert (
+        "is not on this machine: whether it can be served, and the memory that it takes, was not looked at" in out
+        and [*tmp_path.iterdir()] == []
+    )
 
 
 @pytest.mark.parametrize("ref", ["/nowhere/my-model", "/nowhere/my-model.gguf"])
