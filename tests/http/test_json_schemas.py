@@ -216,13 +216,30 @@ def test_what_is_said_of_several_values_is_said_once(llg: LLTokenizer, instance:
         {"properties": {"a": MAIL, "b": {"oneOf": [MAIL, {"type": "string"}]}}},  # told apart where they stand
         {"properties": {"a": MAIL, "b": {"$id": "http://x/b", "type": "array", "items": MAIL}}},  # `#` means b there
         {"patternProperties": {"^a$": MAIL}, "properties": {"b": MAIL, "c": {"$ref": "#/patternProperties/%5Ea$"}}},
+        {"patternProperties": {"^a$": MAIL}, "properties": {"b": MAIL, "c": {"$ref": "#/pattern%50roperties/%5Ea$"}}},
         {"properties": {"a": {"const": 1}, "b": {"const": True}, "c": {"const": 1.0}}},  # three things
+        {"properties": {str(n): {"type": "string"} for n in range(4_500)}},  # a reference would be longer
     ],
 )
 def test_what_may_mean_something_else_elsewhere_stays_there(schema: dict[str, Any]) -> None:
     written = json.loads(for_llguidance(enforceable(schema)))
     assert written.pop("x-guidance") == {"whitespace_flexible": False}
     assert written == schema
+
+
+NODE: Final = {"type": "object", "properties": {"a": MAIL, "b": MAIL, "kid": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    "draft", ["https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"]
+)
+def test_what_is_said_once_is_no_neighbour_of_a_reference(llg: LLTokenizer, draft: str) -> None:
+    """Beside which llguidance would take it for a second condition, and recursion for endless."""
+    defs = {"part-0": {"type": "null"}, "n": NODE, "o": {"anyOf": [{"$ref": "#/$defs/part-0"}, {"$ref": "#/$defs/n"}]}}
+    grammar = _compiled({"$schema": draft, "$ref": "#/$defs/n", "$defs": defs}, llg)
+    assert grammar.count("@") == 1
+    assert takes(grammar, llg, {"a": "a@b.de", "kid": {"b": "a@b.de"}})
+    assert not takes(grammar, llg, {"a": "a@b.de", "kid": {"b": "a"}})
 
 
 @pytest.mark.parametrize(

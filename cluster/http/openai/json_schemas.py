@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -371,7 +372,7 @@ def _is_below(most: object, least: object) -> bool:
 
 # --- the text for llguidance ---
 
-_PARTS: Final = "x-parts"
+_MIN_CHARS: Final = 30  # a reference has about as many
 _OF_VALUES: Final = frozenset({"properties", "patternProperties"})
 _NOT_PLAIN: Final = _WITHIN | {"$ref", "$anchor", "$id", "id"}
 _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
@@ -382,7 +383,7 @@ def for_llguidance(schema: dict[str, Any]) -> str:
 
     The text says the same, in a form that takes the library less time: what is said of values in several places is one
     part that these refer to (a format's pattern takes half a millisecond in each), and a pattern that matches one name
-    alone is that name. JSON is written without white space.
+    alone is that name, which so comes once, and in its order as all names do. JSON is written without white space.
     """
     form = _Form()
     if form.look(schema, within=False):
@@ -405,7 +406,7 @@ class _Form:
             return True
         if "oneOf" in schema or (within and _has_parts_of_its_own(schema)):
             return False
-        if "$ref" in schema and "patternProperties" in str(schema["$ref"]):
+        if "$ref" in schema and "patternProperties" in unquote(str(schema["$ref"])):
             return False
         if "patternProperties" in schema and _has_names_for_patterns(schema):
             self._named.append(schema)
@@ -434,15 +435,20 @@ class _Form:
 
     def change(self, schema: dict[str, Any]) -> None:
         """Say once what was found in the schema several times."""
+        named = schema.get(
+            "$defs", {}
+        )  # where any draft's reader finds them, and beside a `$ref` they are nothing to it
+        if not isinstance(named, dict):
+            return
         parts: dict[str, Any] = {}
-        for holders in self._plain.values():
-            if len(holders) > 1:
-                number = str(len(parts))
+        for said, holders in self._plain.items():
+            if len(holders) > 1 and len(said) > _MIN_CHARS:
+                name = next(name for n in count(len(parts)) if (name := f"part-{n}") not in named and name not in parts)
                 for holder, key in holders:
-                    parts[number] = holder[key]
-                    holder[key] = {"$ref": f"#/{_PARTS}/{number}"}
+                    parts[name] = holder[key]
+                    holder[key] = {"$ref": f"#/$defs/{name}"}
         if parts:
-            schema[_PARTS] = parts
+            schema["$defs"] = named | parts
         for one in self._named:
             names = {_name_of(pattern): inner for pattern, inner in one.pop("patternProperties").items()}
             one["properties"] = {**one.get("properties", {}), **names}
