@@ -32,6 +32,7 @@ class WeightPacking:
     zero_offset: int = 0  # what is to be added to stored zero points
     has_zeros: bool = False  # of compressed-tensors: else zero points are 0
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale, where they do by blocks
+    group_size: int | None = None  # of compressed-tensors: inputs that share a scale, where they do by groups
 
     @property
     def stays_packed(self) -> bool:
@@ -113,13 +114,25 @@ class WeightPacking:
             raise ValueError(f"{where} has scales that are no numbers; fetch it again")
         by_row = len(codes), 1
         scales = scales.view(1, 1).expand(by_row).contiguous() if scales.numel() == 1 else scales
+        if self.group_size is not None and scales.shape[-1] * self.group_size != codes.shape[1]:
+            raise ValueError(
+                f"{where} has {codes.shape[1]} inputs and {scales.shape[-1]} scales for each output, which is not one"
+                f" for each group of {self.group_size}; fetch it again"
+            )
         zeros = parts.get("weight_zero_point")
         if zeros is None:
             zeros = torch.full(scales.shape, middle)
-        elif zeros.dtype == torch.int32:
-            zeros = _words(zeros.t(), self.bits).flatten(1).t()[: len(codes)]
-        else:
+        elif "weight_packed" in parts and zeros.dtype == torch.int32:
+            words, per_word = zeros, 32 // self.bits
+            if len(words) != -(-len(codes) // per_word):
+                raise ValueError(
+                    f"{where} has {len(words)} words of zero points for {len(codes)} outputs; fetch it again"
+                )
+            zeros = _words(words.t(), self.bits).flatten(1).t()[: len(codes)]
+        elif zeros.dtype == torch.int8:
             zeros = zeros.int() + middle
+        else:
+            raise ValueError(f"{where} has zero points of {zeros.dtype}, which is not supported; fetch it again")
         zeros = zeros.view(1, 1).expand(by_row) if zeros.numel() == 1 else zeros
         groups = parts.get("weight_g_idx")
         is_ordered = groups is not None and not (groups == -1).any()  # -1: as they lie
@@ -214,6 +227,11 @@ def _block(stated: object, folder: Path) -> tuple[int, int] | None:
     )
 
 
+def _group_size(stated: object) -> int | None:
+    """None: inputs do not share scales by groups, which some say by -1."""
+    return stated if isinstance(stated, int) and stated > 0 else None
+
+
 def _compressed_tensors(quantization: Mapping[str, Any], folder: Path) -> WeightPacking:
     """The packing, which all groups of modules must have in common. Raises ValueError for any other."""
     for key in ("sparsity_config", "transform_config"):
@@ -244,6 +262,7 @@ def _compressed_tensors(quantization: Mapping[str, Any], folder: Path) -> Weight
             bits=kind[1],
             has_zeros=not is_fp8 and not weights.get("symmetric", True),
             block=_block(weights.get("block_structure"), folder),
+            group_size=_group_size(weights.get("group_size")) if not is_fp8 else None,
         )
         found.append(packing)
     blocks = {packing.block for packing in found} - {None}

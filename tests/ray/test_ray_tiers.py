@@ -188,7 +188,7 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         # A leak grows with every round; what an allocator keeps, now and then.
         grown = [[b - a for a, b in itertools.pairwise(rounds)] for rounds in zip(*sizes, strict=True)]
         print(f"growth of the workers' memory: {grown} bytes")
-        assert all(statistics.median(rounds) < NUM_CONVERSATIONS * 400_000 for rounds in grown), grown
+        assert all(statistics.median(rounds) < 10_000_000 + NUM_CONVERSATIONS * 400_000 for rounds in grown), grown
         assert sum(a.cached_tokens for a in first + answers) > 0
         assert CONVERSATION_BYTES > DISK_BYTES
         assert files_bytes(disk) <= 2 * DISK_BYTES, "two workers keep at most their budget each"

@@ -95,7 +95,7 @@ def hf_reference(
                 _known[key] = reference
         # Prompts of like length together: the less padding, the less work. Of the 64 above, the four long ones are
         # alone.
-        left = sorted({key for key in keys if key not in _known}, key=lambda key: len(key[1]))
+        left = sorted(dict.fromkeys(key for key in keys if key not in _known), key=lambda key: len(key[1]))
         for start in range(0, len(left), batch_size):
             some = left[start : start + batch_size]
             _known.update(zip(some, _generate(model, [prompt for _, prompt, _ in some], num_tokens), strict=True))

@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.command.check import weight_sizes, worker_memory
 from cluster.config.load import load_config
+from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.weights import expected_shapes, load_weights
 from engine.model.config import ModelConfig
@@ -241,6 +242,31 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     told = worker_memory("decode", load_config({"model": {"ref": str(tmp_path), "dtype": "bfloat16"}}), tmp_path)
     assert told.token_bytes == told.weight_bytes - experts / 2, "three of six experts"
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        # Taken for two groups of 80, most values would be wrong.
+        ({"weight": torch.zeros(4, 160, dtype=torch.int8), "weight_scale": torch.ones(4, 2)}, "each group of 128"),
+        ({"weight_zero_point": torch.zeros(4, 1, dtype=torch.int32)}, "zero points of torch.int32"),
+        (
+            {
+                "weight_packed": torch.zeros(4, 32, dtype=torch.int32),
+                "weight_shape": torch.tensor([4, 128]),
+                "weight_zero_point": torch.zeros(4, 1, dtype=torch.int32),
+            },
+            "4 words of zero points for 4 outputs",
+        ),
+    ],
+    ids=["groups", "whole zero points", "packed zero points"],
+)
+def test_parts_of_compressed_tensors_that_do_not_fit_are_refused(parts: dict[str, Tensor], complaint: str) -> None:
+    packing = WeightPacking(method="compressed-tensors", bits=8, has_zeros=True, group_size=128)
+    fitting = {"weight": torch.zeros(4, 128, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
+    packing.unpack(fitting, "it")
+    with pytest.raises(ValueError, match=complaint):
+        packing.unpack(fitting | parts, "it")
 
 
 def test_mxfp4_without_scales_is_refused_by_name(tmp_path: Path) -> None:
