@@ -185,8 +185,9 @@ void compute(const Linear<T>* jobs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) ends.push_back((i ? ends.back() : 0) + num_panels(jobs[i].to.outputs));
   const int64_t threads = team_size();
   const bool few_rows = std::all_of(jobs, jobs + count, [](const Linear<T>& job) { return job.rows <= kTile; });
-  const int64_t stride = kSplit && few_rows ? 1 : threads;  // to the panel that the same thread probably takes next
-  share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
+  const int64_t at_once = panels_at_once(ends.back(), few_rows);
+  const int64_t stride = kSplit && at_once > 1 ? 1 : threads;  // to the panel that the same thread probably takes next
+  share(ends.back(), at_once, [&](int64_t at) {
     const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
     const int64_t panels = num_panels(jobs[i].to.outputs), panel = at - (ends[i] - panels);
     const int64_t next = std::min(panel + stride, panels - 1);
