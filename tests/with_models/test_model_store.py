@@ -283,8 +283,9 @@ def test_local_folder_must_hold_a_checkpoint(tmp_path: Path) -> None:
 
 SERVED: Final = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
 MAMBA: Final = b'{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
-IN_FP8: Final = (
-    b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'
+IN_NF4: Final = (
+    b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama",'
+    b' "quantization_config": {"quant_method": "bitsandbytes"}}'
 )
 
 
@@ -333,7 +334,7 @@ def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
     ("config", "told"),
     [
         (MAMBA, "a MambaForCausalLM, cannot be served: "),
-        (IN_FP8, "is quantised by 'fp8'"),
+        (IN_NF4, "is quantised by 'bitsandbytes'"),
         (None, "is no Hugging Face checkpoint: config.json is missing"),
     ],
 )
