@@ -132,8 +132,8 @@ def _roles(config: LegatoConfig) -> Iterator[Role]:
 
 def find_model(ref: str) -> Path | None:
     """The folder of a model that is on this machine, of a hub model perhaps without its weights; None: it would have to
-    be fetched. Raises ValueError for a folder
-    or a file that is no model, or is not there, and for a name that no model can have."""
+    be fetched. Raises ValueError for a folder or a file that is no model, or is not there, and for a name that no model
+    can have."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
     from engine.checkpoint.store import hub_folder, is_hub_id, resolve_model
     from kernels.cache_folder import default_cache_dir

@@ -100,14 +100,20 @@ def test_newcomers_leave_room_for_who_comes_back_unless_their_length_is_served_l
     assert _ask(admission, "second", now, **long).outcome is AdmissionOutcome.PLACED
 
 
-def test_who_comes_back_when_told_to_leaves_no_room_though_its_tenant_is_ahead() -> None:
-    """What it was told is for it, not for its tenant: another request of that tenant leaves room."""
+def _lacking_with_a_ahead_of_b(in_time: float = 0.2) -> Admission:
+    """Tenant a has had more tokens than b, of whose requests this share is in time."""
     admission = _lacking(_busy())
     for tenant in ("a", "b"):
         admission._shares.ask(tenant, 0.0)
     admission._shares.serve("a", 100_000, 0)
     for _ in range(20):
-        admission.attainment.observe(["b"], 0.2)
+        admission.attainment.observe(["b"], in_time)
+    return admission
+
+
+def test_who_comes_back_when_told_to_leaves_no_room_though_its_tenant_is_ahead() -> None:
+    """What it was told is for it, not for its tenant: another request of that tenant leaves room."""
+    admission = _lacking_with_a_ahead_of_b()
     long: dict[str, Any] = {"tenant": "a", "ttft_s": 15.0}  # of which it would have waited for 8 s
     admission._calendar.reserve(query_of(num_tokens=4000, **long).question, 0.0, 1.0, 1, 0.0)
     assert _ask(admission, "another", 0.0, num_tokens=4001, **long).outcome is not AdmissionOutcome.PLACED
@@ -117,23 +123,13 @@ def test_who_comes_back_when_told_to_leaves_no_room_though_its_tenant_is_ahead()
 @pytest.mark.parametrize("of_the_other", [0.2, 1.0])
 def test_a_tenant_leaves_room_only_for_another_of_which_too_little_is_served(of_the_other: float) -> None:
     """Of eight tenants that ask for unlike amounts all but one have had more than another."""
-    admission = _lacking(_busy())
-    for tenant in ("a", "b"):
-        admission._shares.ask(tenant, 0.0)
-    admission._shares.serve("a", 100_000, 0)
-    for _ in range(20):
-        admission.attainment.observe(["b"], of_the_other)
+    admission = _lacking_with_a_ahead_of_b(of_the_other)
     verdict = _ask(admission, "a's", 0.0, tenant="a", num_tokens=4000, ttft_s=15.0)
     assert (verdict.outcome is AdmissionOutcome.PLACED) == (of_the_other == 1.0)
 
 
 def test_a_length_below_its_floor_leaves_no_room_to_another_tenant_either() -> None:
-    admission = _lacking(_busy())
-    for tenant in ("a", "b"):
-        admission._shares.ask(tenant, 0.0)
-    admission._shares.serve("a", 100_000, 0)
-    for _ in range(20):
-        admission.attainment.observe(["b"], 0.2)
+    admission = _lacking_with_a_ahead_of_b()
     long = {"tenant": "a", "num_tokens": 4000, "ttft_s": 15.0}
     assert _ask(admission, "first", 0.0, **long).outcome is not AdmissionOutcome.PLACED
     admission.attainment.overall = 0.4
