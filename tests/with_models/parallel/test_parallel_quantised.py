@@ -34,9 +34,9 @@ from tests.with_models.parallel.test_parallel_model import (
     poisoned_cache,
     random_tokens,
 )
-from tests.with_models.test_fp8_checkpoints import BLOCKS, write_fp8
-from tests.with_models.test_gguf_weights import write_gguf
-from tests.with_models.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
+from tests.with_models.weights.test_fp8_checkpoints import BLOCKS, write_fp8
+from tests.with_models.weights.test_gguf_weights import write_gguf
+from tests.with_models.weights.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
 
 INT8, INT4 = (Quantisation(name=name, group_size=32) for name in ("int8", "int4"))
 

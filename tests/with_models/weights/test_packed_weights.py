@@ -24,7 +24,7 @@ from kernels.native.library import native_library
 from tests.support.model_families import build_oracle
 from tests.support.small_models import greedy, random_prompts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START_S = 240.0  # for a process, on a busy machine
 
 
