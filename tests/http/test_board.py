@@ -33,12 +33,12 @@ from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 from kv_transfer.messages.workers import KnownWorker, TierBlocks, TiersReport
 from tests.cluster.http.test_board_picture import merged
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import PROMPT, Target
 from tests.support.processor_time import Stepped, turn_s
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 pytestmark = pytest.mark.model
 

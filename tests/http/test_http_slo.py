@@ -29,11 +29,11 @@ from cluster.slo.report import Counts, SeriesKey
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.workers import DraftReport, LinkReport, TierBlocks, TiersReport
 from tests.operators.queries import panels, rules, variables
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 pytestmark = pytest.mark.model
 

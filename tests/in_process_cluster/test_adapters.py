@@ -19,9 +19,9 @@ from kernels.adapters import Adapter
 from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged_tokens, write_adapter
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import PROMPT, busy, tokens_of
-from tests.support.one_pool import split
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import PROMPT, busy, tokens_of
+from tests.support.clusters.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

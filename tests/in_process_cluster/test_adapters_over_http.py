@@ -26,9 +26,9 @@ from engine.checkpoint.pooling import CheckpointPooling
 from engine.text.tokenizer import Tokenizer
 from kernels.adapters import Adapter
 from tests.support.adapters import merged_tokens, write_adapter
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import busy, is_long
 from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import busy, is_long
 from tests.support.processor_time import Stepped, turn_s
 from tests.support.scripted_generator import EMBEDDING_SIZE, ScriptedGenerator
 from tests.support.small_models import SmallModel

@@ -14,9 +14,9 @@ from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
 from engine.drafting.draft_model import DraftModel
 from kv_transfer.worker.base import WorkerParts
-from tests.support.mini_cluster import cluster_of
-from tests.support.mini_requests import PROMPT, tokens
-from tests.support.replica_cluster import replica_cluster
+from tests.support.clusters.mini_cluster import cluster_of
+from tests.support.clusters.mini_requests import PROMPT, tokens
+from tests.support.clusters.replica_cluster import replica_cluster
 from tests.support.small_models import SmallModel, greedy, shallower
 from tests.support.waiting import HANGS_S, eventually
 

@@ -23,7 +23,7 @@ from kv_transfer.handoff.slab_copy import copying_threads
 from kv_transfer.transports.choose import TransferConfig, TransportKind
 from kv_transfer.worker import base as worker_base
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
 

@@ -14,7 +14,7 @@ from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from kv_transfer.transports.choose import TransferConfig, TransportKind
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.interpreted.test_copying import NUM_TOKENS, End, slab_for
-from tests.support.mini_cluster import MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel
 
 PROMPT = [7 + (3 * n) % 90 for n in range(150)]

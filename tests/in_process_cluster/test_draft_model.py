@@ -19,8 +19,8 @@ from engine.text.tokenizer import Tokenizer
 from kernels.native.library import native_library
 from kv_transfer.messages.workers import DraftReport
 from tests.in_process_cluster.test_worker_metrics import Scraper
-from tests.support.mini_cluster import MiniClusterConfig, cluster_of, mini_cluster
-from tests.support.mini_requests import tokens
+from tests.support.clusters.mini_cluster import MiniClusterConfig, cluster_of, mini_cluster
+from tests.support.clusters.mini_requests import tokens
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
 from tests.support.thoroughness import in_test_long
 from tests.support.waiting import eventually

@@ -25,11 +25,11 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.requests import RequestSpec, Reserve, Start, TokenEvent
 from kv_transfer.worker.port import GatewayId, GatewayPort, Registration
 from tests.http.http_fuzz import Answer, Sent, call
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
+from tests.support.clusters.worker_reports import worker_snapshot
 from tests.support.http_server import MODEL, scripted_api
-from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.small_models import SmallModel
 from tests.support.waiting import eventually
-from tests.support.worker_reports import worker_snapshot
 
 pytestmark = pytest.mark.model
 

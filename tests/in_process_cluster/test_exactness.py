@@ -32,10 +32,10 @@ from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
+from tests.support.clusters.mini_cluster import cluster_of
+from tests.support.clusters.mini_requests import tokens, tokens_of
+from tests.support.clusters.one_pool import computed_elsewhere, split
 from tests.support.forked_child import fork_ranks
-from tests.support.mini_cluster import cluster_of
-from tests.support.mini_requests import tokens, tokens_of
-from tests.support.one_pool import computed_elsewhere, split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import watching
 from tests.support.waiting import HANGS_S

@@ -15,8 +15,8 @@ import pytest
 
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import StepPlan
-from tests.support.mini_cluster import Brake, MiniCluster, brake, cluster_of
-from tests.support.mini_requests import PROMPT, cancel, tokens, tokens_of
+from tests.support.clusters.mini_cluster import Brake, MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import PROMPT, cancel, tokens, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

@@ -13,8 +13,8 @@ from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.connections.connection import Connection
 from kv_transfer.messages.requests import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import brake, cluster_of
-from tests.support.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
+from tests.support.clusters.mini_cluster import brake, cluster_of
+from tests.support.clusters.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S
 

@@ -28,11 +28,11 @@ from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import PROMPT, tokens_of
+from tests.support.clusters.placed_clusters import run
+from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.http_server import MODEL, clients_of, scripted_api
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import PROMPT, tokens_of
-from tests.support.placed_clusters import run
-from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.scripted_generator import EMBEDDING_SIZE
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually

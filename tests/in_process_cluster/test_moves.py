@@ -22,9 +22,9 @@ from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.requests import TokenEvent
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import cluster_of
-from tests.support.mini_requests import PROMPT, busy, prefills_braked, tokens_of
-from tests.support.replica_cluster import ReplicaCluster, replica_cluster
+from tests.support.clusters.mini_cluster import cluster_of
+from tests.support.clusters.mini_requests import PROMPT, busy, prefills_braked, tokens_of
+from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

@@ -15,11 +15,11 @@ from decode_workers.scheduler import DecodeState
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import SequenceKey
 from kv_transfer.messages.requests import Cancel, RequestSpec, Reserve, Reserved, Start, StepFrame
+from tests.in_process_cluster.failures.test_poison import innocents_beside_poison
+from tests.in_process_cluster.failures.test_silence import KNOWN
 from tests.in_process_cluster.test_overlapped_cluster import count_ahead
-from tests.in_process_cluster.test_poison import innocents_beside_poison
-from tests.in_process_cluster.test_silence import KNOWN
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import (
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import (
     PROMPT,
     cancel,
     cancel_a_third,
@@ -30,7 +30,7 @@ from tests.support.mini_requests import (
     tokens,
     tokens_of,
 )
-from tests.support.one_pool import computed_elsewhere, computing, split
+from tests.support.clusters.one_pool import computed_elsewhere, computing, split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

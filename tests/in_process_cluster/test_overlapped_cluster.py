@@ -9,8 +9,8 @@ from typing import Any
 
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import StepPlan
-from tests.support.mini_cluster import MiniCluster, cluster_of
-from tests.support.mini_requests import cancel_a_third, fail_once, sampled, tokens
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
+from tests.support.clusters.mini_requests import cancel_a_third, fail_once, sampled, tokens
 from tests.support.small_models import SmallModel, random_prompts
 
 OVERLAPPED = DecodeWorkerConfig(overlap_steps=True, reserve_wait_s=60.0)

@@ -18,8 +18,8 @@ from cluster.scheduler.scheduler import GlobalScheduler
 from cluster.slo.classes import RequestTerms
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
-from tests.support.mini_cluster import MiniCluster, brake
-from tests.support.placed_clusters import PROMPT, cluster_of, run, terms
+from tests.support.clusters.mini_cluster import MiniCluster, brake
+from tests.support.clusters.placed_clusters import PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
 

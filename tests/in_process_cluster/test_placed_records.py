@@ -28,9 +28,9 @@ from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockInd
 from kv_transfer.messages.scheduling import Ended, FirstToken, Place, Queued
 from kv_transfer.messages.workers import Heartbeat, Register, WorkerInfo, WorkerSnapshot
 from kv_transfer.tiers.config import Budget, TiersConfig
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, brake
+from tests.support.clusters.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.support.http_server import MODEL
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake
-from tests.support.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S, eventually, wait_until
 

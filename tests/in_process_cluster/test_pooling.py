@@ -12,8 +12,8 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import Pooling
 from kv_transfer.messages.requests import TokenEvent
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import (
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import (
     PROMPT,
     cancel,
     fail_once,

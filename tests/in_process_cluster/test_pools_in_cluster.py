@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from tests.support.clusters.mini_requests import tokens
+from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.http_server import MODEL
-from tests.support.mini_requests import tokens
-from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 

@@ -15,8 +15,8 @@ from engine.drafting.speculation import SpeculationConfig
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.workers import WorkerSnapshot
 from tests.in_process_cluster.test_worker_metrics import Scraper
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
 from tests.support.http_server import MODEL, scripted_api
-from tests.support.mini_cluster import MiniCluster, cluster_of
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import eventually
 

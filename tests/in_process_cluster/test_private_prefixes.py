@@ -18,8 +18,8 @@ from cluster.http.terms import Tenants
 from engine.kv.prefix import block_hashes
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
+from tests.support.clusters.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.http_server import MODEL, scripted_api
-from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, random_prompts
 from tests.support.tier_shapes import TierShape
 from tests.support.waiting import HANGS_S, eventually

@@ -26,10 +26,10 @@ from kv_transfer.worker import replica as worker_replica
 from kv_transfer.worker.base import Worker, WorkerParts
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
+from tests.support.clusters.mini_cluster import Brake, brake
+from tests.support.clusters.mini_requests import tokens, tokens_of
+from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.http_server import MODEL
-from tests.support.mini_cluster import Brake, brake
-from tests.support.mini_requests import tokens, tokens_of
-from tests.support.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

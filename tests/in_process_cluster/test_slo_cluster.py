@@ -16,8 +16,8 @@ from cluster.slo.report import Counts, Metric, SeriesKey, SloOutcome
 from cluster.slo.tracker import SeriesSnapshot
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import SloUpdate
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.http_server import MODEL
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

@@ -17,9 +17,9 @@ from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.timeline import PARTS, RequestTimeline
 from cluster.http.app import create_app
 from engine.text.tokenizer import Tokenizer
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
+from tests.support.clusters.mini_requests import busy
 from tests.support.http_server import MODEL, scripted_api
-from tests.support.mini_cluster import MiniCluster, cluster_of
-from tests.support.mini_requests import busy
 from tests.support.small_models import SmallModel, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

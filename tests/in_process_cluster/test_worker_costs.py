@@ -14,7 +14,7 @@ from engine.steps.calibration import TRIALS, calibrate
 from engine.steps.loop import StepLoop
 from kv_transfer.messages.workers import KnownWorker, WorkerSnapshot
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 

@@ -29,10 +29,10 @@ from kv_transfer.messages.blocks import BlockEvents
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.workers import LoadingReport, TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
-from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.support.clusters.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_reports import worker_info, worker_snapshot
 
 GROUPS, BLOCK_SIZE = 4, 16
 BLOCK_BYTES = BLOCK_SIZE * 256

@@ -26,9 +26,9 @@ from cluster.slo.classes import SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.operators.browser import Seen, barriers
 from tests.ray.served_cluster import MODEL, ServedCluster, served_cluster
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 from tests.support.http_server import scripted_api
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.worker_reports import worker_info, worker_snapshot
 
 pytestmark = pytest.mark.model
 

@@ -36,9 +36,9 @@ from kv_transfer.transports.sockets import Carrier, LinkConfig, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpLink
 from tests.kv_transfer.transports.slab_content import send
 from tests.kv_transfer.transports.transport_conformance import DECODE, MIB, PREFILL, take
+from tests.support.clusters.mini_cluster import cluster_of
 from tests.support.device_memory import device_memory
 from tests.support.loops import num_open_files
-from tests.support.mini_cluster import cluster_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S
 

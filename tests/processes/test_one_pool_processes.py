@@ -16,11 +16,11 @@ from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement
 from kv_transfer.messages.workers import KnownWorker
-from tests.support.mini_cluster import MiniCluster
-from tests.support.mini_requests import tokens_of
+from tests.support.clusters.mini_cluster import MiniCluster
+from tests.support.clusters.mini_requests import tokens_of
+from tests.support.clusters.worker_processes import hang_beyond, hangs, worker_processes
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_processes import hang_beyond, hangs, worker_processes
 
 # That a worker is dead is told by its sockets. Whatever comes by itself, after a silence or when a reservation lapses,
 # comes later than this.

@@ -18,7 +18,7 @@ SLOW_MODULES = {
     "subprocess",
     "torch.multiprocessing",
     "tests.support.interpreted",
-    "tests.support.mini_cluster",
+    "tests.support.clusters.mini_cluster",
     "tests.support.small_models",
 }
 SLOW_FIXTURES = {"llama", "llama_folder", "smollm2_folder", "gemma3_folder"}
@@ -66,6 +66,6 @@ def test_quick_tests_need_nothing_slow(folder: str) -> None:
 def test_what_is_slow_is_seen_however_far_away() -> None:
     """The check above finds nothing, so what it looks with is itself looked at."""
     (clusters,) = (ROOT / "tests").rglob("test_mini_cluster.py")
-    assert {"tests.support.mini_cluster", "tests.support.small_models"} <= set(reached(clusters, set()))
+    assert {"tests.support.clusters.mini_cluster", "tests.support.small_models"} <= set(reached(clusters, set()))
     (ghosts,) = (ROOT / "tests").rglob("test_private_prefixes.py")  # reaches the cluster by way of another file
     assert "llama" in fixtures(clusters) and set(reached(ghosts, set()))

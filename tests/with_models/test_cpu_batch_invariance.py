@@ -14,7 +14,7 @@ from engine.sampling.params import SamplingParams
 from kernels.native.library import native_library
 from kernels.ops import kernels_for
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, cluster_of
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
 from tests.support.model_families import FAMILIES, build_oracle
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.stepping import Stepper, recording_runner

@@ -22,7 +22,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
 from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
     classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.05, gap_s=0.2, share=0.9), SloClass(name="batch")),

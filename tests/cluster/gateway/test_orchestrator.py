@@ -15,8 +15,8 @@ from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
 from kv_transfer.messages.requests import Endpoint, RequestSpec, Start, StepFrame, TokenEvent
 from kv_transfer.transports.base import Identity
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_reports import worker_info, worker_snapshot
 
 LONG: Final = 3_000  # tokens: such prompts are sent one after the other
 LONGEST: Final = 2_500_000  # tokens: more bytes than two sockets hold

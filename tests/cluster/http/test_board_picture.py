@@ -15,7 +15,7 @@ from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler
 from kv_transfer.messages.scheduling import Queued
 from tests.cluster.scheduler.scheduler_world import TARGETS, measured, place, placed, refused
-from tests.support.worker_reports import CLOSE
+from tests.support.clusters.worker_reports import CLOSE
 
 PICTURES = st.recursive(
     st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2),

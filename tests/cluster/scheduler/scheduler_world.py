@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 
 small_info = partial(worker_info, max_model_len=1000, num_blocks=100)
 small_snapshot = partial(worker_snapshot, blocks_available=100)

@@ -13,8 +13,8 @@ from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.transports.base import Identity
 from kv_transfer.worker.port import Registration
 from tests.cluster.scheduler.block_index_tools import LAYER_GROUPS, digest_of, log_with_pool, store_columns
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_reports import worker_info, worker_snapshot
 
 
 def _identity(worker_id: str) -> Identity:

@@ -21,7 +21,7 @@ from tests.cluster.scheduler.scheduler_world import (
     small_info,
     small_snapshot,
 )
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 
 # --- who gets it ---
 

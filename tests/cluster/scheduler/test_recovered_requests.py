@@ -21,7 +21,7 @@ from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
 from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
-from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
 def _standing(

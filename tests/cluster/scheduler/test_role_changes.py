@@ -9,7 +9,7 @@ from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
 from kv_transfer.messages.workers import KnownWorker
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 
 def worker(worker_id: str, *, draining: bool = False) -> KnownWorker:

@@ -35,8 +35,8 @@ from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.blocks import BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Queued, RoleRequest, StandingRequest, Unplaceable
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 from tests.support.stories import check_story, told_again
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 BLOCK_TOKENS = 16

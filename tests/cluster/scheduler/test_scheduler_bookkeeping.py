@@ -11,7 +11,7 @@ from cluster.scheduler.placement.worker_table import Fact
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
-from tests.support.worker_reports import REPORT
+from tests.support.clusters.worker_reports import REPORT
 
 
 class Bookkeeping(RuleBasedStateMachine):

@@ -34,8 +34,8 @@ from kv_transfer.messages.workers import (
 from kv_transfer.transports.base import Identity, LinkClosedError
 from kv_transfer.worker.port import telling_of_loading
 from tests.cluster.scheduler.scheduler_world import place, small_info, small_snapshot
+from tests.support.clusters.worker_reports import REPORT
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_reports import REPORT
 
 
 @pytest.fixture(autouse=True)

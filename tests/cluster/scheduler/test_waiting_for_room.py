@@ -11,7 +11,7 @@ from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import GlobalScheduler
 from kv_transfer.messages.scheduling import Placement, Queued, Unplaceable
 from tests.cluster.scheduler.scheduler_world import measured, place, placed
-from tests.support.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
 def _waits(scheduler: GlobalScheduler, request_id: str, now: float = 0.0, **changes: object) -> Queued:

@@ -13,7 +13,7 @@ from cluster.scheduler.placement.worker_table import Fact, Slot
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from kv_transfer.messages.scheduling import Place, Placement, StandingRequest
 from kv_transfer.messages.workers import WorkerInfo, WorkerSnapshot
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 
 WORKERS = ("p1", "p2", "d1", "d2")
 

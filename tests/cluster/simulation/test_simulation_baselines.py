@@ -27,7 +27,7 @@ from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.blocks import BlockChange, BlockEvents, BlockIndexSnapshot
 from kv_transfer.messages.scheduling import Place, Placement, Unplaceable
 from kv_transfer.worker.cost_report import stated_report
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 BLOCK = 16
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-6)

@@ -40,7 +40,7 @@ from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from cluster.slo.classes import INTERACTIVE, SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.workers import LoadingReport
-from tests.support.worker_reports import REPORT, worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
 
 COST = StepCost(base_s=0.006, prefill_token_s=4e-5, prefill_pair_s=1e-9, decode_s=1e-5, context_token_s=5e-8)
 WORKER = LoggedWorker(cost=COST, kv_tokens=200_000, token_budget=1024, max_num_seqs=64)

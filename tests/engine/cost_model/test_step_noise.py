@@ -22,7 +22,7 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from kv_transfer.messages.codec import MalformedMessageError, decode, encode
 from kv_transfer.messages.workers import Heartbeat, StepCostReport, StepNoiseReport
 from kv_transfer.worker.cost_report import cost_report, observed_steps
-from tests.support.worker_reports import worker_snapshot
+from tests.support.clusters.worker_reports import worker_snapshot
 
 COST = StepCost(base_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6, decode_s=1e-3, context_token_s=1e-6)
 SPREAD = 0.2

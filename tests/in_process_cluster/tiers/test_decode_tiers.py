@@ -19,7 +19,7 @@ from engine.kv.prefix import block_hashes
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.tiers.sources import ColumnViews
-from tests.support.mini_cluster import (
+from tests.support.clusters.mini_cluster import (
     COMPUTING_IS_FREE,
     COMPUTING_IS_SLOW,
     MiniCluster,

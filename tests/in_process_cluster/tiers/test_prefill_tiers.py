@@ -18,7 +18,7 @@ from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
-from tests.support.mini_cluster import (
+from tests.support.clusters.mini_cluster import (
     COMPUTING_IS_FREE,
     COMPUTING_IS_SLOW,
     MiniCluster,

@@ -24,7 +24,7 @@ from engine.sequence import Sequence
 from engine.steps.loading import LoadedModel
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.tier_shapes import (
     LAYER_TOKEN_BYTES,

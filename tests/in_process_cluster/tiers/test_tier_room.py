@@ -11,7 +11,7 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from kv_transfer.tiers.config import Budget, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

@@ -9,7 +9,7 @@ from cluster.scheduler.placement.ledger import Booking, Ledger
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
 from kv_transfer.worker.cost_report import stated_report
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 # A prompt of 1000 tokens takes 1.01 s; a decode step 10 ms, each sequence 1 ms more, each 1000 tokens of context too.
 COST = StepCost(

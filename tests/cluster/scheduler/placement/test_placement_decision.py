@@ -17,7 +17,7 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.worker.cost_report import stated_report
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 POLICY = DecisionPolicy()
 NO_HITS: Mapping[str, PrefixReach] = {}

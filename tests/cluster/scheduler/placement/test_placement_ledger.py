@@ -12,7 +12,7 @@ from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Fact, Slot
 from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, decoding, ledger_of, query_of
-from tests.support.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 
 def _drained_at(ledger: Ledger, worker_id: str) -> float:

@@ -21,7 +21,7 @@ from cluster.scheduler.placement.tpot_forecast import (
 )
 from cluster.scheduler.placement.worker_table import Fact, Slot
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
-from tests.support.worker_reports import worker_info
+from tests.support.clusters.worker_reports import worker_info
 
 
 def _prompt(

@@ -21,8 +21,8 @@ from kv_transfer.worker.base import WorkerRole
 from kv_transfer.worker.replica import ModelKit, ReplicaSite, WorkerReplica
 from prefill_workers.worker import PrefillWorker
 from tests.processes.host_segments import SHARED_MEMORY
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.http_server import MODEL
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
 

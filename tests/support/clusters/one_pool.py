@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from decode_workers.worker import DecodeWorker
 from kv_transfer.messages.scheduling import Place, Placement
-from tests.support.mini_cluster import MiniCluster
+from tests.support.clusters.mini_cluster import MiniCluster
 
 
 @contextlib.contextmanager

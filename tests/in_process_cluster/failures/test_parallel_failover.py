@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from decode_workers.worker import DecodeWorker
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 

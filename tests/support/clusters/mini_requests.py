@@ -14,7 +14,7 @@ from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepPlan
 from engine.steps.runner import ModelRunner, PreparedStep
 from kv_transfer.messages.requests import TokenEvent
-from tests.support.mini_cluster import Brake, MiniCluster, brake
+from tests.support.clusters.mini_cluster import Brake, MiniCluster, brake
 from tests.support.model_families import VOCAB_SIZE
 from tests.support.small_models import SmallModel, random_prompts
 

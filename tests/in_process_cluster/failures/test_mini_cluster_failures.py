@@ -16,8 +16,8 @@ from cluster.gateway.request_state import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import brake, cluster_of
-from tests.support.mini_requests import (
+from tests.support.clusters.mini_cluster import brake, cluster_of
+from tests.support.clusters.mini_requests import (
     PROMPT,
     broken,
     busy,

@@ -20,11 +20,11 @@ from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
 from kv_transfer.transports import choose
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import MiniCluster, brake, cluster_of
-from tests.support.mini_requests import PROMPT, is_long, prefills_braked, tokens_of
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_requests import PROMPT, is_long, prefills_braked, tokens_of
+from tests.support.clusters.worker_processes import goes_on, hang_beyond, hangs, tell_to_go_on, worker_processes
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
-from tests.support.worker_processes import goes_on, hang_beyond, hangs, tell_to_go_on, worker_processes
 
 KNOWN = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)
 

@@ -11,7 +11,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.slo.classes import RequestTerms, SloClass
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.requests import RequestSpec
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 

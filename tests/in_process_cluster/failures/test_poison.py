@@ -25,10 +25,10 @@ from engine.sequence import ScheduledSequence
 from engine.steps import loop as step_loop
 from engine.steps.runner import PreparedStep
 from prefill_workers.worker import PrefillWorker
-from tests.in_process_cluster.test_silence import KNOWN
-from tests.support.mini_cluster import MiniCluster, cluster_of
-from tests.support.mini_requests import tokens_of
-from tests.support.one_pool import split
+from tests.in_process_cluster.failures.test_silence import KNOWN
+from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
+from tests.support.clusters.mini_requests import tokens_of
+from tests.support.clusters.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import eventually
 

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, without Ray: `python -m tests.support.worker_child ROLE MODEL_FOLDER SECRET`.
+"""A worker in a process of its own, without Ray: `python -m tests.support.clusters.worker_child ROLE FOLDER SECRET`.
 
 Reads the scheduler's endpoint, as JSON, from its standard input, and prints its worker id when requests can come. A
 number that it reads then is a position: it prints a line, and another one when its device hangs before the first step

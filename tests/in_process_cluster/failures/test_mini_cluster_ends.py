@@ -11,8 +11,16 @@ from cluster.scheduler.scheduler import SchedulerPolicy
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.mini_cluster import brake, cluster_of
-from tests.support.mini_requests import PROMPT, cancel, cancel_a_third, starts_beyond, tokens, tokens_of, waiting
+from tests.support.clusters.mini_cluster import brake, cluster_of
+from tests.support.clusters.mini_requests import (
+    PROMPT,
+    cancel,
+    cancel_a_third,
+    starts_beyond,
+    tokens,
+    tokens_of,
+    waiting,
+)
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 

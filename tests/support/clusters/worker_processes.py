@@ -14,7 +14,7 @@ from typing import Any
 
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
-from tests.support.mini_cluster import MiniCluster, MiniClusterConfig
+from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.small_models import SmallModel
 from tests.support.waiting import HANGS_S
 
@@ -22,7 +22,7 @@ from tests.support.waiting import HANGS_S
 @contextlib.contextmanager
 def worker_process(folder: str, secret: bytes, scheduler: Endpoint, role: Role) -> Iterator[subprocess.Popen[str]]:
     """One that has been started, and may not be ready yet; killed in the end, stopped or not."""
-    command = [sys.executable, "-m", "tests.support.worker_child", role, folder, secret.hex()]
+    command = [sys.executable, "-m", "tests.support.clusters.worker_child", role, folder, secret.hex()]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdin is not None
