@@ -21,6 +21,10 @@ CASES = {
     "heads of 80": Case(segments=MIXED, head_dim=80, num_heads=3, num_kv_heads=1),
     "heads of 96": Case(segments=MIXED, head_dim=96, num_heads=5, num_kv_heads=1),
     "heads of 128": Case(segments=MIXED, head_dim=128, num_heads=4, num_kv_heads=1),
+    "many tiles of keys": Case(segments=((33, 300), (50, 129)), head_dim=128, num_heads=4, num_kv_heads=1),
+    "many tiles of keys, blocks of 32": Case(
+        segments=((12, 400), (30, 257)), head_dim=128, num_heads=7, num_kv_heads=1, block_size=32
+    ),
     "heads of 256": Case(segments=MIXED, head_dim=256, num_heads=8, num_kv_heads=1),
     "heads of 8, no grouping": Case(segments=((1, 3), (1, 60), (17, 20)), head_dim=8, num_heads=2, num_kv_heads=2),
     "6 queries to a key": Case(segments=((1, 5), (2, 17), (13, 29)), num_heads=6),
@@ -54,6 +58,16 @@ def test_attention_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     assert_like_twin(actual, world.expected())
+
+
+@pytest.mark.skipif(device().type != "cuda", reason="there are as many programs as a GPU has processors")
+def test_programs_that_take_several_items() -> None:
+    """Heavy and light ones, whose keys and values go through one ring of tiles, one item after the other."""
+    segments = ((300, 700), (1, 200), (257, 257), (65, 330))
+    world = build(Case(segments=segments, head_dim=128, num_heads=32, num_kv_heads=8), torch.bfloat16)
+    actual = world.actual()
+    assert_like_twin(actual, world.expected())
+    assert torch.equal(actual, world.actual())
 
 
 def test_the_cache_is_left_alone() -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from kernels.interface import CacheGeometry
 from kernels.triton.attention.decode import wide_tile
+from kernels.triton.attention.hopper import ROWS as HOPPER_ROWS
+from kernels.triton.attention.hopper import hopper_prefill_attention, suits
 from kernels.triton.attention.tiles import (
     CONTEXT_LEN,
     FIRST_ROW,
@@ -176,7 +178,15 @@ def prefill_attention(
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2]
     exponent_scale, squeeze = softmax_scales(scale, softcap)
-    configuration(Operands.of(q, geometry, softcap, window, sinks), batch_invariant).launch(
+    operands = Operands.of(q, geometry, softcap, window, sinks)
+    if suits(operands) and not batch_invariant:
+        assert prefill_tile(operands, batch_invariant).rows == HOPPER_ROWS, "the tiles are of other rows"
+        hopper_prefill_attention(
+            q, cache_rows, out, table=table, segments=segments, tiles=tiles, num_tiles=num_tiles, operands=operands,
+            exponent_scale=exponent_scale,
+        )  # fmt: skip
+        return
+    configuration(operands, batch_invariant).launch(
         (num_tiles * geometry.num_kv_heads,),
         q=q,
         out=out,
