@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import triton
 
-from kernels.interface import CacheGeometry
-from kernels.triton.attention import hopper
-from kernels.triton.attention.prefill import prefill_attention, prefill_tile
-from kernels.triton.attention.tiles import Operands, softmax_scales
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.tiles import softmax_scales
 from tests.interpreted.attention_worlds import Case, assert_like_twin, build
 from tests.support.interpreted import DTYPES, device
 from tests.support.thoroughness import combined
@@ -62,48 +58,6 @@ def test_attention_is_its_twin(case: Case, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     assert_like_twin(actual, world.expected())
-
-
-@pytest.mark.skipif(device().type != "cuda", reason="there are as many programs as a GPU has processors")
-def test_programs_that_take_several_items() -> None:
-    """Heavy and light ones, whose keys and values go through one ring of tiles, one item after the other."""
-    segments = ((300, 700), (1, 200), (257, 257), (65, 330))
-    world = build(Case(segments=segments, head_dim=128, num_heads=32, num_kv_heads=8), torch.bfloat16)
-    actual = world.actual()
-    assert_like_twin(actual, world.expected())
-    assert torch.equal(actual, world.actual())
-
-
-@pytest.mark.parametrize(
-    ("other", "geometry", "suits"),
-    [
-        ({}, {}, True),
-        ({"dtype": torch.float16}, {"block_size": 32, "num_kv_heads": 1}, True),
-        ({"dtype": torch.float32}, {}, False),
-        ({"architecture": 80}, {}, False),
-        ({"architecture": 100}, {}, False),
-        ({"windowed": True}, {}, False),
-        ({"softcapped": True}, {}, False),
-        ({"has_sinks": True}, {}, False),
-        ({}, {"head_dim": 96}, False),
-        ({}, {"head_dim": 576, "latent_dim": 512}, False),
-        ({}, {"block_size": 24}, False),
-        ({}, {"block_size": 256}, False),
-    ],
-)
-def test_what_the_kernel_for_a_hopper_takes(
-    other: dict[str, Any], geometry: dict[str, int], suits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And its tiles are of as many rows as work is planned for."""
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    fields = {"block_size": 16, "block_stride": 2, "num_kv_heads": 8, "head_dim": 128} | geometry
-    plain = Operands(
-        dtype=torch.bfloat16, geometry=CacheGeometry(**fields), softcapped=False, windowed=False, architecture=90
-    )
-    operands = replace(plain, **other)
-    assert hopper.suits(operands) == suits
-    if suits:
-        assert prefill_tile(operands, batch_invariant=False).rows == hopper.ROWS
 
 
 def test_the_cache_is_left_alone() -> None:

@@ -45,6 +45,12 @@ from kernels.triton.attention.tiles import (
 )
 from kernels.triton.shipped import TYPE_NAMES, Shipped
 
+IN_USE = False
+"""Whether prefill takes this kernel where it `suits`. What was timed on an H200 had a program for each item; this form,
+in which programs take items one after the other, gave the right numbers there, but the process that was to run several
+sequences at once stood still, and nobody knows why. To be True once `tests/interpreted/test_hopper_attention.py` is
+green on a device."""
+
 ROWS = 128
 """Rows of an item: 64, of one matrix instruction, for each of two groups of warps."""
 
@@ -329,6 +335,11 @@ def specialised_prefill_kernel(
 
 
 def suits(operands: Operands) -> bool:
+    """Whether it is what prefill launches."""
+    return IN_USE and not triton.knobs.runtime.interpret and _is_known(operands)
+
+
+def _is_known(operands: Operands) -> bool:
     """Whether there is a kernel for it here: plain causal attention, heads of 128, blocks that make up a tile."""
     geometry = operands.geometry
     return (
@@ -339,7 +350,6 @@ def suits(operands: Operands) -> bool:
         and 16 <= geometry.block_size <= _TOKENS
         and _TOKENS % geometry.block_size == 0
         and not (operands.softcapped or operands.windowed or operands.has_sinks)
-        and not triton.knobs.runtime.interpret
     )
 
 
@@ -372,7 +382,7 @@ def configuration(operands: Operands) -> Shipped:
 
 
 def shipped() -> list[Shipped]:
-    return [configuration(operands) for operands in shipped_operands() if suits(operands)]
+    return [configuration(operands) for operands in shipped_operands() if _is_known(operands)]
 
 
 @cache
