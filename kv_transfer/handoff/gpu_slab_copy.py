@@ -50,24 +50,29 @@ class _KeptMemory:
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
         self._lock = threading.Lock()
-        self._kept: list[Tensor] = []  # by growing size
+        self._kept: list[tuple[int, Tensor]] = []  # by growing size, which a tensor takes long to tell
 
     @contextlib.contextmanager
     def lend(self, num_bytes: int) -> Iterator[Tensor]:
         """Bytes `[num_bytes]`; their content is what was left there."""
-        piece = self._take(num_bytes)
+        size, piece = taken = self._take(num_bytes)
         try:
-            yield piece[:num_bytes]
+            yield piece if size == num_bytes else piece[:num_bytes]
         finally:
             with self._lock:
-                self._kept = sorted([*self._kept, piece], key=len)[-_KEPT:]
+                self._kept = sorted([*self._kept, taken], key=_size_of)[-_KEPT:]
 
-    def _take(self, num_bytes: int) -> Tensor:
+    def _take(self, num_bytes: int) -> tuple[int, Tensor]:
         with self._lock:
-            for index, piece in enumerate(self._kept):
-                if len(piece) >= num_bytes:
+            for index, (size, _) in enumerate(self._kept):
+                if size >= num_bytes:
                     return self._kept.pop(index)
-        return self._allocate(1 << (num_bytes - 1).bit_length())  # powers of two: the last slab is of any size
+        size = 1 << (num_bytes - 1).bit_length()  # powers of two: the last slab is of any size
+        return size, self._allocate(size)
+
+
+def _size_of(kept: tuple[int, Tensor]) -> int:
+    return kept[0]
 
 
 class CopyLane:
@@ -83,7 +88,7 @@ class CopyLane:
     def buffer_like(self, slab: Tensor) -> Iterator[Tensor]:
         """A tensor of that shape and type on the device; its content is what was left there."""
         with self._buffers.lend(slab.nbytes) as buffer:
-            yield buffer.view(slab.dtype).view(slab.shape)
+            yield buffer.view(slab.dtype).view_as(slab)
 
     @contextlib.contextmanager
     def note(self, group_row: GroupRow, num_bytes: int) -> Iterator[Tensor]:
