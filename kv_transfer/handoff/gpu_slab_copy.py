@@ -114,9 +114,6 @@ class DeviceCopies:
 
     def __init__(self, outward: Sequence[Stream], inward: Sequence[Stream], queued: Callable[[], Event | None]) -> None:
         self._lock = threading.Lock()
-        # One thread tells the device of its slab at a time. Each call of torch's lends the interpreter to another
-        # thread, so two that tell theirs at once take twice as long, and neither is done before.
-        self._telling = threading.Lock()
         self._outward = [CopyLane(stream) for stream in outward]
         self._inward = [CopyLane(stream) for stream in inward]
         self._queued = queued
@@ -218,11 +215,10 @@ class DeviceCopies:
         try:
             if upload is not None:
                 stream.queue(upload)
-            with self._telling:
-                event = after or self._queued()
-                if event is not None:
-                    stream.follow(event)
-                stream.queue(tell)
+            event = after or self._queued()
+            if event is not None:
+                stream.follow(event)
+            stream.queue(tell)
         finally:
             stream.record().wait()
         if isinstance(kv_cache, GroupKV):
