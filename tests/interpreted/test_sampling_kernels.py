@@ -25,8 +25,8 @@ from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
 from engine.steps.loading import sampler_for
 from kernels.triton.sampling.floor import find_floors
-from kernels.triton.sampling.rows import NUM_FIELDS, RowOptions, no_edits, pack_rows
-from kernels.triton.sampling.sample import SPLIT, best_of_splits, gumbel
+from kernels.triton.sampling.rows import NUM_FIELDS, SPLIT, RowOptions, no_edits, pack_rows
+from kernels.triton.sampling.sample import best_of_splits, gumbel
 from tests.engine.sampling.sampling_twin import EOS, params_of, random_logits, sequence
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.interpreted import device
@@ -153,6 +153,19 @@ def test_what_is_kept_of_many_tiles_near_the_best_and_far_from_it() -> None:
     """Nearly all tokens within the smallest distance; few; and so many that all have to be looked at."""
     logits = random_logits(12, 3, 9001) * torch.tensor([[0.01], [1.0], [10.0]])
     params = [params_of(top_p=0.9), params_of(top_p=0.9), params_of(top_k=8000, top_p=0.999999)]
+    for row, floor, wanted in zip(logits.numpy(), _floors(logits, params), params, strict=True):
+        relative = tempered(row, 1.0)
+        ids = survivors(relative, wanted)
+        assert ids is not None
+        assert np.flatnonzero(relative >= float(floor)).tolist() == ids.tolist(), wanted
+
+
+@pytest.mark.parametrize("gap", [1.0, 4.0, 8.0, 13.0, 19.0, 40.0])
+def test_what_is_kept_where_a_row_is_sure_of_a_few(gap: float) -> None:
+    """Each distance within which tokens are collected is the least that holds enough of them, in some row."""
+    logits = random_logits(13, 3, 2 * SPLIT + 300) * 0.1 - gap
+    logits[:, [3, SPLIT - 1, SPLIT, 2 * SPLIT + 299]] = torch.tensor([0.0, -0.5, -0.5, -0.9])
+    params = [params_of(top_k=3), params_of(top_k=9), params_of(top_k=20, top_p=0.9999)]
     for row, floor, wanted in zip(logits.numpy(), _floors(logits, params), params, strict=True):
         relative = tempered(row, 1.0)
         ids = survivors(relative, wanted)

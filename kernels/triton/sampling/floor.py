@@ -1,78 +1,127 @@
 """The least likely token that top-k and top-p keep, without sorting: steps 6 and 7 of `engine.sampling.logits`.
 
 As on the CPU, the tokens near the best one are collected first: those within the smallest of some distances that holds
-enough of them (top-k), or enough mass (top-p). That takes two passes over the vocabulary, and leaves few.
+enough of them (top-k), or enough mass (top-p). That takes two passes over the vocabulary, split by split in parallel,
+and leaves few, which one program searches.
 
 Logits relative to the best one are never positive, so the bits of their absolute value, as an integer, order them from
-the best to the worst. The floor is found in that order, two bits at a time: of four places on the way, which is the
+the best to the worst. The floor is found in that order, four bits at a time: of sixteen places on the way, which is the
 first before which enough tokens, or enough mass, lie? Equal logits are kept together or not at all.
 
 Masses are float32 exponentials added up in float64, as on the CPU.
+
+Legend: B rows, V tokens of the vocabulary, S splits of it.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.rows import NUM_FIELDS, SHIPPED_SPLITS, Field
+from kernels.triton.sampling.rows import NUM_FIELDS, SHIPPED_SPLITS, SPLIT, Field
 from kernels.triton.shipped import Shipped
 
-_TILE = 4096
+_TILE = 512  # of those collected, beside each of the places
 
 _FIELDS = tl.constexpr(NUM_FIELDS)
 _TEMPERATURE = tl.constexpr(Field.TEMPERATURE.value)
 _TOP_K = tl.constexpr(Field.TOP_K.value)
 _TOP_P = tl.constexpr(Field.TOP_P.value)
-_PASSES = tl.constexpr(16)  # of two bits each
+_PLACES = tl.constexpr(16)
+_BITS = tl.constexpr(4)  # that tell the places apart
+_PASSES = tl.constexpr(8)  # of so many bits each
+_FIRST_UNIT = tl.constexpr(1 << 28)
+_RADII = tl.constexpr(6)  # of the best, for which a survey has numbers of each split; within the last one are all
 _WORST = tl.constexpr(0x7F800000)  # minus infinity
 
 
 @triton.jit
-def relative_tile(logits, start, best, temperature, vocab_size, TILE: tl.constexpr):
-    """Logits `[TILE]` relative to the best one, and which of them there are."""
-    token = start + tl.arange(0, TILE)
+def filters_of(fields):
+    """A row's temperature, top-k and top-p, and whether it is filtered at all."""
+    temperature = tl.load(fields + _TEMPERATURE).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k, top_p = tl.load(fields + _TOP_K), tl.load(fields + _TOP_P).to(tl.float64, bitcast=True)
+    return temperature, top_k, top_p, (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0))
+
+
+@triton.jit
+def relative_split(
+    logits, best_values, row, split, temperature, vocab_size, num_splits, SPLITS: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Logits `[SPLIT]` of a row relative to its best one, and which of them there are."""
+    lane = tl.arange(0, SPLITS)
+    best = tl.max(tl.load(best_values + row * num_splits + lane, mask=lane < num_splits, other=float("-inf")), 0)
+    token = split * SPLIT + tl.arange(0, SPLIT)
     live = token < vocab_size
     value = tl.load(logits + token, mask=live, other=float("-inf"))
     return tl.div_rn(value - best, temperature), live
 
 
 @triton.jit
-def radius_for(logits, best, temperature, vocab_size, top_k, top_p, TILE: tl.constexpr):
-    """How far from the best one `top_k` tokens lie, or `top_p` of the mass for no `top_k`; and the whole mass."""
-    total = tl.zeros((TILE,), tl.float64)
-    near = tl.zeros((TILE,), tl.float64)
-    middle = tl.zeros((TILE,), tl.float64)
-    far = tl.zeros((TILE,), tl.float64)
-    for start in range(0, vocab_size, TILE):
-        relative, live = relative_tile(logits, start, best, temperature, vocab_size, TILE)
-        amount = tl.where(live, tl.where(top_k > 0, 1.0, tl.exp(relative)), 0.0).to(tl.float64)
-        total += amount
-        near += tl.where(relative >= -2.0, amount, 0.0)
-        middle += tl.where(relative >= -6.0, amount, 0.0)
-        far += tl.where(relative >= -15.0, amount, 0.0)
-    whole = tl.sum(total, 0)
-    wanted = tl.where(top_k > 0, top_k.to(tl.float64), top_p * whole)
-    radius = tl.where(tl.sum(far, 0) >= wanted, 15.0, float("inf"))
-    radius = tl.where(tl.sum(middle, 0) >= wanted, 6.0, radius)
-    return tl.where(tl.sum(near, 0) >= wanted, 2.0, radius), whole
+def survey_kernel(
+    logits, rows, best_values, amounts, counts, vocab_size, row_stride, num_splits,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B, S). What lies within each radius of the best: how many tokens, `counts [B, 6, S]`, and how many or
+    what mass, as top-k or top-p ask, `amounts [B, 6, S]`."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, _, is_filtered = filters_of(rows + row * _FIELDS)
+    if is_filtered:
+        relative, live = relative_split(
+            logits + row * row_stride, best_values, row, split, temperature, vocab_size, num_splits, SPLITS, SPLIT
+        )
+        amount = tl.where(top_k > 0, 1.0, tl.exp(relative)).to(tl.float64)
+        for index in tl.static_range(_RADII):
+            within = live & (relative >= -radius_of(index))
+            out = (row * _RADII + index) * num_splits + split
+            tl.store(amounts + out, tl.sum(tl.where(within, amount, 0.0), 0))
+            tl.store(counts + out, tl.sum(within.to(tl.int32), 0))
 
 
 @triton.jit
-def collect(logits, out, best, temperature, vocab_size, radius, TILE: tl.constexpr):
-    """Put the relative logits within `radius` into `out`, in the order of their ids; returns their number."""
-    count = tl.zeros((), tl.int32)
-    for start in range(0, vocab_size, TILE):
-        relative, live = relative_tile(logits, start, best, temperature, vocab_size, TILE)
-        chosen = (live & (relative >= -radius)).to(tl.int32)
-        tl.store(out + count + tl.cumsum(chosen, 0) - 1, relative, mask=chosen > 0)
-        count += tl.sum(chosen, 0)
-    tl.debug_barrier()  # any thread reads what any has written
-    return count
+def radius_of(index):
+    near = tl.where(index == 0, 2.0, tl.where(index == 1, 5.0, 9.0))
+    return tl.where(index < 3, near, tl.where(index == 3, 14.0, tl.where(index == 4, 20.0, float("inf"))))
+
+
+@triton.jit
+def chosen_radius(amounts, row, top_k, top_p, num_splits, SPLITS: tl.constexpr):
+    """Which is the least radius within which `top_k` tokens lie, or `top_p` of the mass for no `top_k`; and all that
+    there is."""
+    lane = tl.arange(0, SPLITS)
+    start = amounts + row * _RADII * num_splits + lane
+    there = lane < num_splits
+    whole = tl.sum(tl.load(start + (_RADII - 1) * num_splits, mask=there, other=0.0), 0)
+    wanted = tl.where(top_k > 0, top_k.to(tl.float64), top_p * whole)
+    index = 0
+    for radius in tl.static_range(_RADII - 1):
+        index += (tl.sum(tl.load(start + radius * num_splits, mask=there, other=0.0), 0) < wanted).to(tl.int32)
+    return index, whole
+
+
+@triton.jit
+def collect_kernel(
+    logits, rows, best_values, amounts, counts, near, vocab_size, row_stride, num_splits,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B, S). Put the relative logits within the chosen radius into `near [B, V]`, in the order of their ids."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, top_p, is_filtered = filters_of(rows + row * _FIELDS)
+    if is_filtered:
+        index, _ = chosen_radius(amounts, row, top_k, top_p, num_splits, SPLITS)
+        lane = tl.arange(0, SPLITS)
+        number = tl.load(counts + (row * _RADII + index) * num_splits + lane, mask=lane < num_splits, other=0)
+        if tl.sum(tl.where(lane == split, number, 0), 0) > 0:
+            relative, live = relative_split(
+                logits + row * row_stride, best_values, row, split, temperature, vocab_size, num_splits, SPLITS, SPLIT
+            )
+            chosen = (live & (relative >= -radius_of(index))).to(tl.int32)
+            first = tl.sum(tl.where(lane < split, number, 0), 0)
+            tl.store(near + row * vocab_size + first + tl.cumsum(chosen, 0) - 1, relative, mask=chosen > 0)
 
 
 @triton.jit
@@ -99,42 +148,34 @@ def mass_within(near, count, furthest, TILE: tl.constexpr):
 def first_with(near, count, furthest, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
     """The least distance up to which lie `wanted` (float64) tokens, or as much mass, none counted beyond `furthest`."""
     found = tl.zeros((), tl.uint32)
-    unit = tl.full((), 1 << 30, tl.uint32)
+    place = tl.arange(0, _PLACES).to(tl.uint32)
+    unit = tl.full((), _FIRST_UNIT, tl.uint32)
     for _ in range(_PASSES):
-        first = tl.zeros((TILE,), tl.float64)
-        second = tl.zeros((TILE,), tl.float64)
-        third = tl.zeros((TILE,), tl.float64)
+        total = tl.zeros((_PLACES, TILE), tl.float64)
         for start in range(0, count, TILE):
             distance, amount = amount_of(near, start, count, furthest, MASS, TILE)
-            first += tl.where(distance < found + unit, amount, 0.0)
-            second += tl.where(distance < found + 2 * unit, amount, 0.0)
-            third += tl.where(distance < found + 3 * unit, amount, 0.0)
-        short = (tl.sum(first, 0) < wanted).to(tl.uint32)
-        short += (tl.sum(second, 0) < wanted).to(tl.uint32)
-        short += (tl.sum(third, 0) < wanted).to(tl.uint32)
-        found += short * unit
-        unit = unit >> 2
+            total += tl.where(distance[None, :] < (found + place * unit)[:, None], amount[None, :], 0.0)
+        short = (tl.sum(total, 1) < wanted) & (place > 0)
+        found += tl.sum(short.to(tl.uint32), 0) * unit
+        unit = unit >> _BITS
     return found
 
 
 @triton.jit
 def floor_kernel(
-    logits, rows, best_values, near, floors, vocab_size, row_stride, num_splits,
+    rows, amounts, counts, near, floors, vocab_size, num_splits,
     SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B,). `logits` and `near [B, V]`, `best_values [B, S]`; `floors [B]`: relative, minus infinity for none."""
+    """Grid: (B,). `near [B, V]`; `floors [B]`: relative, minus infinity for none."""
     row = tl.program_id(0).to(tl.int64)
-    fields = rows + row * _FIELDS
-    temperature = tl.load(fields + _TEMPERATURE).to(tl.float64, bitcast=True).to(tl.float32)
-    top_k, top_p = tl.load(fields + _TOP_K), tl.load(fields + _TOP_P).to(tl.float64, bitcast=True)
+    _, top_k, top_p, is_filtered = filters_of(rows + row * _FIELDS)
     furthest = tl.full((), _WORST, tl.uint32)
-    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0)):
+    if is_filtered:
+        index, whole = chosen_radius(amounts, row, top_k, top_p, num_splits, SPLITS)
         lane = tl.arange(0, SPLITS)
-        best = tl.max(tl.load(best_values + row * num_splits + lane, mask=lane < num_splits, other=float("-inf")), 0)
-        logits += row * row_stride
+        number = tl.load(counts + (row * _RADII + index) * num_splits + lane, mask=lane < num_splits, other=0)
+        count = tl.sum(number, 0)
         near += row * vocab_size
-        radius, whole = radius_for(logits, best, temperature, vocab_size, top_k, top_p, TILE)
-        count = collect(logits, near, best, temperature, vocab_size, radius, TILE)
         if top_k > 0:
             furthest = first_with(near, count, furthest, top_k.to(tl.float64), False, TILE)
             whole = mass_within(near, count, furthest, TILE)
@@ -147,38 +188,58 @@ def floor_kernel(
 def find_floors(logits: Tensor, rows: Tensor, best_values: Tensor) -> Tensor:
     """`[B]`: what a row's logits, relative to its best one and tempered, must not be below.
 
-    `logits [B, V]`, `rows` flat words (int64), `best_values [B, S]`: the largest logits of parts of a row.
+    `logits [B, V]`, `rows` flat words (int64), `best_values [B, S]`: the largest logits of the splits of a row.
     """
-    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    near = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)  # for what each row collects
-    _configuration(triton.next_power_of_2(best_values.shape[1])).launch(
-        (len(logits),),
-        logits=logits,
-        rows=rows,
-        best_values=best_values,
-        near=near,
-        floors=floors,
-        vocab_size=logits.shape[1],
-        row_stride=logits.stride(0),
-        num_splits=best_values.shape[1],
-    )
+    (num_rows, vocab_size), num_splits, device = logits.shape, best_values.shape[1], logits.device
+    amounts = torch.empty(num_rows, _RADII.value, num_splits, dtype=torch.float64, device=device)
+    counts = torch.empty(amounts.shape, dtype=torch.int32, device=device)
+    near = torch.empty(logits.shape, dtype=torch.float32, device=device)  # for what each row collects
+    floors = torch.empty(num_rows, dtype=torch.float32, device=device)
+    splits = triton.next_power_of_2(num_splits)
+    surveyed = {"rows": rows, "amounts": amounts, "counts": counts, "vocab_size": vocab_size, "num_splits": num_splits}
+    whole = {"logits": logits, "best_values": best_values, "row_stride": logits.stride(0), **surveyed}
+    _surveying(splits).launch((num_rows, num_splits), **whole)
+    _collecting(splits).launch((num_rows, num_splits), near=near, **whole)
+    _searching(splits).launch((num_rows,), near=near, floors=floors, **surveyed)
     return floors
 
 
-@functools.cache
-def _configuration(splits: int) -> Shipped:
-    constants = {"SPLITS": splits, "TILE": _TILE}
+_TYPES = {"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "amounts": "*fp64", "counts": "*i32"} | {
+    "near": "*fp32",
+    "floors": "*fp32",
+    "vocab_size": "i32",
+    "row_stride": "i64",
+    "num_splits": "i32",
+}
+
+
+def _shipped(name: str, kernel: Any, constants: dict[str, int], num_warps: int) -> Shipped:
+    types = {parameter: _TYPES[parameter] for parameter in kernel.arg_names if parameter in _TYPES}
     return Shipped(
-        name=f"sample_floor-{splits}",
-        kernel=floor_kernel,
-        types={"logits": "*fp32", "rows": "*i64", "best_values": "*fp32", "near": "*fp32", "floors": "*fp32"}
-        | {"vocab_size": "i32", "row_stride": "i64", "num_splits": "i32"},
+        name=f"{name}-{constants['SPLITS']}",
+        kernel=kernel,
+        types=types,
         constants=constants,
-        num_warps=16,
+        num_warps=num_warps,
         num_stages=1,
-        aligned=frozenset({"vocab_size", "row_stride"}),
+        aligned=frozenset({"vocab_size", "row_stride"} & types.keys()),
     )
 
 
+@functools.cache
+def _surveying(splits: int) -> Shipped:
+    return _shipped("sample_survey", survey_kernel, {"SPLITS": splits, "SPLIT": SPLIT}, 4)
+
+
+@functools.cache
+def _collecting(splits: int) -> Shipped:
+    return _shipped("sample_collect", collect_kernel, {"SPLITS": splits, "SPLIT": SPLIT}, 4)
+
+
+@functools.cache
+def _searching(splits: int) -> Shipped:
+    return _shipped("sample_floor", floor_kernel, {"SPLITS": splits, "TILE": _TILE}, 16)
+
+
 def shipped() -> list[Shipped]:
-    return [_configuration(splits) for splits in SHIPPED_SPLITS]
+    return [made for splits in SHIPPED_SPLITS for made in (_surveying(splits), _collecting(splits), _searching(splits))]

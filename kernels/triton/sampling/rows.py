@@ -44,6 +44,9 @@ class Field(IntEnum):
     MASK = 11  # which of the masks; -1: none
 
 
+SPLIT: Final = 2048
+"""Tokens of the vocabulary that one program takes."""
+
 SHIPPED_SPLITS: Final = (16, 32, 64, 128, 256)
 """Splits of a vocabulary, rounded up to a power of two, that kernels are shipped for: of up to 32,768, 65,536, 131,072,
 262,144 and 524,288 tokens."""

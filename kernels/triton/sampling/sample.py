@@ -24,10 +24,8 @@ from torch import Tensor
 from kernels.triton.sampling.edits import edited
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.logprobs import RowLogprobs, row_logprobs
-from kernels.triton.sampling.rows import EDIT_WORDS, NUM_FIELDS, SHIPPED_SPLITS, Field, PackedRows
+from kernels.triton.sampling.rows import EDIT_WORDS, NUM_FIELDS, SHIPPED_SPLITS, SPLIT, Field, PackedRows
 from kernels.triton.shipped import Shipped
-
-SPLIT = 2048
 
 _FIELDS = tl.constexpr(NUM_FIELDS)
 _SEED = tl.constexpr(Field.SEED.value)
@@ -71,12 +69,16 @@ def draw_kernel(
         kept = live & (relative >= least)
         if HAS_FLOORS:
             kept = kept & (relative >= tl.load(floors + row))
-        noise = gumbel(tl.load(fields + _SEED), tl.load(fields + _POSITION), split * (SPLIT // 4), SPLIT)
-        score = tl.where(kept, noise + relative.to(tl.float64), float("-inf"))
-        largest, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
         out = row * num_splits + split
-        tl.store(scores + out, largest)
-        tl.store(score_ids + out, split * SPLIT + index)
+        if tl.max(kept.to(tl.int32), 0) > 0:  # few splits are of use where a row is filtered, and noise is dear
+            noise = gumbel(tl.load(fields + _SEED), tl.load(fields + _POSITION), split * (SPLIT // 4), SPLIT)
+            score = tl.where(kept, noise + relative.to(tl.float64), float("-inf"))
+            largest, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+            tl.store(scores + out, largest)
+            tl.store(score_ids + out, split * SPLIT + index)
+        else:
+            tl.store(scores + out, float("-inf"))
+            tl.store(score_ids + out, split * SPLIT)
 
 
 @triton.jit
