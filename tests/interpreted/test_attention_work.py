@@ -28,7 +28,8 @@ def shape_of(world: World, *, batch_invariant: bool = False, share_from_bytes: i
 
 def test_who_goes_to_which_kernel() -> None:
     """By rows: queries times query heads of a key head."""
-    world = build(Case(segments=((1, 30), (4, 1100), (5, 20), (16, 40), (17, 40)), num_heads=4), torch.float16)
+    lengths = ((1, 30), (4, 2 * SPLIT_TOKENS + 76), (5, 20), (16, 40), (17, 40))
+    world = build(Case(segments=lengths, num_heads=4), torch.float16)
     work = plan_work(world.segments, shape_of(world))
     assert work.narrow.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
     assert work.wide.tolist() == [[2, 0, 0], [3, 0, 0], [3, 0, 32]]
@@ -41,14 +42,17 @@ def test_who_goes_to_which_kernel() -> None:
 
 
 def test_a_window_leaves_blocks_and_splits_out() -> None:
-    world = build(Case(segments=((1, 2000), (2, 40)), window=600, block_size=16), torch.float16)
+    context, window = 4 * SPLIT_TOKENS - 48, SPLIT_TOKENS + 88
+    world = build(Case(segments=((1, context), (2, 40)), window=window, block_size=16), torch.float16)
     work = plan_work(world.segments, shape_of(world))
-    first_column = (2000 - 600) // 16
+    first_column, stop_column = (context - window) // 16, context // 16
     assert work.narrow.tolist() == [[0, 2, 0], [0, 3, 0], [1, 0, 0]]
-    assert work.segments[0].tolist() == [0, 1, 2000, -first_column, 0, 2, 2, 0]
-    num_columns = 125 - first_column
+    assert work.segments[0].tolist() == [0, 1, context, -first_column, 0, 2, 2, 0]
+    num_columns = stop_column - first_column
     assert work.segments[1].tolist()[3] == num_columns
-    np.testing.assert_array_equal(work.table[:, :num_columns], world.segments[0].block_table[:, first_column:125])
+    np.testing.assert_array_equal(
+        work.table[:, :num_columns], world.segments[0].block_table[:, first_column:stop_column]
+    )
     assert work.table.shape[1] % 4 == 0
 
 
@@ -86,6 +90,13 @@ def test_buffers_of_a_graph_take_one_step_after_another(
             assert_like_twin(out[rows], world.expected()[rows])
     assert buffers.work is before
     assert {name: words.data_ptr() for name, words in before.lists.items()} == addresses
+
+
+def test_a_graph_of_one_sequence_has_no_launch_for_what_is_shared() -> None:
+    world = build(Case(segments=((1, 600), (1, 40)), num_heads=4), torch.float16)
+    buffers = DecodeBuffers(shape_of(world, share_from_bytes=0), limits_of(world.segments), device())
+    assert buffers.of(2, 1).shared
+    assert not buffers.of(1, 1).shared
 
 
 def test_a_step_too_large_for_its_graph_is_refused() -> None:

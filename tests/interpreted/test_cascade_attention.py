@@ -19,7 +19,12 @@ from tests.support.thoroughness import in_test_long
 SHARED = SPLIT_TOKENS + 64
 
 CASES = {
-    "two splits": Case(segments=((1, 1100), (1, 1040), (1, 1600)), shared=2 * SPLIT_TOKENS, num_heads=4, head_dim=16),
+    "two splits": Case(
+        segments=((1, 2 * SPLIT_TOKENS + 76), (1, 2 * SPLIT_TOKENS + 16), (1, 3 * SPLIT_TOKENS + 64)),
+        shared=2 * SPLIT_TOKENS,
+        num_heads=4,
+        head_dim=16,
+    ),
     "two queries each": Case(segments=((2, 600), (2, 580)), shared=SHARED, num_heads=6, num_kv_heads=2, head_dim=24),
     "more members than a tile has rows for": Case(
         segments=((1, 520),) * 3 + ((1, 530),) * 2, shared=SPLIT_TOKENS, num_heads=12, head_dim=16

@@ -85,6 +85,13 @@ def test_nothing_recorded_spills_or_exceeds_shared_memory() -> None:
         check(name, entry)
 
 
+def test_decode_fetches_keys_and_values_ahead() -> None:
+    """Three tiles of 32 tokens at once: that so many were asked for is not enough (`AHEAD` in `attend_tiles`)."""
+    tile_bytes = 2 * 32 * 128 * 2
+    entry = read_record()["kernels"]["decode_attention-bf16-128-narrow"]
+    assert all(entry[f"sm_{architecture}"]["shared_bytes"] >= 3 * tile_bytes for architecture in (80, 90, 100))
+
+
 def test_one_configuration_of_each_kernel_compiles_now(report: Any) -> None:
     assert report["compiled"]
     for name, entry in report["compiled"].items():

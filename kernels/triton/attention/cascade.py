@@ -67,7 +67,7 @@ def _cascade_split(
         acc, greatest, weight, rows, rest, own_row, cache + kv_head * HEAD_DIM, table + tl.load(leader + TABLE_START),
         split * SPLIT_TILES, (split + 1) * SPLIT_TILES, 0, 0, 0, scale, squeeze,
         False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
-        BLOCK_STRIDE,
+        BLOCK_STRIDE, REST_TILE == 0,
     )  # fmt: skip
     slot = (tl.load(segment + FIRST_SLOT) + split - tl.load(segment + FIRST_SPLIT)).to(tl.int64)
     place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + own_row

@@ -32,9 +32,10 @@ from kernels.interface import CacheGeometry
 from kernels.triton.shipped import TYPE_NAMES
 
 # Tokens of a split: what one program of the decode kernel reads, and what is summed by itself where results are to be
-# the same in all kernels. 512 tokens of one key head are 256 KiB at D = 128 in 16 bits, against 2 KiB of partial sums
-# for 4 query heads; 8k tokens of 8 key heads are then 128 programs, about the processors of an H100.
-SPLIT_TOKENS = 512
+# the same in all kernels. Of 128, 256 and 512, one sequence of 1k is fastest in the smallest and 32 of 8k in the
+# largest (on an H200); 256 is within 20 and 4 % of these. They are 128 KiB of one key head at D = 128 in 16 bits,
+# against 2 KiB of partial sums for 4 query heads.
+SPLIT_TOKENS = 256
 SEGMENT_FIELDS = 8
 """int32 words of a segment on the device: those of `SegmentField`, in whole vectors of 16 bytes."""
 
@@ -255,19 +256,15 @@ def _capped(score, squeeze):
 
 @triton.jit
 def _load_tile(
-    cache, table, tokens, live, MASKED: tl.constexpr,
+    cache, blocks, tokens, live, MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values `[N, Dv]` of `tokens [N]`, and the keys' rest. What is not `live [N]` is not read, and zero.
 
-    `cache` points at the key head of the first slot, `table` at the block of the sequence's first token.
+    `cache` points at the key head of the first slot; `blocks [N]` are the tokens'.
     """
     dims = tl.arange(0, HEAD_TILE)
-    if MASKED:
-        blocks = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0)
-    else:
-        blocks = tl.load(table + tokens // BLOCK_SIZE)
     slots = blocks.to(tl.int64) * (BLOCK_STRIDE * BLOCK_SIZE) + tokens % BLOCK_SIZE
     places = cache + (slots * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
     if REST_TILE > 0:
@@ -296,18 +293,33 @@ def attend_tiles(
     scale, squeeze,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Add tiles `[first_tile, stop_tile)` of keys to the sums of rows `q [R, Dv]`, `q_rest` at `position [R]`.
 
-    Where not MASKED, every row sees every token of these tiles. Online softmax as in FlashAttention-2
-    (arXiv:2307.08691, algorithm 1).
+    `table` points at the block of the sequence's first token. Where not MASKED, every row sees every token of these
+    tiles. Online softmax as in FlashAttention-2 (arXiv:2307.08691, algorithm 1).
+
+    AHEAD: a tile's blocks are looked up while the tile before is summed. Then nothing that Triton fetches ahead waits
+    for another fetch, and all its stages hold keys and values; else half of them are spent on the table. It takes
+    registers, which latents have none left of.
     """
+    if AHEAD:
+        tokens = first_tile * TOKENS + tl.arange(0, TOKENS)
+        began, ended = (seen_from, seen_to) if MASKED else (0, stop_tile * TOKENS)
+        ahead = tl.load(table + tokens // BLOCK_SIZE, mask=(tokens >= began) & (tokens < ended), other=0)
     for tile in range(first_tile, stop_tile):
         tokens = tile * TOKENS + tl.arange(0, TOKENS)
         live = (tokens >= seen_from) & (tokens < seen_to)
+        if AHEAD:
+            blocks = ahead
+            ahead = tl.load(table + (tokens + TOKENS) // BLOCK_SIZE, mask=tokens + TOKENS < ended, other=0)
+        elif MASKED:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0)
+        else:
+            blocks = tl.load(table + tokens // BLOCK_SIZE)
         keys, values, rest = _load_tile(
-            cache, table, tokens, live, MASKED, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
+            cache, blocks, tokens, live, MASKED, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
             BLOCK_STRIDE,
         )  # fmt: skip
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
@@ -335,7 +347,7 @@ def attend_span(
     q, q_rest, position, lowest, highest, cache, table, first_tile, stop_tile, window, scale, squeeze,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Sums of rows `q [R, Dv]`, `q_rest` over those keys in tiles `[first_tile, stop_tile)` that each may see.
 
@@ -353,11 +365,11 @@ def attend_span(
         acc, greatest, weight = attend_tiles(
             acc, greatest, weight, q, q_rest, position, cache, table, first_tile, edge, 0, 0, 0, scale, squeeze,
             False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
-            BLOCK_STRIDE,
+            BLOCK_STRIDE, AHEAD,
         )  # fmt: skip
     return attend_tiles(
         acc, greatest, weight, q, q_rest, position, cache, table, edge, stop_tile, seen_from, highest + 1, window,
         scale, squeeze,
         True, WINDOWED, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
-        BLOCK_STRIDE,
+        BLOCK_STRIDE, AHEAD,
     )  # fmt: skip
