@@ -34,20 +34,25 @@ from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuA
 from kernels.triton.attention.tiles import Operands, architecture
 from kernels.triton.attention.work_lists import AttentionShape
 from kernels.triton.experts import Stacked, grouped_matmul, pack_experts
+from kernels.triton.gemv import gemv, takes
 from kernels.triton.matmul import InvariantLinear
 
 
 @dataclass(frozen=True, slots=True)
 class CublasLinear:
-    """A weight as it lies in the checkpoint. cuBLAS chooses how it sums by the number of rows."""
+    """A weight as it lies in the checkpoint. cuBLAS chooses how it sums by the number of rows; one row is `gemv`'s."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if takes(x, self.weight):
+            return gemv(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if takes(x, self.weight):
+            return gemv(x, self.weight, self.bias, residual)
         # In place: out of place, torch copies the residual before cuBLAS adds to it.
         total = residual.addmm_(x, self.weight.t())
         return total if self.bias is None else total.add_(self.bias)

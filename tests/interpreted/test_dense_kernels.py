@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.interface import Activation, KVSlots
-from kernels.triton import elementwise, matmul
+from kernels.triton import elementwise, gemv, matmul
+from kernels.triton.kernels import CublasLinear
 from tests.support.interpreted import DTYPES, device
 from tests.support.thoroughness import combined
 
@@ -156,6 +157,38 @@ def test_linear(dtype: torch.dtype, sizes: tuple[int, int, int], biased: bool) -
     linear, twin = matmul.InvariantLinear(weight, bias), reference.pack_linear(weight, bias)
     assert_like_twin(linear(x), twin(x))
     assert_like_twin(linear.add_to(residual, x), twin.add_to(residual, x))
+
+
+@combined(
+    dtype=[dtype for dtype in DTYPES if dtype.itemsize == 2],
+    sizes=[(256, 16), (1280, 48)],
+    biased=[False, True],
+    adds=[False, True],
+)
+def test_a_row_times_a_weight(dtype: torch.dtype, sizes: tuple[int, int], biased: bool, adds: bool) -> None:
+    inputs, outputs = sizes
+    x, residual = random(1, inputs, dtype=dtype), random(1, outputs, dtype=dtype)
+    weight = random(1, outputs * inputs, dtype=dtype).view(outputs, inputs) / inputs**0.5
+    bias = random(1, outputs, dtype=dtype)[0] if biased else None
+    assert gemv.takes(x, weight)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    actual = gemv.gemv(x, weight, bias, residual.clone()) if adds else gemv.gemv(x, weight, bias)
+    assert_like_twin(actual, (expected + residual.float() if adds else expected).to(dtype))
+    linear = CublasLinear(weight, bias)
+    assert torch.equal(actual, linear.add_to(residual, x) if adds else linear(x))
+    assert not adds or torch.equal(residual, actual)  # in place
+
+
+def test_what_is_no_row_times_a_weight() -> None:
+    row, weight = torch.zeros(1, 256, dtype=torch.float16), torch.zeros(16, 256, dtype=torch.float16)
+    assert gemv.takes(row, weight)
+    for x, other in (
+        (row.float(), weight.float()),
+        (row.expand(2, -1), weight),
+        (row[:, :240], weight[:, :240]),
+        (row, weight[:15]),
+    ):
+        assert not gemv.takes(x, other)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])
