@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.model.transformer import Model
 from kernels import reference
 from kernels.interface import GatedMlp, Linear
 from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, QuantisedWeight
@@ -21,8 +23,8 @@ from kernels.triton.quantised import QuantisedLinear
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, prompts, stepper_on
 from tests.support.interpreted import DTYPES, device
 from tests.support.thoroughness import combined
-from tests.with_models.test_fp8_checkpoints import FP8, compressed_tensors, write_fp8
-from tests.with_models.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
+from tests.with_models.weights.test_fp8_checkpoints import FP8, compressed_tensors, write_fp8
+from tests.with_models.weights.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
 
 FLOAT8 = torch.float8_e4m3fn
 NAN_CODES = torch.full((2, 128), torch.nan).to(FLOAT8)
@@ -167,7 +169,7 @@ def test_others_are_expanded_to_their_values(weight: QuantisedWeight) -> None:
     torch.testing.assert_close(linear.weight.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-SMALL = {"num_hidden_layers": 2, "vocab_size": SMALL_VOCABULARY}
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": SMALL_VOCABULARY}
 
 
 def in_fp8_blocks(folder: Path) -> None:
@@ -211,12 +213,14 @@ def test_a_checkpoint_gives_the_tokens_of_its_values(checkpoint: str, batch_inva
             stepper.step([(seq, 1) for seq in seqs])
         found.append((stepper, sampler, seqs))
     (stepper, sampler, seqs), (_, twin, twins) = found
+    assert isinstance(stepper.runner.model, Model)
     for layer in stepper.runner.model._layers:
-        mlp = layer.mlp
-        linears = [layer.output.output if layer.latent else layer.output]
-        linears += [mlp.gate_up, mlp.down] if isinstance(mlp, GatedMlp) else [mlp.shared.gate_up]
-        assert all(isinstance(linear, QuantisedLinear) for linear in linears)
-        assert isinstance(mlp, GatedMlp) or isinstance(mlp.routed, GpuExperts)
+        output: Any = layer.output
+        mlp: Any = layer.mlp
+        dense = mlp if isinstance(mlp, GatedMlp) else mlp.shared
+        for linear in (output.output if layer.latent else output, dense.gate_up, dense.down):
+            assert isinstance(linear, QuantisedLinear)
+        assert mlp is dense or isinstance(mlp.routed, GpuExperts)
     for seq, expected in zip(seqs, twins, strict=True):
         assert seq.output_token_ids == expected.output_token_ids
         logits, twin_logits = (torch.stack(each.sampled[seq.request_id]) for each in (sampler, twin))
