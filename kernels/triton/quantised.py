@@ -26,91 +26,62 @@ from kernels.quantised_weight import LOWEST_E4M3, QuantisedWeight
 from kernels.triton.shipped import TYPE_NAMES, Shipped
 
 Kind = Literal["e4m3", "int8", "int4"]
-Rows = Literal["few", "some", "many"]
+Rows = Literal["few", "few-wide", "some", "many"]
 End = Literal["alone", "added", "parts"]
 """What becomes of sums: they are rounded, or others are added before, or they are parts of sums in float32."""
 
 _PAIRED: Final = 16  # inputs of 4 bits lie in a byte with those so many further on
 _FEW, _SOME = 16, 64  # rows, at most
+_WIDE_OUTPUTS: Final = 512 * 32  # which narrow tiles are not needed for
 _CUBLAS_ROWS = 256  # from which cuBLAS multiplies by the values
-_PROGRAMS: Final[dict[Rows, int]] = {"few": 512, "some": 256, "many": 1}  # that parts of K are to make
-_MOST_PARTS: Final = 8
+# Programs that parts of K are to make. Of 4 bits a product takes longer than its bytes: more of them run side by side.
+_PROGRAMS: Final[dict[Rows, int]] = {"few": 512, "few-wide": 512, "some": 256, "many": 1}
+_PROGRAMS_OF_4_BITS: Final = 2048
+_MOST_PARTS: Final = 4
 _BLOCK: Final = 1024  # outputs of a sum of parts
 
 
-def _e4m3(element: str, shift: int, mask: int, factor: int) -> tl.constexpr:
-    """Instructions that make four numbers of E4M3, a register, those of a wider type, two registers. Sign, exponent and
-    mantissa go to their places there, subnormal numbers as well, and are multiplied by what exponents' offsets differ
-    by."""
-    halves = "".join(
-        f"prmt.b32 h, $2, 0, {selector}; shr.u32 m, h, {shift}; and.b32 m, m, {mask:#x};"
-        f" lop3.b32 {number}, h, signs, m, 0xEA; "
-        for number, selector in (("n0", "0x1404"), ("n1", "0x3424"))
-    )
-    return tl.constexpr(
-        "{ .reg .b32 h, m, n0, n1, factor, signs;"
-        f" mov.b32 factor, {factor:#x}; mov.b32 signs, 0x80008000; {halves}"
-        f" fma.rn.{element} $0, n0, factor, signs; fma.rn.{element} $1, n1, factor, signs; }}"
-    )
-
-
-def _nibbles(element: str, shift: int, base: int, one: int) -> tl.constexpr:
-    """Instructions that make four bytes' lower (shift 0) or upper halves (4) numbers: as mantissa of `base`, to which
-    the second argument, four numbers in two registers, is added."""
-    halves = "".join(
-        f"prmt.b32 h, b, 0, {selector}; lop3.b32 {number}, h, 0x000F000F, {base:#x}, 0xEA; "
-        for number, selector in (("n0", "0x4140"), ("n1", "0x4342"))
-    )
-    return tl.constexpr(
-        "{ .reg .b32 b, h, n0, n1, one;"
-        f" mov.b32 one, {one:#x}; shr.u32 b, $2, {shift}; {halves}"
-        f" fma.rn.{element} $0, n0, one, $3; fma.rn.{element} $1, n1, one, $4; }}"
-    )
-
-
-_E4M3_BF16 = _e4m3("bf16x2", 4, 0x07F007F0, 0x7B807B80)  # times 2^120
-_E4M3_FP16 = _e4m3("f16x2", 1, 0x3F803F80, 0x5C005C00)  # times 2^8
-_LOWER_BF16, _UPPER_BF16 = (_nibbles("bf16x2", shift, 0x43004300, 0x3F803F80) for shift in (0, 4))  # of 128
-_LOWER_FP16, _UPPER_FP16 = (_nibbles("f16x2", shift, 0x64006400, 0x3C003C00) for shift in (0, 4))  # of 1024
-_FIVE = tl.constexpr("=r,=r,r,r,r")  # registers: two numbers in each of the results and of the second argument
+# Four numbers of E4M3, a register, become four of bfloat16, two registers: sign, exponent and mantissa at their places
+# there, of subnormal numbers as well, times the 2^120 by which the exponents' offsets differ.
+_E4M3_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 t0, t1, u0, u1, power, signs;
+mov.b32 power, 0x7B807B80;
+mov.b32 signs, 0x80008000;
+prmt.b32 t0, $2, 0, 0x1404;
+prmt.b32 t1, $2, 0, 0x3424;
+shr.u32 u0, t0, 4;
+shr.u32 u1, t1, 4;
+and.b32 u0, u0, 0x07F007F0;
+and.b32 u1, u1, 0x07F007F0;
+lop3.b32 u0, t0, signs, u0, 0xEA;
+lop3.b32 u1, t1, signs, u1, 0xEA;
+fma.rn.bf16x2 $0, u0, power, signs;
+fma.rn.bf16x2 $1, u1, power, signs;
+}
+""")
 
 
 @triton.jit
 def _of_bytes(codes, dtype: tl.constexpr, KIND: tl.constexpr, BY_FOUR: tl.constexpr):
     """What bytes stand for, as `dtype`, which is exact."""
-    bits = codes.to(tl.int32)
     if KIND == "int8":
         # As mantissa of 2^23.
-        numbers = (((bits ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
-    elif not BY_FOUR:
-        moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        numbers = (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
-    elif dtype == tl.bfloat16:
-        numbers = tl.inline_asm_elementwise(_E4M3_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        bits = (codes.to(tl.int32) ^ 0x80) | 0x4B000000
+        numbers = (bits.to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
+    elif BY_FOUR:
+        numbers = tl.inline_asm_elementwise(_E4M3_TO_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        numbers = tl.inline_asm_elementwise(_E4M3_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        # As above, one by one, in float32.
+        bits = ((codes.to(tl.int32) & 0x80) << 24) | ((codes.to(tl.int32) & 0x7F) << 20)
+        numbers = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
     return numbers
 
 
 @triton.jit
-def _of_halves(codes, zeros, dtype: tl.constexpr, BY_FOUR: tl.constexpr):
-    """What the lower halves of bytes `codes [N, K / 2]` stand for, and what the upper ones, as `dtype`, which is exact:
-    how far they lie above `zeros [N]`."""
-    if not BY_FOUR:
-        pairs, nothing = codes.to(tl.int32), zeros.to(tl.int32)[:, None]
-        lower, upper = (
-            ((pairs & 15) - nothing).to(tl.float32).to(dtype),
-            ((pairs >> 4) - nothing).to(tl.float32).to(dtype),
-        )
-    elif dtype == tl.bfloat16:
-        given = tl.broadcast(codes, (-128.0 - zeros.to(tl.float32)).to(dtype)[:, None])
-        lower = tl.inline_asm_elementwise(_LOWER_BF16, _FIVE, given, dtype=tl.bfloat16, is_pure=True, pack=4)
-        upper = tl.inline_asm_elementwise(_UPPER_BF16, _FIVE, given, dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        given = tl.broadcast(codes, (-1024.0 - zeros.to(tl.float32)).to(dtype)[:, None])
-        lower = tl.inline_asm_elementwise(_LOWER_FP16, _FIVE, given, dtype=tl.float16, is_pure=True, pack=4)
-        upper = tl.inline_asm_elementwise(_UPPER_FP16, _FIVE, given, dtype=tl.float16, is_pure=True, pack=4)
-    return lower, upper
+def _above(halves, zeros, dtype: tl.constexpr):
+    """How far `halves`, codes below 16 in int32, lie above `zeros`, as `dtype`, which is exact."""
+    return ((halves | 0x4B000000).to(tl.float32, bitcast=True) - (zeros.to(tl.float32) + 8388608.0)).to(dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -140,11 +111,11 @@ def quantised_matmul_kernel(
             place = tl.arange(0, BLOCK_K // 2)
             depth = start + (place // PAIRED * (2 * PAIRED) + place % PAIRED)[:, None]
             pairs = tl.load(codes + read_outputs.to(tl.int64)[:, None] * (K // 2) + (start // 2 + place)[None, :])
-            lower, upper = _of_halves(pairs, tl.load(zeros + factors), x.dtype.element_ty, BY_FOUR)
+            pairs, zero = pairs.to(tl.int32), tl.load(zeros + factors)[:, None]
             first = tl.load(x_rows + depth, mask=live_rows, other=0.0)
             second = tl.load(x_rows + depth + PAIRED, mask=live_rows, other=0.0)
-            product = tl.dot(lower, first, input_precision="ieee")
-            product = tl.dot(upper, second, product, input_precision="ieee")
+            product = tl.dot(_above(pairs & 15, zero, x.dtype.element_ty), first, input_precision="ieee")
+            product = tl.dot(_above(pairs >> 4, zero, x.dtype.element_ty), second, product, input_precision="ieee")
         else:
             depth = start + tl.arange(0, BLOCK_K)
             bytes = tl.load(codes + read_outputs.to(tl.int64)[:, None] * K + depth[None, :])
@@ -186,8 +157,8 @@ def dequantise_kernel(
     if KIND == "int4":
         place = depth // (2 * PAIRED) * PAIRED + depth % PAIRED
         pairs = tl.load(codes + rows * (K // 2) + place, mask=live, other=0).to(tl.int32)
-        nothing = tl.load(zeros + factors, mask=outputs < N, other=0).to(tl.int32)
-        numbers = ((pairs >> depth // PAIRED % 2 * 4 & 15) - nothing[:, None]).to(tl.float32)
+        zero = tl.load(zeros + factors, mask=outputs < N, other=0)[:, None]
+        numbers = _above(pairs >> depth // PAIRED % 2 * 4 & 15, zero, tl.float32)
     else:
         numbers = _of_bytes(tl.load(codes + rows * K + depth, mask=live, other=0), tl.float32, KIND, False)
     values = numbers * tl.load(scales + factors, mask=outputs < N, other=0.0)[:, None]
@@ -303,11 +274,12 @@ class QuantisedLinear:
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
         if not num_rows:
             return out
-        rows = _rows(num_rows, self.dtype)
+        rows = _rows(num_rows, num_outputs, self.dtype, self.form.kind, batch_invariant=self.batch_invariant)
         tile = _tile(self.dtype, rows)
         tiles = triton.cdiv(num_outputs, tile.n), triton.cdiv(num_rows, tile.m)
         num_steps = num_inputs // self.form.step
-        num_parts = 1 if self.batch_invariant else triton.cdiv(_PROGRAMS[rows], tiles[0] * tiles[1])
+        wished = _PROGRAMS_OF_4_BITS if self.form.kind == "int4" and rows == "few-wide" else _PROGRAMS[rows]
+        num_parts = 1 if self.batch_invariant else triton.cdiv(wished, tiles[0] * tiles[1])
         part_size = triton.cdiv(num_steps, min(num_parts, _MOST_PARTS, num_steps)) * self.form.step
         num_parts = triton.cdiv(num_inputs, part_size)
         whole = num_parts == 1
@@ -350,16 +322,24 @@ class _Tile:
     num_stages: int
 
 
-def _rows(count: int, dtype: torch.dtype) -> Rows:
-    if count <= _FEW or dtype == torch.float32:
+def _rows(count: int, num_outputs: int, dtype: torch.dtype, kind: Kind, *, batch_invariant: bool) -> Rows:
+    """Tiles for few rows may be multiplied by other instructions of a tensor core, whose sums may differ."""
+    if dtype == torch.float32:
         return "few"
+    if count <= _FEW and not batch_invariant:
+        return "few-wide" if kind == "int4" or num_outputs >= _WIDE_OUTPUTS else "few"
     return "some" if count <= _SOME else "many"
 
 
 def _tile(dtype: torch.dtype, rows: Rows) -> _Tile:
     if dtype == torch.float32:
         return _Tile(16, 32, 4, 3)
-    return {"few": _Tile(16, 32, 4, 4), "some": _Tile(64, 64, 4, 3), "many": _Tile(128, 64, 8, 3)}[rows]
+    return {
+        "few": _Tile(16, 32, 4, 4),
+        "few-wide": _Tile(16, 64, 4, 4),
+        "some": _Tile(64, 64, 4, 3),
+        "many": _Tile(128, 64, 8, 3),
+    }[rows]
 
 
 @functools.cache
@@ -373,7 +353,7 @@ def _multiplying(dtype: torch.dtype, form: _Form, rows: Rows, end: End) -> Shipp
     pointers |= {"added": f"*{element}"} if end == "added" else {}
     integers = ("M", "N", "K", "group_size", "part_size", "x_stride", "added_stride")
     # Triton's interpreter takes no instructions of a GPU.
-    by_four = dtype != torch.float32 and not triton.knobs.runtime.interpret
+    by_four = form.kind == "e4m3" and dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     return Shipped(
         name=f"quantised_matmul-{form.kind}-{form.step}-{element}-{rows}-{end}",
         kernel=quantised_matmul_kernel,
@@ -429,6 +409,7 @@ def shipped() -> list[Shipped]:
             for end in get_args(End)
             if dtype != torch.float32 or (rows == "few" and end != "parts")
             if rows != "many" or end != "parts"
+            if rows != "few" or form.kind != "int4" or dtype == torch.float32
         ),
         *(_summing(dtype, adds) for dtype in TYPE_NAMES for adds in (False, True)),
         *(_dequantising(dtype, form) for dtype in TYPE_NAMES for form in _FORMS),

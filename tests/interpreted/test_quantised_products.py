@@ -101,6 +101,15 @@ def test_a_product_is_that_of_the_values(
     assert_like_values(linear(x), x, weight)
 
 
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_of_many_outputs_tiles_are_wide(
+    form: tuple[int, int, int | None, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "_WIDE_OUTPUTS", 75)
+    weight, x = random_weight(75, 256, *form), poisoned(9, 256, DTYPES[-1])
+    assert_like_values(packed(weight, x.dtype)(x), x, weight)
+
+
 @combined(num_rows=[1, 20], form=[FORMS[0], FORMS[6]], biased=[False, True])
 def test_bias_and_residual_are_added(biased: bool, form: tuple[int, int, int | None, bool], num_rows: int) -> None:
     weight = random_weight(75, 128, *form)
