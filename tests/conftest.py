@@ -5,8 +5,10 @@ Imports no torch: files that need none are collected and run without waiting for
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,15 @@ def one_torch_thread() -> Iterator[None]:
     """What a test sets, or what it loads, is no other's."""
     yield
     _one_torch_thread()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Each HTTP client reads all that the machine trusts, for 27 ms of the processor: hundreds of clients, and none of
+    them speaks TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import kernels.triton
 from kernels.triton.shipped import Shipped
@@ -78,7 +79,7 @@ def _sources(function: Any, seen: set[int]) -> Iterator[str]:
 
 def compile_for(shipped: Shipped, architecture: int) -> Json:
     """What one kernel needs of one architecture. Raises Triton's errors where it does not compile."""
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(shipped.kernel, GluonJITFunction) else ASTSource)(
         shipped.kernel,
         dict(shipped.signature),
         constexprs=dict(shipped.constants),

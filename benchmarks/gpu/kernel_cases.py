@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from engine.kv.cache import KVCache, KVLayout
 from kernels.interface import Segment
+from kernels.triton.block_digest import begun_digest
 from kernels.triton.kernels import GpuKernels
 from kernels.triton.matmul import matmul
 from kernels.triton.sampling.rows import RowOptions, no_edits, pack_rows
@@ -205,16 +206,21 @@ def _slabs(shape: LayerShape, device: torch.device) -> Iterator[Case]:
     blocks = torch.from_numpy(table[0]).to(device)
     slab = _random(shape, device, 2, tokens, shape.num_kv_heads, shape.head_dim)
     rows, geometry = cache.layer_rows(0), cache.layout.geometry
+    twin, digest = torch.empty_like(slab), begun_digest(slab.nbytes, device)  # begun, as it comes with a block table
+    theirs = f"slab of {tokens} tokens, torch's copy"  # a few dozen us: its end weighs more than a large copy's
+    yield Case(name=theirs, run=lambda: twin.copy_(slab), num_bytes=2 * slab.nbytes)
     yield Case(
         name=f"slab of {tokens} tokens, gathered and digested",
-        run=lambda: gather_slab(rows, geometry, blocks, 0, slab),
+        run=lambda: gather_slab(rows, geometry, blocks, 0, slab, digest=digest),
         num_bytes=2 * slab.nbytes,
+        against=theirs,
         of_copy_rate=0.8,
     )
     yield Case(
         name=f"slab of {tokens} tokens, scattered and digested",
-        run=lambda: scatter_slab(slab, rows, geometry, blocks, 0),
+        run=lambda: scatter_slab(slab, rows, geometry, blocks, 0, digest=digest),
         num_bytes=2 * slab.nbytes,
+        against=theirs,
     )
 
 

@@ -45,6 +45,11 @@ class Stream(Protocol):
         """Device memory `[num_bytes]` for use on this stream alone; the work of its former owners comes first."""
         ...
 
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Memory of the host `[num_bytes]` that the device reads and writes by itself, in the stream's order: to queue
+        a copy from or to other memory, a thread may have to wait for it within the driver."""
+        ...
+
 
 class TimedStream(Protocol):
     """A stream that tells how long its work took. `queue` and `follow` as `Stream` has them."""
@@ -120,6 +125,9 @@ class CudaStream:
         # Torch's allocator gives memory out again before its former owner's kernels have ended, in one stream's order.
         with self.is_current():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 @contextlib.contextmanager

@@ -52,11 +52,11 @@ def block_digest_kernel(content, keys, digest, num_words, ROW_WORDS: tl.constexp
     add_row(digest, words, row, keys, ROW_WORDS)
 
 
-def block_digest(content: Tensor) -> Tensor:
-    """The digest of contiguous `content`, whole 64-bit words of any type, where it lies; `[1]` int64, see
-    `as_digest`."""
+def block_digest(content: Tensor, digest: Tensor | None = None) -> Tensor:
+    """The digest of contiguous `content`, whole 64-bit words of any type, where it lies; `[1]` int64, see `as_digest`.
+    `digest`: one that has begun."""
     words = as_words(content)
-    digest = begun_digest(words.numel() * WORD_BYTES, content.device)
+    digest = begun_digest(words.numel() * WORD_BYTES, content.device) if digest is None else digest
     if words.numel():
         grid = (triton.cdiv(words.numel(), ROW_WORDS),)
         configuration().launch(
@@ -77,7 +77,13 @@ def as_words(content: Tensor) -> Tensor:
 
 def begun_digest(num_bytes: int, device: torch.device) -> Tensor:
     """`[1]` int64, for kernels to add their rows to."""
-    return torch.full((1,), _signed(length_term(num_bytes)), dtype=torch.int64, device=device)
+    return torch.full((1,), digest_start(num_bytes), dtype=torch.int64, device=device)
+
+
+@functools.cache  # of the few sizes that slabs have
+def digest_start(num_bytes: int) -> int:
+    """What a digest of so many bytes is before any row was added, as an int64."""
+    return _signed(length_term(num_bytes))
 
 
 def as_digest(digest: Tensor) -> int:

@@ -328,7 +328,7 @@ def _rows(count: int, num_outputs: int, dtype: torch.dtype, kind: Kind, *, batch
         return "few"
     if count <= _FEW and not batch_invariant:
         return "few-wide" if kind == "int4" or num_outputs >= _WIDE_OUTPUTS else "few"
-    return "some" if count <= _SOME else "many"
+    return "some" if count <= _SOME or kind == "int4" else "many"  # in 4 bits no registers are left for more rows
 
 
 def _tile(dtype: torch.dtype, rows: Rows) -> _Tile:
@@ -409,7 +409,7 @@ def shipped() -> list[Shipped]:
             for end in get_args(End)
             if dtype != torch.float32 or (rows == "few" and end != "parts")
             if rows != "many" or end != "parts"
-            if rows != "few" or form.kind != "int4" or dtype == torch.float32
+            if rows in ("few-wide", "some") or form.kind != "int4" or dtype == torch.float32
         ),
         *(_summing(dtype, adds) for dtype in TYPE_NAMES for adds in (False, True)),
         *(_dequantising(dtype, form) for dtype in TYPE_NAMES for form in _FORMS),

@@ -68,35 +68,38 @@ def slab_kernel(
 
 
 def gather_slab(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
-) -> Tensor:
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None,
+    *, digest: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Fill `out [planes, n, h, D]`, contiguous, with tokens [start, start + n) of `heads` (None: all), and digest it.
 
     `cache_rows` is a layer as `CacheGeometry` describes it, `table [columns]` (int32) the blocks of its group, all on
-    one device. Returns the digest, `[1]` int64, for `as_digest` to wait for.
+    one device. Returns the digest, `[1]` int64, for `as_digest` to wait for: `digest`, where one is given that has
+    begun for so many bytes, which saves a launch.
     """
-    return _move(cache_rows, geometry, table, start, out, heads, to_cache=False)
+    return _move(cache_rows, geometry, table, start, out, heads, digest, to_cache=False)
 
 
 def scatter_slab(
-    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
-) -> Tensor:
+    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None,
+    *, digest: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write `slab [planes, n, h, D]`, contiguous, to tokens [start, start + n) of `heads`, as `gather_slab` would read
     it.
 
-    Returns the digest of what then stands in the blocks.
+    Returns the digest of what then stands in the blocks, in `digest` where one is given.
     """
-    return _move(cache_rows, geometry, table, start, slab, heads, to_cache=True)
+    return _move(cache_rows, geometry, table, start, slab, heads, digest, to_cache=True)
 
 
 def _move(
     cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range | None,
-    *, to_cache: bool,
+    digest: Tensor | None, *, to_cache: bool,
 ) -> Tensor:  # fmt: skip
     heads = range(geometry.num_kv_heads) if heads is None else heads
     _check(cache_rows, geometry, table, start, slab, heads)
     words = as_words(slab)
-    digest = begun_digest(words.numel() * WORD_BYTES, slab.device)
+    digest = begun_digest(words.numel() * WORD_BYTES, slab.device) if digest is None else digest
     if words.numel():
         configuration(
             to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads, geometry.num_planes

@@ -36,42 +36,74 @@ from torch import Tensor
 from engine.kv.cache import GroupRow, KVCache
 from engine.memory.streams import CudaStream, Event, Stream, elsewhere, queued_on
 from engine.parallel.kv import GroupKV
-from kernels.triton.block_digest import as_digest, block_digest
+from kernels.triton.block_digest import WORD_BYTES, as_digest, block_digest, digest_start
 from kernels.triton.slabs import gather_slab, scatter_slab
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, bytes_of
 
-_KEPT_BUFFERS = 2  # per stream: one copy at a time needs one of each size that is common
+_KEPT = 2  # per stream, of memory of each kind: one copy at a time needs one of each size that is common
+
+
+class _KeptMemory:
+    """Memory that is used again: the largest pieces that were given back."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._kept: list[tuple[int, Tensor]] = []  # by growing size, which a tensor takes long to tell
+
+    @contextlib.contextmanager
+    def lend(self, num_bytes: int) -> Iterator[Tensor]:
+        """Bytes `[num_bytes]`; their content is what was left there."""
+        size, piece = taken = self._take(num_bytes)
+        try:
+            yield piece if size == num_bytes else piece[:num_bytes]
+        finally:
+            with self._lock:
+                self._kept = sorted([*self._kept, taken], key=_size_of)[-_KEPT:]
+
+    def _take(self, num_bytes: int) -> tuple[int, Tensor]:
+        with self._lock:
+            for index, (size, _) in enumerate(self._kept):
+                if size >= num_bytes:
+                    return self._kept.pop(index)
+        size = 1 << (num_bytes - 1).bit_length()  # powers of two: the last slab is of any size
+        return size, self._allocate(size)
+
+
+def _size_of(kept: tuple[int, Tensor]) -> int:
+    return kept[0]
 
 
 class CopyLane:
-    """A stream, and memory of its device for slabs on their way, used again: the largest that were given back."""
+    """A stream, with memory of its device for slabs on their way, and of the host for what else is said with them."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.num_users = 0
-        self._lock = threading.Lock()
-        self._kept: list[Tensor] = []  # by growing size
+        self._buffers = _KeptMemory(stream.empty)
+        self._notes = _KeptMemory(stream.pinned)
 
     @contextlib.contextmanager
     def buffer_like(self, slab: Tensor) -> Iterator[Tensor]:
-        """A tensor of that shape and type; its content is what was left there."""
-        buffer = self._take(slab.nbytes)
-        try:
-            yield buffer[: slab.nbytes].view(slab.dtype).view(slab.shape)
-        finally:
-            self._give_back(buffer)
+        """A tensor of that shape and type on the device; its content is what was left there."""
+        with self._buffers.lend(slab.nbytes) as buffer:
+            yield buffer.view(slab.dtype).view_as(slab)
 
-    def _take(self, num_bytes: int) -> Tensor:
-        with self._lock:
-            for index, buffer in enumerate(self._kept):
-                if len(buffer) >= num_bytes:
-                    return self._kept.pop(index)
-        return self.stream.empty(1 << (num_bytes - 1).bit_length())  # powers of two: the last slab is of any size
+    @contextlib.contextmanager
+    def note(self, group_row: GroupRow, num_bytes: int) -> Iterator[Tensor]:
+        """Words `[1 + columns / 2]` (int64) for the device: the digest of a slab of so many bytes as it begins, and
+        the block table. The device's digest comes back in the first one.
 
-    def _give_back(self, buffer: Tensor) -> None:
-        with self._lock:
-            self._kept = sorted([*self._kept, buffer], key=len)[-_KEPT_BUFFERS:]
+        Pinned, both ways: a copy to memory that is not waits within the driver, and while it does, no other thread's
+        slab is launched.
+        """
+        with self._notes.lend(WORD_BYTES + -(-len(group_row) // 2) * WORD_BYTES) as content:
+            note = content.view(torch.int64)
+            words = note.numpy()
+            words[0] = digest_start(num_bytes)
+            words[1:].view(np.int32)[: len(group_row)] = group_row
+            yield note
 
 
 class DeviceCopies:
@@ -101,17 +133,20 @@ class DeviceCopies:
         `after`: the layer's KV stands. Of the GPU's kind the digest is of what was read on the device, so that it also
         tells damage on the way to the host.
         """
-        word = torch.empty(1, dtype=torch.int64)
-        with self._one_of(self._outward) as lane, lane.buffer_like(host_slab) as slab:
+        with (
+            self._one_of(self._outward) as lane,
+            lane.buffer_like(host_slab) as slab,
+            lane.note(group_row, slab.nbytes) as note,
+        ):
 
-            def take(table: Tensor) -> None:
-                digest = gather(kv_cache, layer, table, start, slab)
+            def take(table: Tensor, digest: Tensor) -> None:
+                gather(kv_cache, layer, table, start, slab, digest)
                 host_slab.copy_(slab, non_blocking=True)
-                # Last: the word is not pinned, so this thread waits here, perhaps behind another stream's slab.
-                word.copy_(digest, non_blocking=True)
+                note[:1].copy_(digest, non_blocking=True)
 
-            self._copy(lane.stream, kv_cache, group_row, after, take)
-        return as_digest(word) if kind == "row_sum_64" else slab_digest(bytes_of(host_slab.cpu()), kind)
+            self._copy(lane.stream, kv_cache, note, len(group_row), after, take)
+            digest = as_digest(note[:1])
+        return digest if kind == "row_sum_64" else slab_digest(bytes_of(host_slab.cpu()), kind)
 
     def write(
         self,
@@ -127,12 +162,16 @@ class DeviceCopies:
 
         `after`: nothing that was queued before reads or writes the blocks any more.
         """
-        word = torch.empty(1, dtype=torch.int64)
         written = None if kind == "row_sum_64" else torch.empty_like(host_slab, device="cpu")
-        with self._one_of(self._inward) as lane, lane.buffer_like(host_slab) as slab:
+        with (
+            self._one_of(self._inward) as lane,
+            lane.buffer_like(host_slab) as slab,
+            lane.note(group_row, slab.nbytes) as note,
+        ):
 
-            def put(table: Tensor) -> None:
-                word.copy_(scatter(kv_cache, layer, table, start, slab), non_blocking=True)
+            def put(table: Tensor, digest: Tensor) -> None:
+                scatter(kv_cache, layer, table, start, slab, digest)
+                note[:1].copy_(digest, non_blocking=True)
                 if written is not None:
                     gather(kv_cache, layer, table, start, slab)
                     written.copy_(slab, non_blocking=True)
@@ -140,8 +179,9 @@ class DeviceCopies:
             def upload() -> None:
                 slab.copy_(host_slab, non_blocking=True)
 
-            self._copy(lane.stream, kv_cache, group_row, after, put, upload)
-        return as_digest(word) if written is None else slab_digest(bytes_of(written), kind)
+            self._copy(lane.stream, kv_cache, note, len(group_row), after, put, upload)
+            digest = as_digest(note[:1])
+        return digest if written is None else slab_digest(bytes_of(written), kind)
 
     @contextlib.contextmanager
     def _one_of(self, lanes: list[CopyLane]) -> Iterator[CopyLane]:
@@ -159,26 +199,26 @@ class DeviceCopies:
         self,
         stream: Stream,
         kv_cache: KVCache | GroupKV,
-        group_row: GroupRow,
+        note: Tensor,
+        num_columns: int,
         after: Event | None,
-        move: Callable[[Tensor], None],
-        upload: Callable[[], None] = lambda: None,
+        move: Callable[[Tensor, Tensor], None],
+        upload: Callable[[], None] | None = None,
     ) -> None:
-        """`upload` and then, once `after` has been come to, `move(block table)`; done when this returns or raises."""
-        tables: list[Tensor] = []
+        """`upload` and then, once `after` has been come to, `move(block table, digest)`, which are the `note`'s on the
+        device; done when this returns or raises."""
 
-        def prepare() -> None:
-            table = torch.from_numpy(np.ascontiguousarray(group_row))
-            # From memory that is not pinned it is taken at once, and need not wait for another stream's slab.
-            tables.append(table.to(kv_cache.device, non_blocking=True))
-            upload()
+        def tell() -> None:
+            there = torch.empty_like(note, device=kv_cache.device).copy_(note, non_blocking=True)
+            move(there[1:].view(torch.int32)[:num_columns], there[:1])
 
         try:
-            stream.queue(prepare)
+            if upload is not None:
+                stream.queue(upload)
             event = after or self._queued()
             if event is not None:
                 stream.follow(event)
-            stream.queue(lambda: move(tables[0]))
+            stream.queue(tell)
         finally:
             stream.record().wait()
         if isinstance(kv_cache, GroupKV):
@@ -195,32 +235,36 @@ def copies_on(device: torch.device) -> DeviceCopies:
 # --- one layer of a cache, or of a group's caches, as a slab on the first one's GPU ---
 
 
-def gather(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
+def gather(
+    kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor, digest: Tensor | None = None
+) -> Tensor:
     """Fill `slab [planes, n, H, D]` with a layer's tokens from `start` on, by `table [columns]` of its group's blocks.
 
-    Queued behind what the current stream was given before, as is `scatter`. Returns the digest, `[1]` int64, for
-    `as_digest` to wait for.
+    Queued behind what the current stream was given before, as is `scatter`. Adds to a `digest` as it begins, `[1]`
+    int64, or to one of its own, and returns it, for `as_digest` to wait for.
     """
     if isinstance(kv, KVCache):
-        return gather_slab(kv.layer_rows(layer), kv.layout.geometry, table, start, slab)
+        return gather_slab(kv.layer_rows(layer), kv.layout.geometry, table, start, slab, digest=digest)
     for heads, cache in kv.owners:
         with elsewhere(cache.device):
             part = _part(slab, heads, cache)
             gather_slab(cache.layer_rows(layer), cache.layout.geometry, table.to(cache.device), start, part)
             slab[:, :, heads].copy_(part, non_blocking=True)
-    return block_digest(slab)
+    return block_digest(slab, digest)
 
 
-def scatter(kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor) -> Tensor:
+def scatter(
+    kv: KVCache | GroupKV, layer: int, table: Tensor, start: int, slab: Tensor, digest: Tensor | None = None
+) -> Tensor:
     """Copy `slab` into a layer's tokens from `start` on. Returns the digest of what stands in the blocks afterwards.
     For a group, `slab` is filled again from the blocks."""
     if isinstance(kv, KVCache):
-        return scatter_slab(slab, kv.layer_rows(layer), kv.layout.geometry, table, start)
+        return scatter_slab(slab, kv.layer_rows(layer), kv.layout.geometry, table, start, digest=digest)
     for heads, cache in kv.holders:
         with elsewhere(cache.device):
             part = _part(slab, heads, cache).copy_(slab[:, :, heads], non_blocking=True)
             scatter_slab(part, cache.layer_rows(layer), cache.layout.geometry, table.to(cache.device), start)
-    return gather(kv, layer, table, start, slab)
+    return gather(kv, layer, table, start, slab, digest)
 
 
 def _part(slab: Tensor, heads: slice, cache: KVCache) -> Tensor:

@@ -22,7 +22,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scale:
     monkeypatch.setattr(layerkv, "draw_prompts", lambda num, length: [[3 + n % 200 for n in range(length)]] * num)
     return Scale(
         model_ref=str(checkpoint(TINY, torch.device("cpu"))),
-        dtype="float32",
+        timed=TINY,
         exact_prompts=(1, 40),
         exact_tokens=4,
         contexts=(30, 30),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.speed.trace import Activity, common, read_trace, share_beside, step_times, union
+from benchmarks.gpu.speed.trace import Activity, LostMarksError, common, read_trace, share_beside, step_times, union
 
 
 def _event(name: str, began_us: float, lasted_us: float, category: str = "kernel", stream: object = 7) -> Any:
@@ -55,7 +55,7 @@ def test_what_a_device_waits_between_steps_is_told_from_pauses_within_one(tmp_pa
             _event("attention", start + 64, 36),
             _event("Memcpy DtoH", start + 70, 10, "gpu_memcpy", 9),
         ]
-    found = step_times(_read(tmp_path, *events), "complex<double>", longest_pause_us=5, spare=1)
+    found = step_times(_read(tmp_path, *events), "complex<double>", fewest=4, longest_pause_us=5, spare=1)
     assert len(found) == 3
     for step in found:
         assert step.lasted_us == pytest.approx(100)
@@ -65,15 +65,16 @@ def test_what_a_device_waits_between_steps_is_told_from_pauses_within_one(tmp_pa
 
 def test_a_step_that_is_prepared_in_time_waits_for_nothing(tmp_path: Path) -> None:
     events = [event for at in range(0, 50, 10) for event in (_event("mark", at, 1), _event("gemm", at + 1, 9))]
-    found = step_times(_read(tmp_path, *events), "mark", longest_pause_us=5, spare=0)
+    found = step_times(_read(tmp_path, *events), "mark", fewest=5, longest_pause_us=5, spare=0)
     assert [step.idle_us for step in found] == [0.0] * 4
 
 
-def test_a_trace_without_enough_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has 2 marks 'mark', too few; .* gemm, mark"):
+def test_a_trace_that_lost_marks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LostMarksError, match=r"has 2 marks 'mark' of 4; .* gemm, mark"):
         step_times(
             _read(tmp_path, _event("mark", 0, 1), _event("gemm", 1, 2), _event("mark", 3, 1)),
             "mark",
+            fewest=4,
             longest_pause_us=5,
             spare=1,
         )

@@ -29,6 +29,7 @@ class LazyStream:
         self._num_done = 0
         self.num_waits = 0  # by a thread of the host
         self.allocated: list[int] = []  # bytes
+        self.pinned_bytes: list[int] = []
         self._buffers: list[weakref.ref[Tensor]] = []
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -48,6 +49,10 @@ class LazyStream:
         buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device())
         self._buffers.append(weakref.ref(buffer))
         return buffer
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.pinned_bytes.append(num_bytes)
+        return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
 
     @property
     def num_kept_bytes(self) -> int:

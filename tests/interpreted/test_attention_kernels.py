@@ -21,6 +21,10 @@ CASES = {
     "heads of 80": Case(segments=MIXED, head_dim=80, num_heads=3, num_kv_heads=1),
     "heads of 96": Case(segments=MIXED, head_dim=96, num_heads=5, num_kv_heads=1),
     "heads of 128": Case(segments=MIXED, head_dim=128, num_heads=4, num_kv_heads=1),
+    "many tiles of keys": Case(segments=((33, 300), (50, 129)), head_dim=128, num_heads=4, num_kv_heads=1),
+    "many tiles of keys, blocks of 32": Case(
+        segments=((12, 400), (30, 257)), head_dim=128, num_heads=7, num_kv_heads=1, block_size=32
+    ),
     "heads of 256": Case(segments=MIXED, head_dim=256, num_heads=8, num_kv_heads=1),
     "heads of 8, no grouping": Case(segments=((1, 3), (1, 60), (17, 20)), head_dim=8, num_heads=2, num_kv_heads=2),
     "6 queries to a key": Case(segments=((1, 5), (2, 17), (13, 29)), num_heads=6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,9 @@ from engine.kv.cache import KVCache
 from engine.memory.devices import CPU
 from engine.memory.streams import Event
 from kernels.triton import slabs
+from kernels.triton.block_digest import digest_start
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
-from kv_transfer.handoff.gpu_slab_copy import DeviceCopies
+from kv_transfer.handoff.gpu_slab_copy import CopyLane, DeviceCopies
 from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.interpreted.device_queues import LazyStream
 from tests.interpreted.test_copying import End
@@ -106,6 +108,7 @@ def test_buffers_are_used_again_and_bounded() -> None:
     for first, second in (world.outward, world.inward):
         assert first.allocated == [512], "the smaller ones fit what is kept"
         assert second.allocated == [], "for one at a time one stream will do"
+        assert first.pinned_bytes == [64], "the digest's word and the row's columns"
     world = World()
     for count in (1, 3, 9, 16, 1, 16, 9):
         world.fill(count)
@@ -113,10 +116,22 @@ def test_buffers_are_used_again_and_bounded() -> None:
     assert world.outward[0].num_kept_bytes <= 128 + 512
 
 
+def test_copies_in_flight_on_one_stream_have_notes_of_their_own() -> None:
+    lane = CopyLane(LazyStream())
+    row = np.arange(5, dtype=np.int32)
+    with lane.note(row, 8) as first, lane.note(row + 1, 16) as second:
+        first.zero_()
+        assert second[1:].view(torch.int32)[:5].tolist() == [1, 2, 3, 4, 5]
+    with lane.note(row[:3], 8) as third:
+        assert third.data_ptr() in (first.data_ptr(), second.data_ptr())
+        assert third[0] == digest_start(8)
+        assert third[1:].view(torch.int32)[:3].tolist() == [0, 1, 2], "whatever was left there"
+
+
 def test_nothing_runs_on_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
 
-    def failing(*arguments: object) -> None:
+    def failing(*arguments: object, digest: torch.Tensor) -> None:
         raise RuntimeError("the device is out of order")
 
     monkeypatch.setattr("kv_transfer.handoff.gpu_slab_copy.scatter_slab", failing)
@@ -136,8 +151,8 @@ def test_what_is_read_back_comes_from_the_blocks(monkeypatch: pytest.MonkeyPatch
     world = World()
     scatter: Callable[..., torch.Tensor] = slabs.scatter_slab
 
-    def elsewhere(slab: torch.Tensor, rows: torch.Tensor, *place: object) -> torch.Tensor:
-        return scatter(slab, rows.clone(), *place)
+    def elsewhere(slab: torch.Tensor, rows: torch.Tensor, *place: object, digest: torch.Tensor) -> torch.Tensor:
+        return scatter(slab, rows.clone(), *place, digest=digest)
 
     monkeypatch.setattr("kv_transfer.handoff.gpu_slab_copy.scatter_slab", elsewhere)
     slab = torch.ones(2, COUNT, 2, 4, dtype=torch.float16)

@@ -67,8 +67,11 @@ class Reference:
     gaps: list[float]  # between the two best logits
     logprobs: list[dict[int, float]]  # of the four best tokens
 
+    def first(self, num_tokens: int) -> Reference:
+        return Reference(self.token_ids[:num_tokens], self.gaps[:num_tokens], self.logprobs[:num_tokens])
 
-_known: dict[tuple[Path, tuple[int, ...], int], Reference] = {}
+
+_known: dict[tuple[Path, tuple[int, ...]], Reference] = {}
 
 
 def hf_reference(
@@ -84,22 +87,26 @@ def hf_reference(
 
     Expects one thread for torch: several wait for each other in loops, and on a busy machine that takes minutes.
     """
-    keys = [(folder, tuple(prompt), num_tokens) for prompt in prompts]
-    if not all(key in _known for key in keys):
+    keys = [(folder, tuple(prompt)) for prompt in prompts]
+
+    def is_known(key: tuple[Path, tuple[int, ...]]) -> bool:
+        return key in _known and len(_known[key].token_ids) >= num_tokens
+
+    if not all(map(is_known, keys)):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         for key, guess in zip(keys, guesses, strict=False):
-            if key not in _known and (reference := _confirmed(model, key[1], guess, num_tokens)):
+            if not is_known(key) and (reference := _confirmed(model, key[1], guess, num_tokens)):
                 _known[key] = reference
         # Prompts of like length together: the less padding, the less work. Of the 64 above, the four long ones are
         # alone.
-        left = sorted(dict.fromkeys(key for key in keys if key not in _known), key=lambda key: len(key[1]))
+        left = sorted(dict.fromkeys(key for key in keys if not is_known(key)), key=lambda key: len(key[1]))
         for start in range(0, len(left), batch_size):
             some = left[start : start + batch_size]
-            _known.update(zip(some, _generate(model, [prompt for _, prompt, _ in some], num_tokens), strict=True))
-    return [_known[key] for key in keys]
+            _known.update(zip(some, _generate(model, [prompt for _, prompt in some], num_tokens), strict=True))
+    return [_known[key].first(num_tokens) for key in keys]
 
 
 def _confirmed(model: Any, prompt: tuple[int, ...], guess: Sequence[int], num_tokens: int) -> Reference | None:

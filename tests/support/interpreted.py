@@ -9,11 +9,15 @@ The interpreter gets bfloat16 wrong without saying so (it keeps the bits in uint
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 if not torch.cuda.is_available():
@@ -47,3 +51,64 @@ def _dot(builder: object, a: Any, b: Any, d: Any, *_: object) -> Any:
 
 
 interpreter.InterpreterBuilder.create_dot = _dot
+
+
+@functools.cache
+def _builtins_of(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: object, scope: Any) -> None:
+    """The interpreter's own, which puts its builtins in the place of a package's, looks through the whole package for
+    them at each call of any function. Here it is known which ones they are."""
+    for name in _builtins_of(package):
+        member = getattr(package, name)
+        if not tl.core.is_builtin(member):
+            return  # who calls has done it, and will undo it
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
+_np_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
+
+
+def _get_np_dtype(kind: Any) -> np.dtype[Any]:
+    """The interpreter's own makes a table of all types for each look at it."""
+    scalar = kind.scalar
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype_of_scalar(scalar)
+
+
+_block_types: dict[tuple[str, ...], dict[str, Any]] = {}  # by elements and shape, what Triton gives such a type
+_scalars: dict[str, Any] = {}  # what it gives each tensor of one number
+_init_block_type, _init_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Triton's own wraps each size of a shape twice, and checks it, for each result of an operation."""
+    key = (element_ty.name, *map(repr, shape))
+    if key in _block_types:
+        vars(self).update(_block_types[key], element_ty=element_ty)
+    else:
+        _init_block_type(self, element_ty, shape)
+        self.of_tensors = {}
+        _block_types[key] = dict(vars(self))
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    """The same: what tensors of one shape have in common is made once."""
+    common = type.of_tensors if type.is_block() else _scalars
+    if common:
+        vars(self).update(common, handle=handle, type=type, dtype=type.scalar)
+    else:
+        _init_tensor(self, handle, type)
+        common.update(shape=self.shape, numel=self.numel)
+
+
+if not torch.cuda.is_available():  # two thirds of what the interpreter computes are the same each time, or for nothing
+    interpreter._patch_builtin = _patch_builtin
+    interpreter._get_np_dtype = _get_np_dtype
+    # It asks after each addition whether integers overflow, and does not look at the answer.
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
+    tl.block_type.__init__ = _block_type
+    tl.tensor.__init__ = _tensor

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,12 +26,13 @@ from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.speed.model_speed import Aims, Scale, loaded
 from benchmarks.gpu.speed.stepping import Stepper, decode_step_seconds
-from benchmarks.gpu.speed.trace import DEVICE_WORK, StepTime, read_trace, step_times
+from benchmarks.gpu.speed.trace import DEVICE_WORK, LostMarksError, StepTime, read_trace, step_times
 from engine.steps.loading import LoadedModel
 
 AIM_US = 100.0
 LONGEST_PAUSE_US = 5.0  # between kernels of a graph it is 1 to 2
-SPARE_STEPS = 4  # at either end, where the profiler starts and stops
+SPARE_STEPS = 4  # at either end, where the profiler starts, and where the last steps end
+TRACES = 3  # in a row that may lack marks
 
 SCALE = Scale(context_tokens=256, num_steps=48, prefills=(2048,), aims=Aims(decode={}))
 
@@ -81,8 +83,9 @@ def measure(report: Report, device: torch.device, scale: Scale = SCALE) -> None:
         if not recorded:
             model.runner.forget_recordings()
         for overlap, num_seqs in itertools.product((True, False), scale.decodes):
-            traced = asyncio.run(_traced(model, mark, scale, num_seqs, overlap=overlap))
-            _judge(report, traced, f"{num_seqs} sequences, {_told(recorded, overlap)}", aimed=recorded and overlap)
+            what = f"{num_seqs} sequences, {_told(recorded, overlap)}"
+            traced = _traced(report, what, functools.partial(_trace, model, mark, scale, num_seqs, overlap=overlap))
+            _judge(report, traced, what, aimed=recorded and overlap)
     model.runner.close()
 
 
@@ -109,7 +112,21 @@ class Traced:
     untraced_s: float
 
 
-async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *, overlap: bool) -> Traced:
+def _traced(report: Report, what: str, trace: Callable[[], Coroutine[Any, Any, Traced]]) -> Traced:
+    """A trace that has all of its marks. Raises LostMarksError if several in a row lack some.
+
+    CUPTI hands out its records by the buffer, and withholds one in which anything is not finished; marks are in all
+    buffers that hold launches of their own, so without a mark lost none of these is.
+    """
+    for _ in range(TRACES - 1):
+        try:
+            return asyncio.run(trace())
+        except LostMarksError as error:
+            report.tell(f"  {what}: once more, since {error}")
+    return asyncio.run(trace())
+
+
+async def _trace(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *, overlap: bool) -> Traced:
     """Steps that decode so many sequences and nothing else."""
     prompts = draw_prompts(num_seqs, scale.context_tokens, below=scale.model.shape.vocab_size)
     limits = {"max_num_seqs": num_seqs, "token_budget": max(scale.prefills) + num_seqs}
@@ -124,9 +141,17 @@ async def _traced(model: LoadedModel, mark: Mark, scale: Scale, num_seqs: int, *
             with profiling(mark.activities, path):
                 first = len(stepper.ends)
                 await stepper.until(lambda: len(stepper.ends) >= first + scale.num_steps)
-            stepper.give_up(streams)
+                # The profiler must not end amid a step: see `_traced`.
+                stepper.give_up(streams)
+                await stepper.until_idle()
             activities = await asyncio.to_thread(read_trace, path, mark.categories)
-    steps = step_times(activities, mark.name, longest_pause_us=LONGEST_PAUSE_US, spare=SPARE_STEPS)
+    steps = step_times(
+        activities,
+        mark.name,
+        fewest=scale.num_steps - 1,  # the first may have been made before the profiler began
+        longest_pause_us=LONGEST_PAUSE_US,
+        spare=SPARE_STEPS,
+    )
     return Traced(steps, untraced_s)
 
 

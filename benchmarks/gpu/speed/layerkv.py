@@ -1,8 +1,9 @@
 """`python -m benchmarks.gpu.speed.layerkv`: LayerKV on the GPU: the same tokens, what it costs, what runs beside what.
 
 SmolLM2 in float32 with every other layer group of each sequence in host memory must give the tokens that it gives with
-all of them on the device. Then decode steps in bfloat16 take turns, staged and not, and a profiler's trace of staged
-steps and of a prompt says how much of the copies ran beside compute. Copies are told apart by their stream.
+all of them on the device. Then decode steps of Llama-3.1-8B's shape, whose layers take as long as copies should, take
+turns, staged and not, and a profiler's trace of staged steps and of a prompt says how much of the copies ran beside
+compute. Copies are told apart by their stream.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.common.tiered_engine import StepCost, TieredEngine
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.exactness import generated, model_or_stand_in
 from benchmarks.gpu.figures import Figure, Report, run_step
+from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint
 from benchmarks.gpu.speed.host_gap import profiling
 from benchmarks.gpu.speed.trace import DEVICE_WORK, Activity, length, read_trace, share_beside, union
 from cluster.load.timing import MS
@@ -40,16 +42,22 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """`exact_prompts` and `contexts` are lengths; those of each are decoded together. `model_ref` None: SmolLM2."""
+    """`exact_prompts` and `contexts` are lengths; those of each are decoded together. `model_ref`: of the tokens; None
+    is SmolLM2.
+
+    Four contexts of 1,024 tokens are 16 MiB a layer of an 8B model: 0.3 ms of a link of 55 GB/s, and two layers of a
+    decode step, one staged and one not, read their weights in about that time. A chunk of 2,048 tokens computes longer
+    in a layer than all 8,192 take to be fetched.
+    """
 
     model_ref: str | None = None
-    dtype: DtypeName = "bfloat16"  # of what is timed
+    timed: RandomModel = LLAMA_8B
     exact_prompts: tuple[int, ...] = (1, 63, 1000)
     exact_tokens: int = 32
-    contexts: tuple[int, ...] = (2048,) * 8
+    contexts: tuple[int, ...] = (1024,) * 4
     num_rounds: int = 32
-    prompt_tokens: int = 4096
-    chunk_tokens: int = 1024
+    prompt_tokens: int = 8192
+    chunk_tokens: int = 2048
     traced_steps: int = 8
 
     @property
@@ -62,10 +70,12 @@ class Scale:
 
 def measure(report: Report, device: torch.device, scale: Scale = Scale()) -> None:
     model_ref = scale.model_ref or model_or_stand_in()
-    report.note(model=model_ref, contexts=list(scale.contexts), prompt_tokens=scale.prompt_tokens, ring_slots=NUM_SLOTS)
+    timed = scale.timed
+    report.note(model=model_ref, timed_model=timed.shape.name, contexts=list(scale.contexts), ring_slots=NUM_SLOTS)
+    report.note(prompt_tokens=scale.prompt_tokens, chunk_tokens=scale.chunk_tokens)
     with _engine(model_ref, "float32", device, scale) as engine:
         _require_equal_tokens(report, engine, model_ref, scale)
-    with _engine(model_ref, scale.dtype, device, scale) as engine:
+    with _engine(str(checkpoint(timed, device)), timed.dtype_name, device, scale) as engine:
         _measure_decode(report, engine, scale, device)
         _measure_prompt(report, engine, scale, device)
 

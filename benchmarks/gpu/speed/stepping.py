@@ -88,7 +88,7 @@ class Stepper:
             self._scheduler.drop(key)
         self._streams.clear()
         if error is None:  # whose blocks a step in flight holds must come back before the next one uses the model
-            await self.until(lambda: not (self._scheduler.num_running or self._scheduler.num_waiting))
+            await self.until_idle()
             self._pool.check_idle()
         await self._loop.stop()
 
@@ -117,6 +117,14 @@ class Stepper:
                 await self._progress.wait()
                 if self._failure is not None:
                     raise RuntimeError("a step failed") from self._failure
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is in flight, and none is to come."""
+        return not (self._scheduler.num_running or self._scheduler.num_waiting)
+
+    async def until_idle(self) -> None:
+        await self.until(lambda: self.is_idle)
 
     async def until_over(self, streams: Sequence[Stream]) -> None:
         await self.until(lambda: all(stream.is_over for stream in streams))

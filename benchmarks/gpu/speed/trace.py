@@ -102,16 +102,25 @@ class StepTime:
     waited_us: float
 
 
-def step_times(activities: Sequence[Activity], mark: str, *, longest_pause_us: float, spare: int) -> list[StepTime]:
+class LostMarksError(ValueError):
+    """A trace lacks marks of steps that were taken, and then perhaps other work too."""
+
+
+def step_times(
+    activities: Sequence[Activity], mark: str, *, fewest: int, longest_pause_us: float, spare: int
+) -> list[StepTime]:
     """The times of the steps between activities whose name contains `mark`, the first and last `spare` left out.
 
-    Marks are work themselves, tiny. Raises ValueError if too few are found.
+    Marks are work themselves, tiny. Raises LostMarksError if there are fewer than `fewest`.
     """
+    assert fewest >= 2 * spare + 2, "of the steps between so few marks none would be left"
     marks = [activity.began_us for activity in activities if mark in activity.name]
-    bounds = list(pairwise(marks))[spare : max(len(marks) - 1 - spare, 0)]
-    if not bounds:
+    if len(marks) < fewest:
         names = ", ".join(sorted({activity.name for activity in activities})[:5])
-        raise ValueError(f"the trace has {len(marks)} marks {mark!r}, too few; it has, among others: {names or 'none'}")
+        raise LostMarksError(
+            f"the trace has {len(marks)} marks {mark!r} of {fewest}; it has, among others: {names or 'none'}"
+        )
+    bounds = list(pairwise(marks))[spare : len(marks) - 1 - spare]
     busy = union(activity.interval for activity in activities)
     pauses = [(ended, began) for (_, ended), (began, _) in pairwise(busy)]
     long = [pause for pause in pauses if pause[1] - pause[0] > longest_pause_us]
