@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits: codes, and a scale and perhaps a minimum for each group of inputs.
+"""Weights of 4 or 8 bits: codes or numbers, and a scale and perhaps a minimum for each group of inputs.
 
 Knows how codes stand for values; not where they come from, nor how a device lays them out.
 """
@@ -17,16 +17,18 @@ ActivationBits = Literal[8, 16]
 """To how many bits activations may be rounded before they meet such weights."""
 
 LOWEST_E2M1 = -12
-LOWEST = {4: (-8, 0, LOWEST_E2M1), 8: (-128,)}
+LOWEST_E4M3 = -448
+LOWEST = {4: (-8, 0, LOWEST_E2M1), 8: (-128, LOWEST_E4M3)}
 """What the lowest code of so many bits may stand for. Codes count up from it; but from `LOWEST_E2M1` on they are the
-doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0."""
+doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0; and from `LOWEST_E4M3` on they are no codes, but
+floating-point numbers of 8 bits (OCP 8-bit Floating Point Specification, E4M3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedWeight:
     """`[out, in]`: input i of an output is `scale * code + minimum`, in float32, with those of i's group."""
 
-    codes: Tensor  # [out, in] int8
+    codes: Tensor  # [out, in] int8; of E4M3 float8_e4m3fn
     scales: Tensor  # [out, groups] float32
     minimums: Tensor | None  # [out, groups] float32; None: 0
     bits: int  # 4 or 8
@@ -34,7 +36,8 @@ class QuantisedWeight:
 
     def __post_init__(self) -> None:
         assert self.lowest in LOWEST[self.bits]
-        assert self.codes.dtype == torch.int8 and self.scales.dtype == torch.float32
+        assert self.codes.dtype == (torch.float8_e4m3fn if self.lowest == LOWEST_E4M3 else torch.int8)
+        assert self.scales.dtype == torch.float32
         assert self.codes.shape[0] == self.scales.shape[0] and self.codes.shape[1] % self.scales.shape[1] == 0
         assert self.minimums is None or self.minimums.shape == self.scales.shape
 
@@ -49,13 +52,15 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight as it is kept for computing: packed codes, factors in 16 bits."""
+        """Bytes of the weight as it is kept for computing: packed codes, factors in 16 bits, or in 32 beside E4M3."""
         factors = self.scales.numel() * (1 if self.minimums is None else 2)
-        return self.codes.numel() * self.bits // 8 + factors * 2
+        return self.codes.numel() * self.bits // 8 + factors * (4 if self.lowest == LOWEST_E4M3 else 2)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """The values, rounded once where `dtype` is narrower than float32."""
         grouped = self.codes.view(*self.scales.shape, -1)
+        if self.lowest == LOWEST_E4M3:
+            grouped = grouped.float()  # torch multiplies no others by it
         values = grouped * self.scales.unsqueeze(-1)
         if self.minimums is not None:
             values += self.minimums.unsqueeze(-1)
@@ -64,7 +69,9 @@ class QuantisedWeight:
     def rows(self, wanted: Tensor) -> QuantisedWeight:
         """The outputs of these indices, in this order."""
         minimums = None if self.minimums is None else self.minimums[wanted]
-        return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], minimums=minimums)
+        # As bytes: not every device can look up FP8.
+        codes = self.codes.view(torch.int8)[wanted].view(self.codes.dtype)
+        return replace(self, codes=codes, scales=self.scales[wanted], minimums=minimums)
 
     def part(self, rows: slice, columns: slice) -> QuantisedWeight:
         """The values of these outputs for these inputs, copied. Where an end cuts a group, all groups are smaller."""
@@ -120,6 +127,7 @@ class CodeFormat:
             group_size = max(size for size in range(1, largest_group + 1) if group_size % size == 0)
         lowest = {weight.lowest for weight in weights}
         narrow = len(lowest) == 1
+        assert narrow or LOWEST_E4M3 not in lowest, "its numbers are no codes of any other form"
         return cls(
             bits=weights[0].bits if narrow else 8,
             lowest=lowest.pop() if narrow else -128,
@@ -134,7 +142,7 @@ def side_by_side(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     parts = [weight.as_form(form) for weight in weights]
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return QuantisedWeight(
-        codes=torch.cat([part.codes for part in parts]),
+        codes=torch.cat([part.codes.view(torch.int8) for part in parts]).view(weights[0].codes.dtype),
         scales=torch.cat([part.scales for part in parts]),
         minimums=torch.cat(minimums) if minimums else None,
         bits=form.bits,

@@ -25,6 +25,7 @@ from benchmarks.report.table import RESULTS
 
 TESTS = (
     "tests/interpreted/test_dense_kernels.py",
+    "tests/interpreted/test_quantised_products.py",
     "tests/interpreted/test_expert_kernels.py",
     "tests/interpreted/test_attention_kernels.py",
     "tests/interpreted/test_attention_invariance.py",

@@ -10,11 +10,12 @@ import argparse
 import json
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from cluster.command.serve import count_gpus, is_config, model_document, require_model
 from cluster.config.fields import format_budget
@@ -193,8 +194,8 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     if isinstance(model, ModelConfig):
         check_degree(model, engine.tensor_parallel)
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
-    stays_quantised = engine.device == "cpu" and layout.dtype == bfloat16
-    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays_quantised=stays_quantised)
+    stays: Stays = "dense" if engine.device != "cpu" else "codes" if layout.dtype == bfloat16 else "nothing"
+    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays)
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
     weights = round(sum(by_name.values()))
@@ -246,24 +247,30 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
 
 
+Stays = Literal["codes", "dense", "nothing"]
+"""What is multiplied as it is stored, not by its values: on a CPU all codes, and on a GPU codes and FP8, but for
+experts."""
+
+
 def weight_sizes(
-    folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None, *, stays_quantised: bool
+    folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None, stays: Stays
 ) -> Mapping[str, float]:
-    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: what
-    is quantised is multiplied so, not by its values, of `value_bytes` each. Raises ValueError if some are missing or
-    files are damaged."""
+    """How many bytes the weights take once they are loaded, by the tensors that they come from; values take
+    `value_bytes` each. Of GGUF on a GPU, whose kernels have not all of its blocks, that is the most. Raises ValueError
+    if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
-    from engine.checkpoint.weights import expected_shapes, is_projection
+    from engine.checkpoint.stacked_tensors import fused_parts
+    from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
     is_gguf = (folder / GGUF_NAME).exists()
     tensors = {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
-    if stays_quantised and is_gguf:
+    if stays == "codes" and is_gguf:
         return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size}
     stays_packed = model.packing is not None and model.packing.stays_packed
-    if stays_quantised and stays_packed:
+    if stays == "codes" and stays_packed:
         places = ((name, fields["data_offsets"]) for name, fields in tensors.items())
         return {name: end - start for name, (start, end) in places}
     expected = expected_shapes(model)
@@ -271,11 +278,33 @@ def weight_sizes(
         _require_all(folder, expected, tensors)
     if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
         expected = {_HEAD: expected[_EMBEDDING], **expected}
-    rounded = quantisation if stays_quantised else None
-    return {
-        name: prod(shape) * (_rounded_bytes(rounded, name) if rounded and is_projection(name) else value_bytes)
+
+    def stays_so(name: str) -> bool:
+        return stays != "nothing" and is_projection(name) and (stays == "codes" or ".experts." not in name)
+
+    sizes = {
+        name: prod(shape) * (_rounded_bytes(quantisation, name) if quantisation and stays_so(name) else value_bytes)
         for name, shape in expected.items()
     }
+    if stays == "dense" and quantisation is None:
+        for name, num_bytes in _quantised_bytes(tensors).items():
+            parts = fused_parts(canonical_name(name, expected), expected)
+            if all(part in sizes and stays_so(part) for part in parts):
+                sizes = {other: size for other, size in sizes.items() if other not in parts} | {name: num_bytes}
+    return sizes
+
+
+def _quantised_bytes(tensors: Mapping[str, Mapping[str, Any]]) -> Mapping[str, int]:
+    """The bytes of each weight that is stored in several tensors, which are named beside each other."""
+    sizes: Counter[str] = Counter()
+    quantised = set()
+    for name, fields in tensors.items():
+        module, _, kind = name.rpartition(".")
+        start, end = fields["data_offsets"]
+        sizes[f"{module}.weight"] += 0 if kind == "bias" else end - start
+        if kind in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv"):
+            quantised.add(f"{module}.weight")
+    return {name: sizes[name] for name in quantised}
 
 
 def _require_all(

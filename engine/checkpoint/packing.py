@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from kernels.quantised_weight import LOWEST_E2M1, QuantisedWeight
+from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, QuantisedWeight
 
 # Which of eight consecutive outputs AWQ ("gemm") puts into a word's nibbles, the lowest first.
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -36,7 +36,7 @@ class WeightPacking:
 
     @property
     def stays_packed(self) -> bool:
-        """Whether projections are kept by their codes. Of FP8 the values are, in the model's type."""
+        """Whether projections are codes, that no other rounding may follow. FP8's numbers may be rounded as values."""
         return self.method != "fp8"
 
     @classmethod
@@ -170,9 +170,9 @@ class WeightPacking:
             lowest=lowest,
         )
 
-    def values(self, numbers: Tensor, scales: Tensor, where: str) -> Tensor:
-        """`[O, I]` float32 from FP8's `numbers [O, I]` and `scales`: one of all, `[O, 1]`, or one of each block, of
-        which the last ones may be smaller. Exact up to one rounding of each product. Raises ValueError."""
+    def scaled(self, numbers: Tensor, scales: Tensor, where: str) -> QuantisedWeight | Tensor:
+        """FP8's `numbers [O, I]` with their `scales`: one of all, `[O, 1]`, or one of each block, of which the last
+        ones may be smaller. Where inputs end amid a block, the values in float32. Raises ValueError."""
         if numbers.ndim != 2 or numbers.dtype != torch.float8_e4m3fn or scales.dtype not in _SCALE_DTYPES:
             raise ValueError(
                 f"{where} is {list(numbers.shape)} of {numbers.dtype} with scales of {scales.dtype}; of FP8 only"
@@ -184,21 +184,19 @@ class WeightPacking:
         num_outputs, num_inputs = numbers.shape
         block_outputs, block_inputs = self.block or (num_outputs, num_inputs)
         by_block = -(-num_outputs // block_outputs), -(-num_inputs // block_inputs)
-        values = numbers.float()
         if factors.numel() == 1:
-            return values.mul_(factors.view(()))
-        if tuple(factors.shape) == (num_outputs, 1):
-            return values.mul_(factors)
-        if tuple(factors.shape) != by_block:
+            factors = factors.view(1, 1).expand(num_outputs, 1)
+        elif tuple(factors.shape) == by_block != (num_outputs, 1):
+            factors = factors.repeat_interleave(block_outputs, dim=0)[:num_outputs]
+        elif tuple(factors.shape) != (num_outputs, 1):
             blocks = f", or {list(by_block)} for blocks of {list(self.block)}" if self.block else ""
             raise ValueError(
                 f"{where} is {list(numbers.shape)} with scales of {list(factors.shape)}; they have to be one number,"
                 f" {[num_outputs, 1]}{blocks}; fetch it again"
             )
-        for index, row_of_blocks in enumerate(factors):
-            rows = slice(index * block_outputs, (index + 1) * block_outputs)
-            values[rows].mul_(row_of_blocks.repeat_interleave(block_inputs)[:num_inputs])
-        return values
+        if factors.shape[1] > 1 and num_inputs % block_inputs:
+            return numbers.float().mul_(factors.repeat_interleave(block_inputs, dim=1)[:, :num_inputs])
+        return QuantisedWeight(codes=numbers, scales=factors.contiguous(), minimums=None, bits=8, lowest=LOWEST_E4M3)
 
 
 _FP8_BLOCK: Final = (128, 128)

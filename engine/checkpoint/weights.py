@@ -1,8 +1,8 @@
 """A model's tensors, read from its checkpoint, checked against its config, and cut for a shard.
 
-Projections may be of 4 or 8 bits: stored so, or rounded as they are loaded; of FP8 the values are loaded. Knows the
-names and shapes of tensors and which kinds of checkpoints there are; not how each of them stores blocks, nor what is
-computed with them. Nothing but safetensors and GGUF files is ever opened.
+Projections may be of 4 or 8 bits: stored so, or rounded as they are loaded. Knows the names and shapes of tensors and
+which kinds of checkpoints there are; not how each of them stores blocks, nor what is computed with them. Nothing but
+safetensors and GGUF files is ever opened.
 """
 
 from __future__ import annotations
@@ -279,7 +279,9 @@ def _part_of(stored: _Stored, part: Part, quantisation: Quantisation | None, tar
         return stored.read(part)
     if isinstance(stored, _FileTensor | TensorPart):
         stored = stored.load() if isinstance(stored, TensorPart) else stored.read(())
-        if quantisation is not None and isinstance(stored, Tensor) and is_projection(target):
+        if quantisation is not None and is_projection(target):
+            if isinstance(stored, QuantisedWeight):  # in FP8
+                stored = stored.dequantise(torch.float32)
             rounding = quantisation.of_the_head if target == _HEAD else quantisation
             return rounding.quantise_part(stored, rows, columns)
     if not part:
@@ -426,7 +428,7 @@ def _scaled(
     zeros = beside.get("weight_zero_point")
     if zeros is not None and zeros.stored(()).float().any():
         raise ValueError(f"{where} is in FP8 with zero points that are not 0, which is not supported")
-    return packing.values(tensor.stored(()), beside[scale].stored(()), where)
+    return packing.scaled(tensor.stored(()), beside[scale].stored(()), where)
 
 
 def _open(path: Path, device: torch.device) -> Any:

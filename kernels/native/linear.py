@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.huge_pages import PackingMemory, private_memory, whole_pages
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
-from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight
+from kernels.quantised_weight import LOWEST_E4M3, ActivationBits, CodeFormat, QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,9 @@ class QuantisedLinear(NativeLinear):
 
 
 def can_pack_quantised(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and CodeFormat.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
+    if dtype != torch.bfloat16 or weight.lowest == LOWEST_E4M3:
+        return False
+    return CodeFormat.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
 
 
 def pack_quantised(

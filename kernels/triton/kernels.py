@@ -36,6 +36,7 @@ from kernels.triton.attention.work_lists import AttentionShape
 from kernels.triton.experts import Stacked, grouped_matmul, pack_experts
 from kernels.triton.gemv import gemv, takes
 from kernels.triton.matmul import InvariantLinear
+from kernels.triton.quantised import QuantisedLinear, pack_quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class InvariantHeads:
 
 
 def _stacked(linears: Sequence[Linear]) -> Stacked:
-    plain = [linear for linear in linears if isinstance(linear, CublasLinear | InvariantLinear)]
+    """By their values: there is no product by the stored weights of experts."""
+    plain = [linear for linear in linears if isinstance(linear, CublasLinear | InvariantLinear | QuantisedLinear)]
     assert len(plain) == len(linears)
     return Stacked.of([(linear.weight, linear.bias) for linear in plain])
 
@@ -97,7 +99,8 @@ class GpuKernels:
         return packed_bytes(shapes, dtype)
 
     def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        return self.pack_linear(weight.dequantise(dtype).to(self.device), bias)
+        packed = pack_quantised(weight, bias, dtype, self.device, batch_invariant=self.batch_invariant)
+        return self.pack_linear(weight.dequantise(dtype).to(self.device), bias) if packed is None else packed
 
     def pack_heads(self, weight: Tensor) -> HeadwiseLinear:
         weight = weight.contiguous()

@@ -1,5 +1,5 @@
-"""Checkpoints in FP8, as transformers and as compressed-tensors store it: written here number by number, and loaded by
-the engine as the values that they stand for."""
+"""Checkpoints in FP8, as transformers and as compressed-tensors store it: written here number by number, and computed
+with by the engine as the values that they stand for."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
 
 
 def test_weights_are_the_values(folders: tuple[Path, Path]) -> None:
-    """In bfloat16, too: rounded once."""
+    """In bfloat16, too: rounded once. Those of projections stay bytes, unless their inputs end amid a block."""
     config, values_config = map(ModelConfig.from_folder, folders)
     for dtype in (torch.float32, torch.bfloat16):
         weights = load_weights(folders[0], config, dtype=dtype)
@@ -186,9 +186,14 @@ def test_weights_are_the_values(folders: tuple[Path, Path]) -> None:
         assert weights.keys() == values.keys()
         for name, value in values.items():
             weight = weights[name]
-            assert isinstance(weight, Tensor) and isinstance(value, Tensor)
-            assert torch.equal(weight, value), name
-            assert weight.untyped_storage().nbytes() == weight.nbytes, "nothing else is kept for it"
+            assert isinstance(value, Tensor)
+            if isinstance(weight, QuantisedWeight):
+                assert is_rounded(name) and weight.codes.dtype == torch.float8_e4m3fn
+                assert torch.equal(weight.dequantise(dtype), value), name
+            else:
+                assert torch.equal(weight, value), name
+            stored = weight.codes if isinstance(weight, QuantisedWeight) else weight
+            assert stored.untyped_storage().nbytes() == stored.nbytes, "nothing else is kept for it"
 
 
 def test_tokens_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
@@ -222,7 +227,8 @@ def test_values_are_those_that_transformers_loads(tmp_path: Path) -> None:
     ).state_dict()
     weights = load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
     for name, weight in weights.items():
-        assert isinstance(weight, Tensor) and torch.equal(weight, theirs[name]), name
+        values = weight.dequantise(torch.float32) if isinstance(weight, QuantisedWeight) else weight
+        assert torch.equal(values, theirs[name]), name
 
 
 def test_layers_for_drafting_are_passed_over(tmp_path: Path) -> None:
@@ -263,9 +269,22 @@ def test_memory_that_is_told_is_that_of_the_values(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(folder)
     assert told.weight_bytes == 2 * sum(prod(shape) for shape in expected_shapes(config).values())
     weights = load_weights(folder, config, dtype=torch.bfloat16)
-    loaded = sum(weight.nbytes for weight in weights.values())
+    values = {
+        name: weight.dequantise(torch.bfloat16) if isinstance(weight, QuantisedWeight) else weight
+        for name, weight in weights.items()
+    }
+    loaded = sum(value.nbytes for value in values.values())
     corrections = sum(weight.nbytes // 2 for name, weight in weights.items() if name.endswith("correction_bias"))
     assert told.weight_bytes == loaded - corrections, "which alone stay in float32"
+    stated = {"model": {"ref": str(folder), "dtype": "bfloat16"}, "decode": {"num_gpus": 1}}
+    on_a_gpu = worker_memory("decode", load_config(stated), folder)
+    saved = sum(
+        values[name].nbytes - weight.nbytes
+        for name, weight in weights.items()
+        if isinstance(weight, QuantisedWeight) and ".experts." not in name
+    )
+    assert on_a_gpu.weight_bytes == pytest.approx(told.weight_bytes - saved, rel=0.05), "scales are there for each row"
+    assert on_a_gpu.weight_bytes < 0.9 * told.weight_bytes
 
 
 DOWN = "model.layers.0.mlp.down_proj"
