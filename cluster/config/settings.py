@@ -82,8 +82,7 @@ class ModelSettings(Settings):
     quantization: Literal["int8", "int4"] | None = Field(
         None,
         description="Round the weights of projections to 8 or 4 bits when they are loaded. On CPUs there is less to"
-        " read for each token; on GPUs the values are rounded, and no memory or time is saved yet. Empty: as the"
-        " checkpoint has them.",
+        " read for each token; on GPUs `int8` saves memory, but no time yet. Empty: as the checkpoint has them.",
     )
     batch_invariant: bool = Field(
         False,
