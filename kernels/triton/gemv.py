@@ -52,13 +52,14 @@ def gemv_kernel(
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `gemv` computes `x [M, K]` times `weight [N, K]`: one row, of 16 bits, of suitable sizes."""
     outputs, inputs = weight.shape
-    return len(x) == 1 and x.itemsize == 2 and inputs % _BLOCK_K == 0 and outputs % _OUTPUTS == 0
+    suitable = x.itemsize == 2 and inputs % _BLOCK_K == 0 and outputs % _OUTPUTS == 0
+    return suitable and len(x) == 1 and x.dim() == 2 and x.stride(1) == 1 and weight.is_contiguous()
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: `x [1, K]`, `weight [N, K]` contiguous, `bias [N]`; returns `[1, N]`, or `residual
     [1, N]`, to which it was added then. See `takes`."""
-    assert takes(x, weight) and x.stride(1) == 1 and weight.is_contiguous()
+    assert takes(x, weight)
     assert residual is None or residual.stride(1) == 1
     out = torch.empty(1, len(weight), dtype=x.dtype, device=x.device) if residual is None else residual
     _configuration(x.dtype, bias is not None, residual is not None).launch(

@@ -41,6 +41,7 @@ from kernels.triton.slabs import gather_slab, scatter_slab
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, bytes_of
 
+_TABLE_AT = 2  # the word of a note, of 8 bytes, with which the block table begins
 _KEPT = 2  # per stream, of memory of each kind: one copy at a time needs one of each size that is common
 
 
@@ -92,17 +93,18 @@ class CopyLane:
 
     @contextlib.contextmanager
     def note(self, group_row: GroupRow, num_bytes: int) -> Iterator[Tensor]:
-        """Words `[1 + columns / 2]` (int64) for the device: the digest of a slab of so many bytes as it begins, and
-        the block table. The device's digest comes back in the first one.
+        """Words `[2 + columns / 2]` (int64) for the device: the digest of a slab of so many bytes as it begins, one of
+        nothing, so that kernels find the next aligned, and the block table. The device's digest comes back in the
+        first.
 
         Pinned, both ways: a copy to memory that is not waits within the driver, and while it does, no other thread's
         slab is launched.
         """
-        with self._notes.lend(WORD_BYTES + -(-len(group_row) // 2) * WORD_BYTES) as content:
+        with self._notes.lend((_TABLE_AT + -(-len(group_row) // 2)) * WORD_BYTES) as content:
             note = content.view(torch.int64)
             words = note.numpy()
             words[0] = digest_start(num_bytes)
-            words[1:].view(np.int32)[: len(group_row)] = group_row
+            words[_TABLE_AT:].view(np.int32)[: len(group_row)] = group_row
             yield note
 
 
@@ -210,7 +212,7 @@ class DeviceCopies:
 
         def tell() -> None:
             there = torch.empty_like(note, device=kv_cache.device).copy_(note, non_blocking=True)
-            move(there[1:].view(torch.int32)[:num_columns], there[:1])
+            move(there[_TABLE_AT:].view(torch.int32)[:num_columns], there[:1])
 
         try:
             if upload is not None:

@@ -24,6 +24,7 @@ from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
 from engine.steps.loading import sampler_for
+from kernels.triton.sampling import floor as floors
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.rows import NUM_FIELDS, SPLIT, RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import best_of_splits, gumbel
@@ -114,14 +115,18 @@ def test_greedy_takes_the_lowest_id_among_equals_also_of_different_splits() -> N
     assert [token.token_id for token in ours] == [4, SPLIT + 1, 0] == [token.token_id for token in theirs]
 
 
-def _floors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+def _words(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     wishes = [
         RowOptions(seed=0, position=0, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, edits=no_edits())
         for p in params
     ]
     words = torch.from_numpy(pack_rows(wishes, logits.shape[1]).words).to(device())
+    return words[: len(logits) * NUM_FIELDS]
+
+
+def _floors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     moved = logits.to(device())
-    return find_floors(moved, words[: len(logits) * NUM_FIELDS], best_of_splits(moved)[0]).cpu()
+    return find_floors(moved, _words(logits, params), best_of_splits(moved)[0]).cpu()
 
 
 @pytest.mark.parametrize("levels", [1, 40, None], ids=str)
@@ -171,6 +176,28 @@ def test_what_is_kept_where_a_row_is_sure_of_a_few(gap: float) -> None:
         ids = survivors(relative, wanted)
         assert ids is not None
         assert np.flatnonzero(relative >= float(floor)).tolist() == ids.tolist(), wanted
+
+
+def test_tokens_that_a_grammar_forbids_are_not_looked_at_where_it_leaves_less_than_top_k() -> None:
+    logits = torch.full((2, 2 * SPLIT + 300), -math.inf)
+    logits[:, [3, SPLIT, 2 * SPLIT + 299]] = torch.tensor([0.0, -50.0, -3.0])
+    params = [params_of(top_k=20), params_of(top_k=20, top_p=0.5)]
+    assert _floors(logits, params).tolist() == [-math.inf, 0.0]
+    amounts = torch.empty(2, 6, 3, dtype=torch.float64, device=device())
+    counts = torch.empty(2, 6, 3, dtype=torch.int32, device=device())
+    moved = logits.to(device())
+    floors._surveying(4).launch(
+        (2, 3),
+        logits=moved,
+        rows=_words(logits, params),
+        best_values=best_of_splits(moved)[0],
+        amounts=amounts,
+        counts=counts,
+        vocab_size=logits.shape[1],
+        row_stride=logits.shape[1],
+        num_splits=3,
+    )
+    assert counts.sum(2).tolist() == [[1, 2, 2, 2, 2, 3]] * 2
 
 
 def test_rows_that_keep_everything_have_no_floor() -> None:

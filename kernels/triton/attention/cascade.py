@@ -1,8 +1,9 @@
 """Decode attention of sequences that share blocks: a split that several of them see whole is read once for all.
 
 The rows of all sequences that share a split stand in one tile, and leave in each sequence's own slots what decode would
-have left there; the rest of the splits and the merge are decode's. Nothing is summed in another order than without
-sharing. Levels of sharing need no care: each split has its own set of sequences.
+have left there, with batch invariance to the bit: without it a few rows by themselves may be summed in smaller tiles.
+The rest of the splits and the merge are decode's. Levels of sharing need no care: each split has its own set of
+sequences.
 
 `plan_shared_splits` finds the splits; it knows block tables only.
 

@@ -66,7 +66,7 @@ class Tile:
     """How much of a sequence a program takes at once, and with how many warps."""
 
     rows: int
-    tokens: int  # the same for all kernels of an `Operands`: it is part of the order of sums
+    tokens: int  # part of the order of sums: with batch invariance the same for all kernels of an `Operands`
     num_warps: int
     num_stages: int
 

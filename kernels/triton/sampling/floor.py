@@ -36,7 +36,9 @@ _PLACES = tl.constexpr(16)
 _BITS = tl.constexpr(4)  # that tell the places apart
 _PASSES = tl.constexpr(8)  # of so many bits each
 _FIRST_UNIT = tl.constexpr(1 << 28)
-_RADII = tl.constexpr(6)  # of the best, for which a survey has numbers of each split; within the last one are all
+_RADII = tl.constexpr(6)  # of the best, for which a survey has numbers of each split
+# The last one: all but the impossible, of which a grammar may leave nearly the whole vocabulary, and nothing is drawn.
+_FARTHEST = tl.constexpr(3.4028234663852886e38)
 _WORST = tl.constexpr(0x7F800000)  # minus infinity
 
 
@@ -85,7 +87,7 @@ def survey_kernel(
 @triton.jit
 def radius_of(index):
     near = tl.where(index == 0, 2.0, tl.where(index == 1, 5.0, 9.0))
-    return tl.where(index < 3, near, tl.where(index == 3, 14.0, tl.where(index == 4, 20.0, float("inf"))))
+    return tl.where(index < 3, near, tl.where(index == 3, 14.0, tl.where(index == 4, 20.0, _FARTHEST)))
 
 
 @triton.jit
