@@ -180,9 +180,12 @@ class Kernels(Protocol):
         biases, that lie in memory of their own."""
         ...
 
-    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def pack_quantised(
+        self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
+    ) -> Linear:
         """Pack a quantised projection of activations of `dtype`. Where a device has no kernel for such weights, their
-        values in that type."""
+        values in that type. An output layer, the largest, never takes memory for its values in a step, however many
+        rows of one have logits."""
         ...
 
     def pack_heads(self, weight: Tensor) -> HeadwiseLinear:

@@ -24,6 +24,13 @@ doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0; and from 
 floating-point numbers of 8 bits (OCP 8-bit Floating Point Specification, E4M3)."""
 
 
+# Of a GPU's kernels, here for who reckons with them where there is no Triton.
+STEPS_OF_E4M3, STEPS = (128,), (128, 64, 32)
+"""How many inputs they may multiply at once by numbers of E4M3, and by codes: so many have a scale in common."""
+VALUES_FROM_ROWS = 256
+"""Of so many rows they multiply by a weight's values, which take memory for that time; see `expands` there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedWeight:
     """`[out, in]`: input i of an output is `scale * code + minimum`, in float32, with those of i's group."""
@@ -116,6 +123,15 @@ class CodeFormat:
     lowest: int
     group_size: int
     has_minimums: bool
+
+    @property
+    def inputs_at_once(self) -> int | None:
+        """How many inputs a GPU's kernels multiply at once by such weights as they are stored. None: these have their
+        values there. With minimums that is so too where these are no multiples of their scales."""
+        if self.lowest == LOWEST_E2M1 or (self.bits == 8 and self.has_minimums):
+            return None
+        steps = STEPS_OF_E4M3 if self.lowest == LOWEST_E4M3 else STEPS
+        return next((step for step in steps if self.group_size % step == 0), None)
 
     @classmethod
     def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> CodeFormat:

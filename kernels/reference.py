@@ -47,7 +47,10 @@ def packed_bytes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
     return sum(map(math.prod, shapes)) * dtype.itemsize
 
 
-def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> PlainLinear:
+def pack_quantised(
+    weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
+) -> PlainLinear:
+    del is_output_layer
     return PlainLinear(weight.dequantise(dtype), bias)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -27,7 +28,8 @@ from engine.sampling.params import checkpoint_defaults, told_defaults
 
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
-    from engine.model.config import DecoderConfig
+    from engine.model.config import DecoderConfig, ModelConfig
+    from kernels.quantised_weight import CodeFormat
     from kv_transfer.messages.fields import Role
 
 # torch, which most of what is asked below brings along, takes seconds: a configuration that is wrong is told at once.
@@ -187,6 +189,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.model.shards import Shard, check_degree
     from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
     from kernels.ops import packed_bytes_on
+    from kernels.quantised_weight import VALUES_FROM_ROWS
 
     engine = engine_config(role, config)
     engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
@@ -194,8 +197,11 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     if isinstance(model, ModelConfig):
         check_degree(model, engine.tensor_parallel)
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
-    stays: Stays = "dense" if engine.device != "cpu" else "codes" if layout.dtype == bfloat16 else "nothing"
-    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays)
+    forms: Mapping[str, CodeFormat] = {}
+    if engine.device != "cpu" and isinstance(model, ModelConfig):
+        forms = forms_on_gpus(folder, model, engine.quantisation, engine.tensor_parallel)
+    stays: Stays = "codes" if engine.device == "cpu" and layout.dtype == bfloat16 else "nothing"
+    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays, forms)
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
     weights = round(sum(by_name.values()))
@@ -203,6 +209,8 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     step = activation_bytes(
         shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
     )
+    if isinstance(model, ModelConfig) and engine.largest_step.num_tokens >= VALUES_FROM_ROWS:
+        step += 0 if engine.batch_invariant else _most_values(model, forms) * layout.dtype.itemsize
     copies = Shard(0, engine.tensor_parallel).kv_holders(model.num_kv_heads)
     kv_bytes = engine.kv_bytes
     if engine.kv_share is not None and engine.device == "cpu":
@@ -247,24 +255,103 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
 
 
-Stays = Literal["codes", "dense", "nothing"]
-"""What is multiplied as it is stored, not by its values: on a CPU all codes, and on a GPU codes and FP8, but for
-experts."""
+Stays = Literal["codes", "nothing"]
+"""What a CPU multiplies by as it is stored, not by its values."""
+
+
+def forms_on_gpus(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int
+) -> Mapping[str, CodeFormat]:
+    """How each weight lies on GPUs that multiply by it as it is stored, cut for so many ranks. Of what only a weight's
+    numbers tell, that they have no kernel for it is assumed: of the minimums of `int4` and of GGUF, and where codes of
+    8 bits have zero points. Raises ValueError if files are damaged."""
+    from engine.checkpoint.weights import expected_shapes, is_projection
+    from engine.model.shards import Shard
+    from kernels.quantised_weight import CodeFormat
+
+    expected = expected_shapes(model)
+    if quantisation is None:
+        stored = _stored_forms(_headers(folder), expected, model)
+    else:
+        expected[_HEAD] = expected[_EMBEDDING]
+        bits = {name: (quantisation.of_the_head if name == _HEAD else quantisation).name for name in expected}
+        form = CodeFormat(bits=8, lowest=-128, group_size=quantisation.group_size, has_minimums=False)
+        stored = {name: form for name in expected if bits[name] == "int8"}
+    is_gated = any(layer.experts is not None and layer.experts.shared_gate for layer in model.layers)
+    forms = {}
+    for name, form in stored.items():
+        if not is_projection(name) or ".experts." in name or (is_gated and ".shared_experts." in name):
+            continue
+        group_size, shape = form.group_size, expected[name]
+        for rank in range(num_ranks):
+            _, columns = (*(Shard(rank, num_ranks).part(name, shape, model) or ()), slice(None), slice(None))[:2]
+            start, stop, _ = columns.indices(shape[1])
+            group_size = gcd(group_size, start, stop)  # as `QuantisedWeight.part` cuts it
+        cut = replace(form, group_size=group_size)
+        if cut.inputs_at_once is not None:
+            forms[name] = cut
+    return forms
+
+
+def _stored_forms(
+    tensors: Mapping[str, Mapping[str, Any]], expected: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> Mapping[str, CodeFormat]:
+    """How a checkpoint stores each of the model's weights that has scales beside it."""
+    from engine.checkpoint.stacked_tensors import fused_parts
+    from engine.checkpoint.weights import canonical_name
+    from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, CodeFormat
+
+    packing = model.packing
+    if packing is None:
+        return {}
+    lowest = {"fp8": LOWEST_E4M3, "mxfp4": LOWEST_E2M1}.get(packing.method, -(2 ** (packing.bits - 1)))
+    forms = {}
+    for name, fields in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind not in ("scales", "weight_scale", "weight_scale_inv"):
+            continue
+        shape = fields["shape"]
+        num_groups = shape[0] if kind == "scales" else shape[1] if len(shape) == 2 else 1
+        has_zeros = packing.method != "fp8" and any(f"{module}.{zeros}" in tensors for zeros in _ZEROS)
+        for part in fused_parts(canonical_name(f"{module}.weight", expected), expected):
+            if part in expected:
+                num_inputs = expected[part][1]
+                forms[part] = CodeFormat(
+                    bits=packing.bits,
+                    lowest=lowest,
+                    group_size=1 if num_inputs % num_groups else num_inputs // num_groups,
+                    has_minimums=has_zeros,
+                )
+    return forms
+
+
+def _most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
+    """Of the largest weight that is worked out in a step of many rows on GPUs, as they lie side by side there."""
+    from engine.checkpoint.weights import expected_shapes
+
+    together: Counter[str] = Counter()
+    for name, shape in expected_shapes(model).items():
+        if name in forms and name != _HEAD:
+            together[_SIDE_BY_SIDE.sub(lambda found: ".mlp." if found[1] else ".attention.", name)] += prod(shape)
+    return max(together.values(), default=0)
 
 
 def weight_sizes(
-    folder: Path, model: DecoderConfig, value_bytes: int, quantisation: Quantisation | None, stays: Stays
+    folder: Path,
+    model: DecoderConfig,
+    value_bytes: int,
+    quantisation: Quantisation | None,
+    stays: Stays,
+    forms: Mapping[str, CodeFormat] | None = None,
 ) -> Mapping[str, float]:
     """How many bytes the weights take once they are loaded, by the tensors that they come from; values take
-    `value_bytes` each. Of GGUF on a GPU, whose kernels have not all of its blocks, that is the most. Raises ValueError
-    if some are missing or files are damaged."""
+    `value_bytes` each. `forms`: see `forms_on_gpus`. Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
-    from engine.checkpoint.stacked_tensors import fused_parts
-    from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+    from engine.checkpoint.weights import expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
     is_gguf = (folder / GGUF_NAME).exists()
-    tensors = {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
+    tensors = _headers(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
     if stays == "codes" and is_gguf:
@@ -279,32 +366,14 @@ def weight_sizes(
     if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
         expected = {_HEAD: expected[_EMBEDDING], **expected}
 
-    def stays_so(name: str) -> bool:
-        return stays != "nothing" and is_projection(name) and (stays == "codes" or ".experts." not in name)
+    def bytes_each(name: str) -> float:
+        if forms and (form := forms.get(name)) is not None:  # scales in float32, zero points in a byte
+            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size
+        if quantisation is not None and stays == "codes" and is_projection(name):
+            return _rounded_bytes(quantisation, name)
+        return value_bytes
 
-    sizes = {
-        name: prod(shape) * (_rounded_bytes(quantisation, name) if quantisation and stays_so(name) else value_bytes)
-        for name, shape in expected.items()
-    }
-    if stays == "dense" and quantisation is None:
-        for name, num_bytes in _quantised_bytes(tensors).items():
-            parts = fused_parts(canonical_name(name, expected), expected)
-            if all(part in sizes and stays_so(part) for part in parts):
-                sizes = {other: size for other, size in sizes.items() if other not in parts} | {name: num_bytes}
-    return sizes
-
-
-def _quantised_bytes(tensors: Mapping[str, Mapping[str, Any]]) -> Mapping[str, int]:
-    """The bytes of each weight that is stored in several tensors, which are named beside each other."""
-    sizes: Counter[str] = Counter()
-    quantised = set()
-    for name, fields in tensors.items():
-        module, _, kind = name.rpartition(".")
-        start, end = fields["data_offsets"]
-        sizes[f"{module}.weight"] += 0 if kind == "bias" else end - start
-        if kind in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv"):
-            quantised.add(f"{module}.weight")
-    return {name: sizes[name] for name in quantised}
+    return {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
 
 
 def _require_all(
@@ -332,12 +401,19 @@ def _require_all(
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
+_ZEROS: Final = ("qzeros", "weight_zero_point")
+_SIDE_BY_SIDE: Final = re.compile(r"\.(?:((?:gate|up)_proj)|(?:[qkv]|q_a|kv_a)_proj(?:_with_mqa)?)\.")
 
 
 def _rounded_bytes(quantisation: Quantisation, name: str) -> float:
     """The bytes of one rounded value of this weight, with its part of scales and minimums of two bytes."""
     rounding = quantisation if name != _HEAD else quantisation.of_the_head
     return 1 + 2 / rounding.group_size if rounding.name == "int8" else 0.5 + 4 / rounding.group_size
+
+
+def _headers(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """As `_header`, of all of a folder's files."""
+    return {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
 
 
 def _header(path: Path) -> Mapping[str, Any]:

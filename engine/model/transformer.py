@@ -55,6 +55,8 @@ def pack_projections(
     bias: Tensor | None,
     dtype: torch.dtype,
     rows: Tensor | None = None,
+    *,
+    is_output_layer: bool = False,
 ) -> Linear:
     """Their outputs side by side, or in the order of `rows`, of activations of `dtype`. Where only some are quantised,
     none is any more."""
@@ -63,7 +65,8 @@ def pack_projections(
         bias = bias[rows.to(bias.device)]
     if len(quantised) == len(weights):
         whole = side_by_side(quantised)
-        return kernels.pack_quantised(whole if rows is None else whole.rows(rows), bias, dtype)
+        ordered = whole if rows is None else whole.rows(rows)
+        return kernels.pack_quantised(ordered, bias, dtype, is_output_layer=is_output_layer)
     device = next((weight.device for weight in weights if isinstance(weight, Tensor)), None)
     tensors = [
         weight.dequantise(dtype).to(device) if isinstance(weight, QuantisedWeight) else weight for weight in weights
@@ -158,7 +161,7 @@ class Model:
         self.dtype = self._embedding.dtype
         self.device = self._embedding.device
         self._final_norm = self._norm(weights, "model.norm")
-        self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype)
+        self._head = pack_projections(kernels, [self._head_weight(weights)], None, self.dtype, is_output_layer=True)
         self._layers = [
             self._layer(weights, f"model.layers.{index}.", layer) for index, layer in enumerate(config.layers)
         ]

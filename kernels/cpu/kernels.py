@@ -71,7 +71,10 @@ def _packed_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
     return int(torch.ops.mkldnn._nbytes(packed.weight)) if isinstance(packed, PackedLinear) else weight.nbytes
 
 
-def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+def pack_quantised(
+    weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
+) -> Linear:
+    del is_output_layer
     # torch's own kernels know no groups (8 bits) or round the scales (4 bits), and are slower from 8 rows on.
     return pack_linear(weight.dequantise(dtype), bias)
 

@@ -85,7 +85,10 @@ class NativeCpuKernels:
             by_form[can_pack(shape[1], dtype)].append(shape)
         return packed_bytes(by_form[True], dtype) + cpu.packed_bytes(by_form[False], dtype)
 
-    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def pack_quantised(
+        self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
+    ) -> Linear:
+        del is_output_layer
         if can_pack_quantised(weight, dtype):
             return pack_quantised(self._library, weight, bias, self._activation_bits, self._memory)
         return self.pack_linear(weight.dequantise(dtype), bias)

@@ -98,8 +98,17 @@ class GpuKernels:
     def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
         return packed_bytes(shapes, dtype)
 
-    def pack_quantised(self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        packed = pack_quantised(weight, bias, dtype, self.device, batch_invariant=self.batch_invariant)
+    def pack_quantised(
+        self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
+    ) -> Linear:
+        packed = pack_quantised(
+            weight,
+            bias,
+            dtype,
+            self.device,
+            batch_invariant=self.batch_invariant,
+            expands=not is_output_layer and not self.batch_invariant,
+        )
         return self.pack_linear(weight.dequantise(dtype).to(self.device), bias) if packed is None else packed
 
     def pack_heads(self, weight: Tensor) -> HeadwiseLinear:

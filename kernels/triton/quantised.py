@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantised_weight import LOWEST_E4M3, QuantisedWeight
+from kernels.quantised_weight import LOWEST_E4M3, STEPS, STEPS_OF_E4M3, VALUES_FROM_ROWS, CodeFormat, QuantisedWeight
 from kernels.triton.shipped import TYPE_NAMES, Shipped
 
 Kind = Literal["e4m3", "int8", "int4"]
@@ -33,7 +33,6 @@ End = Literal["alone", "added", "parts"]
 _PAIRED: Final = 16  # inputs of 4 bits lie in a byte with those so many further on
 _FEW, _SOME = 16, 64  # rows, at most
 _WIDE_OUTPUTS: Final = 512 * 32  # which narrow tiles are not needed for
-_CUBLAS_ROWS = 256  # from which cuBLAS multiplies by the values
 # Programs that parts of K are to make. Of 4 bits a product takes longer than its bytes: more of them run side by side.
 _PROGRAMS: Final[dict[Rows, int]] = {"few": 512, "few-wide": 512, "some": 256, "many": 1}
 _PROGRAMS_OF_4_BITS: Final = 2048
@@ -179,19 +178,29 @@ class _Form:
         )
 
 
-_FORMS = (_Form("e4m3", 128), *(_Form(kind, step) for kind in ("int8", "int4") for step in (128, 64, 32)))
+_FORMS = (
+    *(_Form("e4m3", step) for step in STEPS_OF_E4M3),
+    *(_Form(kind, step) for kind in ("int8", "int4") for step in STEPS),
+)
 
 
 def pack_quantised(
-    weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+    expands: bool,
 ) -> QuantisedLinear | None:
     """None: there is no kernel for such weights, whose groups are of another size, or whose minimums are no multiples
     of their scales."""
     kind: Kind = "e4m3" if weight.lowest == LOWEST_E4M3 else "int8" if weight.bits == 8 else "int4"
-    form = next((form for form in _FORMS if form.kind == kind and weight.group_size % form.step == 0), None)
+    step = CodeFormat.of([weight]).inputs_at_once
     zeros = _zeros(weight)
-    if form is None or zeros is None:
+    if step is None or zeros is None:
         return None
+    form = _Form(kind, step)
     codes = weight.codes.to(device)
     if kind == "int4":
         pairs = (codes - weight.lowest).view(torch.uint8).view(len(codes), -1, 2, _PAIRED)
@@ -206,18 +215,17 @@ def pack_quantised(
         dtype=dtype,
         bias=bias,
         batch_invariant=batch_invariant,
+        expands=expands,
     )
 
 
 def _zeros(weight: QuantisedWeight) -> Tensor | None:
-    """Of 4 bits, how far above the lowest code zero lies, `[N, G]` of uint8. None: nowhere, or nowhere but for the code
-    0 with other bits."""
-    if weight.lowest not in (0, -8, -128, LOWEST_E4M3):
-        return None
+    """Of 4 bits, how far above the lowest code zero lies, `[N, G]` of uint8; of 8 bits zeros. None: at no
+    code."""
     zeros = torch.zeros_like(weight.scales)
     if weight.minimums is not None:
         zeros = torch.where(weight.scales == 0, 0.0, -weight.minimums / weight.scales).round()
-        if weight.bits == 8 or not torch.equal(-zeros * weight.scales, weight.minimums):
+        if not torch.equal(-zeros * weight.scales, weight.minimums):
             return None
     zeros -= weight.lowest if weight.bits == 4 else 0
     return zeros.to(torch.uint8) if bool((zeros >= 0).all() and (zeros <= 15).all()) else None
@@ -234,6 +242,7 @@ class QuantisedLinear:
     dtype: torch.dtype  # of activations
     bias: Tensor | None
     batch_invariant: bool
+    expands: bool  # of many rows it multiplies by its values
 
     @property
     def num_inputs(self) -> int:
@@ -268,7 +277,8 @@ class QuantisedLinear:
         """`[M, N]`: `x [M, K]` by the values, and `added [M, N]`."""
         (num_rows, num_inputs), num_outputs = x.shape, len(self.codes)
         assert x.stride(1) == 1 and num_inputs == self.num_inputs and x.dtype == self.dtype
-        if num_rows >= _CUBLAS_ROWS and not self.batch_invariant:
+        assert added is None or added.stride(-1) == 1
+        if num_rows >= VALUES_FROM_ROWS and self.expands:
             values = self.weight.t()
             return x @ values if added is None else torch.addmm(added, x, values)
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -323,10 +333,12 @@ class _Tile:
 
 
 def _rows(count: int, num_outputs: int, dtype: torch.dtype, kind: Kind, *, batch_invariant: bool) -> Rows:
-    """Tiles for few rows may be multiplied by other instructions of a tensor core, whose sums may differ."""
+    """Tiles may be multiplied by other instructions of a tensor core, whose sums may differ."""
     if dtype == torch.float32:
         return "few"
-    if count <= _FEW and not batch_invariant:
+    if batch_invariant:
+        return "some"
+    if count <= _FEW:
         return "few-wide" if kind == "int4" or num_outputs >= _WIDE_OUTPUTS else "few"
     return "some" if count <= _SOME or kind == "int4" else "many"  # in 4 bits no registers are left for more rows
 

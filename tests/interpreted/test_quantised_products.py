@@ -4,7 +4,7 @@ inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.command.check import forms_on_gpus, worker_memory
+from cluster.config.load import load_config
+from engine.checkpoint.quantisation import Quantisation, QuantisationName
+from engine.checkpoint.weights import load_weights
+from engine.model.config import ModelConfig
+from engine.model.shards import Shard
 from engine.model.transformer import Model
 from kernels import reference
 from kernels.interface import GatedMlp, Linear
@@ -22,6 +28,7 @@ from kernels.triton.kernels import CublasLinear, GpuKernels
 from kernels.triton.quantised import QuantisedLinear
 from tests.interpreted.gpu_stepping import SMALL_VOCABULARY, prompts, stepper_on
 from tests.support.interpreted import DTYPES, device
+from tests.support.model_families import build_oracle
 from tests.support.thoroughness import combined
 from tests.with_models.weights.test_fp8_checkpoints import FP8, compressed_tensors, write_fp8
 from tests.with_models.weights.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
@@ -127,7 +134,7 @@ def test_many_rows_are_multiplied_by_the_values(
     form: tuple[int, int, int | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worked out to the bit as they are defined."""
-    monkeypatch.setattr(quantised, "_CUBLAS_ROWS", num_rows := 70)
+    monkeypatch.setattr(quantised, "VALUES_FROM_ROWS", num_rows := 70)
     weight = random_weight(75, 256, *form)
     linear = packed(weight, torch.float32)
     assert isinstance(linear, QuantisedLinear)
@@ -138,11 +145,24 @@ def test_many_rows_are_multiplied_by_the_values(
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_of_an_output_layer_no_values_are_worked_out(
+    form: tuple[int, int, int | None, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows have the sums that they have where values are for more of them only, but for other projections."""
+    weight, x = random_weight(75, 256, *form), poisoned(70, 256, DTYPES[-1])
+    kernels = GpuKernels(device(), batch_invariant=False)
+    layer, other = (kernels.pack_quantised(weight, None, x.dtype, is_output_layer=last) for last in (True, False))
+    stored = other(x)
+    monkeypatch.setattr(quantised, "VALUES_FROM_ROWS", 70)
+    assert torch.equal(layer(x), stored) and not torch.equal(other(x), stored)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_does_not_depend_on_the_others(
     form: tuple[int, int, int | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the type that has tiles for few, some and many rows."""
-    monkeypatch.setattr(quantised, "_CUBLAS_ROWS", 90)
+    monkeypatch.setattr(quantised, "VALUES_FROM_ROWS", 90)
     dtype = DTYPES[-1]
     linear = packed(random_weight(35, 256, *form), dtype, invariant=True)
     assert isinstance(linear, QuantisedLinear)
@@ -234,3 +254,69 @@ def test_a_checkpoint_gives_the_tokens_of_its_values(checkpoint: str, batch_inva
         assert seq.output_token_ids == expected.output_token_ids
         logits, twin_logits = (torch.stack(each.sampled[seq.request_id]) for each in (sampler, twin))
         torch.testing.assert_close(logits, twin_logits, rtol=0, atol=1e-4)
+
+
+def held_bytes(part: Any) -> dict[int, int]:
+    """The sizes of all memory that a model keeps for its weights, by address."""
+    if isinstance(part, Tensor):
+        return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()}
+    inner: list[Any] = list(part) if isinstance(part, list | tuple) else []
+    if is_dataclass(part):
+        inner = [getattr(part, field.name) for field in fields(part)]
+    if isinstance(part, Model):
+        inner = [part._embedding, part._head, part._layers, part._final_norm]
+    return {address: size for each in inner for address, size in held_bytes(each).items()}
+
+
+def in_small_blocks(folder: Path) -> None:
+    write_fp8(folder, "llama", FP8 | {"weight_block_size": [48, 32]}, **SMALL)
+
+
+def plain(family: str) -> Callable[[Path], object]:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32} | SMALL
+    if family == "qwen2-moe":
+        sizes["shared_expert_intermediate_size"] = 256
+    return lambda folder: build_oracle(family, folder, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("write", "quantization"),
+    [
+        *(pytest.param(write, None, id=name) for name, write in CHECKPOINTS.items()),
+        pytest.param(in_small_blocks, None, id="FP8 by blocks smaller than a step"),
+        pytest.param(plain("qwen2"), "int8", id="int8"),
+        pytest.param(plain("qwen2"), "int4", id="int4"),
+        pytest.param(plain("qwen2-moe"), "int8", id="int8, a shared expert with a gate"),
+    ],
+)
+def test_the_memory_that_is_told_is_what_a_gpu_keeps(
+    write: Callable[[Path], object], quantization: QuantisationName | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    (folder := tmp_path / "model").mkdir()
+    write(folder)
+    settings = {"ref": str(folder), "dtype": "bfloat16", "quantization": quantization}
+    told = worker_memory("decode", load_config({"model": settings, "decode": {"num_gpus": 1}}), folder)
+    config, rounding = ModelConfig.from_folder(folder), Quantisation.of(quantization)
+    weights = load_weights(folder, config, rounding, dtype=torch.bfloat16, device=device())
+    model = Model(config, weights, GpuKernels(device(), batch_invariant=False))
+    assert told.weight_bytes == pytest.approx(sum(held_bytes(model).values()), rel=0.005), "but for a few biases"
+    assert not isinstance(model._head, QuantisedLinear) or not model._head.expands
+
+
+@pytest.mark.parametrize("name", ["FP8 by blocks", "GPTQ"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_told_to_stay_is_what_there_are_kernels_for(name: str, num_ranks: int, tmp_path: Path) -> None:
+    """Where ranks cut a group, smaller ones may be too small."""
+    torch.manual_seed(0)
+    (folder := tmp_path / "model").mkdir()
+    CHECKPOINTS[name](folder)
+    config = ModelConfig.from_folder(folder)
+    weights = load_weights(folder, config, dtype=torch.bfloat16, shard=Shard(0, num_ranks))
+    stays = {
+        name: weight.group_size
+        for name, weight in weights.items()
+        if isinstance(weight, QuantisedWeight) and isinstance(packed(weight, torch.bfloat16), QuantisedLinear)
+    }
+    forms = forms_on_gpus(folder, config, None, num_ranks)
+    assert stays and {name: form.group_size for name, form in forms.items()} == stays

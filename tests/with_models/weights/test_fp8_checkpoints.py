@@ -278,13 +278,7 @@ def test_memory_that_is_told_is_that_of_the_values(tmp_path: Path) -> None:
     assert told.weight_bytes == loaded - corrections, "which alone stay in float32"
     stated = {"model": {"ref": str(folder), "dtype": "bfloat16"}, "decode": {"num_gpus": 1}}
     on_a_gpu = worker_memory("decode", load_config(stated), folder)
-    saved = sum(
-        values[name].nbytes - weight.nbytes
-        for name, weight in weights.items()
-        if isinstance(weight, QuantisedWeight) and ".experts." not in name
-    )
-    assert on_a_gpu.weight_bytes == pytest.approx(told.weight_bytes - saved, rel=0.05), "scales are there for each row"
-    assert on_a_gpu.weight_bytes < 0.9 * told.weight_bytes
+    assert on_a_gpu.weight_bytes == told.weight_bytes, "for blocks of 32 inputs there are no kernels"
 
 
 DOWN = "model.layers.0.mlp.down_proj"
