@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from cluster.command.serve import count_gpus, is_config, model_document, require_model
 from cluster.config.fields import format_budget
@@ -200,8 +200,10 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     forms: Mapping[str, CodeFormat] = {}
     if engine.device != "cpu" and isinstance(model, ModelConfig):
         forms = forms_on_gpus(folder, model, engine.quantisation, engine.tensor_parallel)
-    stays: Stays = "codes" if engine.device == "cpu" and layout.dtype == bfloat16 else "nothing"
-    by_name = weight_sizes(folder, model, layout.dtype.itemsize, engine.quantisation, stays, forms)
+    stays_quantised = engine.device == "cpu" and layout.dtype == bfloat16
+    by_name = weight_sizes(
+        folder, model, layout.dtype.itemsize, engine.quantisation, stays_quantised=stays_quantised, forms=forms
+    )
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
     weights = round(sum(by_name.values()))
@@ -255,10 +257,6 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
 
 
-Stays = Literal["codes", "nothing"]
-"""What a CPU multiplies by as it is stored, not by its values."""
-
-
 def forms_on_gpus(
     folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int
 ) -> Mapping[str, CodeFormat]:
@@ -271,7 +269,7 @@ def forms_on_gpus(
 
     expected = expected_shapes(model)
     if quantisation is None:
-        stored = _stored_forms(_headers(folder), expected, model)
+        stored = _stored_forms(folder, expected, model)
     else:
         expected[_HEAD] = expected[_EMBEDDING]
         bits = {name: (quantisation.of_the_head if name == _HEAD else quantisation).name for name in expected}
@@ -294,7 +292,7 @@ def forms_on_gpus(
 
 
 def _stored_forms(
-    tensors: Mapping[str, Mapping[str, Any]], expected: Mapping[str, tuple[int, ...]], model: ModelConfig
+    folder: Path, expected: Mapping[str, tuple[int, ...]], model: ModelConfig
 ) -> Mapping[str, CodeFormat]:
     """How a checkpoint stores each of the model's weights that has scales beside it."""
     from engine.checkpoint.stacked_tensors import fused_parts
@@ -304,6 +302,7 @@ def _stored_forms(
     packing = model.packing
     if packing is None:
         return {}
+    tensors = _headers(folder)
     lowest = {"fp8": LOWEST_E4M3, "mxfp4": LOWEST_E2M1}.get(packing.method, -(2 ** (packing.bits - 1)))
     forms = {}
     for name, fields in tensors.items():
@@ -341,11 +340,13 @@ def weight_sizes(
     model: DecoderConfig,
     value_bytes: int,
     quantisation: Quantisation | None,
-    stays: Stays,
+    *,
+    stays_quantised: bool,
     forms: Mapping[str, CodeFormat] | None = None,
 ) -> Mapping[str, float]:
-    """How many bytes the weights take once they are loaded, by the tensors that they come from; values take
-    `value_bytes` each. `forms`: see `forms_on_gpus`. Raises ValueError if some are missing or files are damaged."""
+    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
+    CPU multiplies by what is quantised, not by its values, of `value_bytes` each; of GPUs `forms` says that, see
+    `forms_on_gpus`. Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import expected_shapes, is_projection
     from engine.model.config import ModelConfig
@@ -354,10 +355,10 @@ def weight_sizes(
     tensors = _headers(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
-    if stays == "codes" and is_gguf:
+    if stays_quantised and is_gguf:
         return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size}
     stays_packed = model.packing is not None and model.packing.stays_packed
-    if stays == "codes" and stays_packed:
+    if stays_quantised and stays_packed:
         places = ((name, fields["data_offsets"]) for name, fields in tensors.items())
         return {name: end - start for name, (start, end) in places}
     expected = expected_shapes(model)
@@ -369,7 +370,7 @@ def weight_sizes(
     def bytes_each(name: str) -> float:
         if forms and (form := forms.get(name)) is not None:  # scales in float32, zero points in a byte
             return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size
-        if quantisation is not None and stays == "codes" and is_projection(name):
+        if quantisation is not None and stays_quantised and is_projection(name):
             return _rounded_bytes(quantisation, name)
         return value_bytes
 

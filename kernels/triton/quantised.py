@@ -249,6 +249,13 @@ class QuantisedLinear:
         return self.codes.shape[1] * (2 if self.form.kind == "int4" else 1)
 
     @property
+    def _operands(self) -> dict[str, Any]:
+        """What kernels are told of the weight."""
+        num_inputs = self.num_inputs
+        sizes = {"N": len(self.codes), "K": num_inputs, "group_size": num_inputs // len(self.scales)}
+        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, **sizes}
+
+    @property
     def weight(self) -> Tensor:
         """The values, `[N, K]`, each rounded once: in memory of their own."""
         num_outputs, num_inputs = len(self.codes), self.num_inputs
@@ -257,13 +264,8 @@ class QuantisedLinear:
         tile = shipped.constants
         shipped.launch(
             (triton.cdiv(num_outputs, tile["BLOCK_N"]), num_inputs // tile["BLOCK_K"]),
-            codes=self.codes,
-            scales=self.scales,
-            zeros=self.zeros,
             out=out,
-            N=num_outputs,
-            K=num_inputs,
-            group_size=num_inputs // len(self.scales),
+            **self._operands,
         )
         return out
 
@@ -299,16 +301,11 @@ class QuantisedLinear:
         _multiplying(self.dtype, self.form, rows, end).launch(
             (*tiles, num_parts),
             x=x,
-            codes=self.codes,
-            scales=self.scales,
-            zeros=self.zeros,
             out=into,
             M=num_rows,
-            N=num_outputs,
-            K=num_inputs,
-            group_size=num_inputs // len(self.scales),
             part_size=part_size,
             x_stride=x.stride(0),
+            **self._operands,
             **(addend if whole else {"added": None, "added_stride": 0}),
         )
         if not whole:

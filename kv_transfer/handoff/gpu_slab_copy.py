@@ -135,18 +135,14 @@ class DeviceCopies:
         `after`: the layer's KV stands. Of the GPU's kind the digest is of what was read on the device, so that it also
         tells damage on the way to the host.
         """
-        with (
-            self._one_of(self._outward) as lane,
-            lane.buffer_like(host_slab) as slab,
-            lane.note(group_row, slab.nbytes) as note,
-        ):
+        with self._lent(self._outward, host_slab, group_row) as (stream, slab, note):
 
             def take(table: Tensor, digest: Tensor) -> None:
                 gather(kv_cache, layer, table, start, slab, digest)
                 host_slab.copy_(slab, non_blocking=True)
                 note[:1].copy_(digest, non_blocking=True)
 
-            self._copy(lane.stream, kv_cache, note, len(group_row), after, take)
+            self._copy(stream, kv_cache, note, len(group_row), after, take)
             digest = as_digest(note[:1])
         return digest if kind == "row_sum_64" else slab_digest(bytes_of(host_slab.cpu()), kind)
 
@@ -165,11 +161,7 @@ class DeviceCopies:
         `after`: nothing that was queued before reads or writes the blocks any more.
         """
         written = None if kind == "row_sum_64" else torch.empty_like(host_slab, device="cpu")
-        with (
-            self._one_of(self._inward) as lane,
-            lane.buffer_like(host_slab) as slab,
-            lane.note(group_row, slab.nbytes) as note,
-        ):
+        with self._lent(self._inward, host_slab, group_row) as (stream, slab, note):
 
             def put(table: Tensor, digest: Tensor) -> None:
                 scatter(kv_cache, layer, table, start, slab, digest)
@@ -181,9 +173,21 @@ class DeviceCopies:
             def upload() -> None:
                 slab.copy_(host_slab, non_blocking=True)
 
-            self._copy(lane.stream, kv_cache, note, len(group_row), after, put, upload)
+            self._copy(stream, kv_cache, note, len(group_row), after, put, upload)
             digest = as_digest(note[:1])
         return digest if written is None else slab_digest(bytes_of(written), kind)
+
+    @contextlib.contextmanager
+    def _lent(
+        self, lanes: list[CopyLane], host_slab: Tensor, group_row: GroupRow
+    ) -> Iterator[tuple[Stream, Tensor, Tensor]]:
+        """What a copy needs for itself: a stream, and of its lane a slab on the device and a note."""
+        with (
+            self._one_of(lanes) as lane,
+            lane.buffer_like(host_slab) as slab,
+            lane.note(group_row, slab.nbytes) as note,
+        ):
+            yield lane.stream, slab, note
 
     @contextlib.contextmanager
     def _one_of(self, lanes: list[CopyLane]) -> Iterator[CopyLane]:

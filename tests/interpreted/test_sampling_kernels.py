@@ -154,15 +154,20 @@ def test_what_top_k_and_top_p_keep_is_what_the_cpu_keeps(levels: int | None) -> 
         assert np.flatnonzero(relative >= float(floor)).tolist() == expected.tolist(), wanted
 
 
-def test_what_is_kept_of_many_tiles_near_the_best_and_far_from_it() -> None:
-    """Nearly all tokens within the smallest distance; few; and so many that all have to be looked at."""
-    logits = random_logits(12, 3, 9001) * torch.tensor([[0.01], [1.0], [10.0]])
-    params = [params_of(top_p=0.9), params_of(top_p=0.9), params_of(top_k=8000, top_p=0.999999)]
+def _assert_some_are_kept_as_on_the_cpu(logits: Tensor, params: list[SamplingParams]) -> None:
+    """At a temperature of 1, of rows that are all filtered."""
     for row, floor, wanted in zip(logits.numpy(), _floors(logits, params), params, strict=True):
         relative = tempered(row, 1.0)
         ids = survivors(relative, wanted)
         assert ids is not None
         assert np.flatnonzero(relative >= float(floor)).tolist() == ids.tolist(), wanted
+
+
+def test_what_is_kept_of_many_tiles_near_the_best_and_far_from_it() -> None:
+    """Nearly all tokens within the smallest distance; few; and so many that all have to be looked at."""
+    logits = random_logits(12, 3, 9001) * torch.tensor([[0.01], [1.0], [10.0]])
+    params = [params_of(top_p=0.9), params_of(top_p=0.9), params_of(top_k=8000, top_p=0.999999)]
+    _assert_some_are_kept_as_on_the_cpu(logits, params)
 
 
 @pytest.mark.parametrize("gap", [1.0, 4.0, 8.0, 13.0, 19.0, 40.0])
@@ -171,11 +176,7 @@ def test_what_is_kept_where_a_row_is_sure_of_a_few(gap: float) -> None:
     logits = random_logits(13, 3, 2 * SPLIT + 300) * 0.1 - gap
     logits[:, [3, SPLIT - 1, SPLIT, 2 * SPLIT + 299]] = torch.tensor([0.0, -0.5, -0.5, -0.9])
     params = [params_of(top_k=3), params_of(top_k=9), params_of(top_k=20, top_p=0.9999)]
-    for row, floor, wanted in zip(logits.numpy(), _floors(logits, params), params, strict=True):
-        relative = tempered(row, 1.0)
-        ids = survivors(relative, wanted)
-        assert ids is not None
-        assert np.flatnonzero(relative >= float(floor)).tolist() == ids.tolist(), wanted
+    _assert_some_are_kept_as_on_the_cpu(logits, params)
 
 
 def test_tokens_that_a_grammar_forbids_are_not_looked_at_where_it_leaves_less_than_top_k() -> None:

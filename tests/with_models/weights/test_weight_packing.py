@@ -234,10 +234,10 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     loaded = sum(weight.nbytes for weight in weights.values())
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert loaded < files  # what is not packed has 4 bytes there
-    stored = weight_sizes(tmp_path, config, 2, None, "codes")
+    stored = weight_sizes(tmp_path, config, 2, None, stays_quantised=True)
     assert 0.7 < sum(stored.values()) / files <= 1.0
     values = sum(prod(shape) for shape in expected_shapes(config).values())
-    assert sum(weight_sizes(tmp_path, config, 2, None, "nothing").values()) == 2 * values
+    assert sum(weight_sizes(tmp_path, config, 2, None, stays_quantised=False).values()) == 2 * values
     experts = sum(size for name, size in stored.items() if ".mlp.experts." in name)
     (tmp_path / "tokenizer.json").write_text("{}")
     told = worker_memory("decode", load_config({"model": {"ref": str(tmp_path), "dtype": "bfloat16"}}), tmp_path)
@@ -332,7 +332,7 @@ def test_what_compressed_tensors_packed_stays_so(tmp_path: Path, quantization: d
     assert all(isinstance(weight, QuantisedWeight) for weight in projections.values())
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert sum(weight.nbytes for weight in weights.values()) < files  # what is not packed has 4 bytes there
-    stored = weight_sizes(tmp_path, config, 2, None, "codes")
+    stored = weight_sizes(tmp_path, config, 2, None, stays_quantised=True)
     assert 0.7 < sum(stored.values()) / files <= 1.0
     with pytest.raises(ValueError, match="quantised already"):
         load_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)
