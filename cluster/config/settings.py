@@ -18,11 +18,12 @@ refused; one that becomes a setting leaves it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -263,7 +264,7 @@ class PoolSettings(Settings):
     num_gpus: float = Field(
         0.0, ge=0, description="GPUs that Ray sets aside for each worker; 0: it computes on the CPU."
     )
-    resources: dict[str, float] = Field(
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {}, description="Custom Ray resources that each worker takes, to put a pool on nodes of one kind."
     )
     threads: int = Field(
@@ -330,7 +331,13 @@ class GatewaySettings(Settings):
     replicas: int = Field(1, ge=1, description="Gateway replicas.")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray sets aside for each gateway.")
     max_body_bytes: SizeBytes = Field(4 * 2**20, description="Largest request body; more is answered with 413.")
-    request_deadline_s: float = Field(600.0, gt=0, description="A request that takes longer ends with 504.")
+    request_deadline_s: float = Field(
+        600.0,
+        gt=0,
+        le=3600.0,
+        description="A request that takes longer ends with 504. HAProxy ends what lasts longer than an hour when it is"
+        " configured anew.",
+    )
     max_concurrent: int = Field(
         512,
         ge=1,
@@ -588,6 +595,12 @@ class ServedSettings(Settings):
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
         for name, pool in self.pools.items():
+            if pool.num_gpus > pool.tensor_parallel:
+                raise ValueError(
+                    f"{name}.num_gpus is {pool.num_gpus:g}, but a worker with {name}.tensor_parallel:"
+                    f" {pool.tensor_parallel} computes on {pool.tensor_parallel}, and the others would be idle; set"
+                    f" {name}.tensor_parallel: {math.ceil(pool.num_gpus)}, or {name}.num_gpus: {pool.tensor_parallel}"
+                )
             if pool.tensor_parallel > 1 and pool.num_gpus:
                 _check_group_on_gpus(name, pool, self.kv.pools[name])
         return self

@@ -65,8 +65,8 @@ _LONG_PROMPT_TOKENS: Final = 2_000  # 512 shorter prompts, as many as a gateway 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorConfig:
     """How long to wait for workers and how often to try. A sequence that has begun to decode and gets no token for
-    `stall_s` is taken for hung; a worker that is silent for `silence_s` is left where there is another one, and a
-    scheduler that is is not asked.
+    `stall_s` goes to another worker if there is one, and is taken for hung where its worker gives no sign of life; a
+    worker that is silent for `silence_s` is left where there is another one, and a scheduler that is is not asked.
 
     A request fails after `max_attempts` faults without progress between them. The second attempt begins at once, the
     third after about `retry_delay_s`, the next ones after two, three and at most four times as long.
@@ -150,7 +150,7 @@ class Orchestrator:
             run.end(RequestState.FAILED)
             raise
         finally:
-            run.end(RequestState.CANCELLED)
+            run.end(RequestState.CANCELLED if run.timeline.finish_reason is None else RequestState.FINISHED)
             self._forget(run)
 
     # --- one attempt ---
@@ -215,8 +215,15 @@ class Orchestrator:
                     f"The request was not finished within {self._config.request_deadline_s:g} s. Ask for fewer tokens."
                 ) from None
             assert run.placement is not None
-            self._lost_in_a_step(run.placement.decode)
-            raise AttemptFailedError("the worker is silent", run.placement.decode) from None
+            worker_id = run.placement.decode
+            if worker_id in self.connections.unresponsive():
+                self._lost_in_a_step(worker_id)
+                raise AttemptFailedError("the worker is silent", worker_id) from None
+            # Its steps go on, so the sequence waits there, for blocks or for its adapter's slot: nobody's fault.
+            if self._has_another(run, worker_id):
+                raise AttemptFailedError(
+                    "it gets no token there, though the worker's steps go on", worker_id, "full"
+                ) from None
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         """End the failed attempt on its workers, and wait until the next one may begin. Raises FailedError after too
@@ -287,7 +294,7 @@ class Orchestrator:
         run.wakeup.close()
         self._quarantine.on_ended(run)
         self.scheduler.ended(run.request_id, run.num_output_tokens)
-        finished_by_decode = run.state is RequestState.FINISHED and run.decode_took_over
+        finished_by_decode = run.has_last_token and run.decode_took_over
         if finished_by_decode and run.attempt == run.request.attempt:
             return  # every worker let go of it by itself
         for worker_id in run.touched:
@@ -376,7 +383,7 @@ class Orchestrator:
         if refused.retry_after_s is None:
             advice = "Shorten the prompt, or lower max_tokens."
             run.notify(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
-        elif run.attempt == run.request.attempt and not run.num_of_attempt:
+        elif run.attempt == run.request.attempt and not self._has_another(run, worker_id):
             sentence = "Overloaded: the workers are full. Try again later."
             run.notify(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
         else:
@@ -405,15 +412,14 @@ class Orchestrator:
         return run.concerns(worker_id) and not is_bound and self._has_another(run, worker_id)
 
     def _has_another(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether another worker could take over from an unresponsive one; if none could, waiting is better. A decode
-        worker can, since it computes prompts, too; a request to be pooled can go to any worker."""
+        """Whether another worker could take over from this one; if none could, waiting is better. A decode worker can,
+        since it computes prompts, too; a request to be pooled can go to any worker."""
         unresponsive = self.connections.unresponsive()
-        if worker_id not in unresponsive:
-            return False
         length = len(run.request.prompt_token_ids) + (0 if run.is_pooled else run.request.params.max_tokens)
         return any(
             (info.role == "decode" or run.is_pooled)
             and info.serves(run.request.model)
+            and info.worker_id != worker_id
             and info.worker_id not in unresponsive
             and self.connections.is_up(info.worker_id)
             and not snapshot.draining

@@ -25,7 +25,7 @@ class RequestState(Enum):
     RESERVING = "a decode worker is asked for blocks; nothing is computed yet"
     PREFILLING = "the prompt is being computed; no token of this attempt has come"
     DECODING = "tokens come"
-    FINISHED = "the last token has come (terminal)"
+    FINISHED = "the last token has come, or a stop string was found (terminal)"
     FAILED = "no attempt could finish it (terminal)"
     CANCELLED = "the client is gone (terminal)"
 
@@ -68,6 +68,7 @@ class RequestRun:
         self.attempt = request.attempt
         self.emitted: list[int] = list(request.output_token_ids)
         self.ended = False
+        self.has_last_token = False  # a worker ended it; else a stop string does, of which workers know nothing
         self.ready: list[TokenEvent] = []  # merged, and not yet given on
         self.inbox: deque[News] = deque()  # what came for this attempt besides tokens
         self.wakeup = Wakeup()  # set when `ready` or `inbox` grows
@@ -281,5 +282,6 @@ class RequestRun:
                 self.timeline.drafted(*head.drafted)
             ready.append(head)
             if head.finish_reason is not None:
+                self.has_last_token = True
                 self.end(RequestState.FINISHED)
         return ready

@@ -150,8 +150,14 @@ def test_a_call_that_is_cut_off(target: Target, generator: ScriptedGenerator) ->
     num_tokens = len(target.tokenize(CALLS[: CALLS.index("Paris")]))
     (whole,) = target.chat(tools=TOOLS, max_tokens=num_tokens).choices
     assert whole.finish_reason == "length" and PARIS.startswith(calls_of(whole.message)[0][1])
-    (choice,) = target.chat(tools=TOOLS, stop=["Paris"]).choices
-    assert (calls_of(choice.message), choice.finish_reason) == ([("weather", '{"place": "')], "tool_calls")
+    (whole,) = target.chat(tools=TOOLS, stop=["Paris"]).choices
+    (choice,), _ = streamed(target, tools=TOOLS, stop=["Paris"])
+    for answer in (whole, choice):  # nothing to be called: who does would fail to read the arguments
+        assert (calls_of(answer.message), answer.finish_reason) == ([("weather", '{"place": "')], "stop")
+    generator.script.reply = CALLS[: CALLS.index("Paris")]
+    assert [choice.finish_reason for choice in target.chat(tools=TOOLS).choices] == ["stop"]
+    generator.script.reply = f"{CALLS} Observation"
+    assert [choice.finish_reason for choice in target.chat(tools=TOOLS, stop=[" Obs"]).choices] == ["tool_calls"]
 
 
 def test_one_call_where_parallel_ones_are_unwanted(target: Target, generator: ScriptedGenerator) -> None:

@@ -141,3 +141,13 @@ async def test_a_prediction_goes_with_a_stream_that_goes_on_elsewhere(llama: Sma
         assert [event.token_id for event in events] == expected
         assert timeline.drafts["prediction"].accepted > before > 0
         assert cluster.decodes[0].snapshot().drafts["prediction"].num_accepted > 0
+
+
+async def test_what_a_stop_string_ends_has_finished_and_its_length_is_learnt(llama: SmallModel) -> None:
+    """The workers know nothing of it: they are told that nobody waits any more."""
+    async with cluster_of(llama) as cluster:
+        answer = await Asking(cluster, llama)(n=1, stop=list(LETTERS))
+        assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "stop")]
+        assert [choice["end"] for choice in answer["details"]["of_choices"]] == ["finished"]
+        await eventually(lambda: len(cluster.scheduler.scheduler.ledger.lengths) > 0)
+        await cluster.idle()

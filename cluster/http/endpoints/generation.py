@@ -115,7 +115,7 @@ class ReadChatShape(ChatShape):
         return {**super().choice(index, delta), "message": message}
 
     def finish_reason(self, index: int, delta: Delta) -> str | None:
-        called = delta.finish_reason == "stop" and self._choices[index].has_calls
+        called = delta.finish_reason == "stop" and self._choices[index].can_call
         return "tool_calls" if called else delta.finish_reason
 
 

@@ -321,7 +321,7 @@ class MessagesShape(AnswerShape):
                 sent.append(_sse("content_block_delta", index=self._num_blocks - 1, delta=_piece(event)))
         if delta.finish_reason is not None:
             sent += self._closed()
-            self._ending = self._stopped(delta, calls=self._choice.has_calls)
+            self._ending = self._stopped(delta, calls=self._choice.can_call)
         return b"".join(sent)
 
     def _opened(self, event: OutputEvent) -> bytes:

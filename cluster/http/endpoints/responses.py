@@ -447,7 +447,8 @@ class ResponsesShape(AnswerShape):
             told.append(self._added(""))
         self.status = "incomplete" if delta.finish_reason == "length" else "completed"
         self._completed_at = int(time.time())
-        return told + self._closed(self.status)
+        is_cut = self._open == "arguments" and not self._choice.can_call
+        return told + self._closed("incomplete" if is_cut else self.status)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}

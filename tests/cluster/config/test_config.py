@@ -175,6 +175,13 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             ("prefill.tensor_parallel is 3, but prefill.num_gpus is 2", "set prefill.num_gpus: 3"),
         ),
         (
+            {"prefill": {"num_gpus": 4}},
+            ("prefill.num_gpus is 4", "the others would be idle", "set prefill.tensor_parallel: 4, or", "num_gpus: 1"),
+        ),
+        ({"decode": {"num_gpus": 1.5}}, ("decode.num_gpus is 1.5", "decode.tensor_parallel: 2", "num_gpus: 1")),
+        ({"decode": {"resources": {"gold": -1}}}, ("decode.resources.gold", "greater than or equal to 0")),
+        ({"gateway": {"request_deadline_s": 7200}}, ("gateway.request_deadline_s", "less than or equal to 3600")),
+        (
             {"decode": {"tensor_parallel": 2, "num_gpus": 2}},
             ("decode.tensor_parallel is 2 with GPUs and kv.decode.host_memory", "set kv.decode.host_memory: 0"),
         ),

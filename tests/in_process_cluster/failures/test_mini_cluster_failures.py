@@ -15,6 +15,7 @@ from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.request_state import RequestRun
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
+from engine.steps.loop import OVERDUE_S
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import brake, cluster_of
 from tests.support.clusters.mini_requests import (
@@ -117,13 +118,20 @@ async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallM
             assert await asyncio.wait_for(tokens(cluster, f"r{n}", PROMPT, greedy()), HANGS_S) == expected
 
 
-async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its event loop answers, its device does not."""
+@pytest.mark.parametrize("says_nothing", [False, True])
+async def test_a_hung_decode_s_requests_go_on_elsewhere(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch, says_nothing: bool
+) -> None:
+    """Its event loop answers, its device does not. Where the worker says nothing of that, a sequence of it may as well
+    wait for blocks: nobody is suspected, and that is no fault."""
     next_attempt = RequestRun.next_attempt
-    a_token_each = DecodeWorkerConfig(speculation=None)  # else the ballast may be over before the request is placed
+    # A token each: else the ballast may be over before the request is placed.
+    a_token_each = DecodeWorkerConfig(speculation=None, overdue_s=HANGS_S if says_nothing else OVERDUE_S)
     async with cluster_of(llama, num_decode=2, decode=a_token_each) as cluster, AsyncExitStack() as stack:
         gateway = cluster.orchestrator
         patient = gateway._config
+        suspected: list[int] = []
+        faults: list[int] = []
         ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT[:9], greedy(200))))
         await anext(ballast)
         await anext(ballast)
@@ -134,13 +142,17 @@ async def test_a_hung_decode_s_requests_go_on_elsewhere(llama: SmallModel, monke
             stack.enter_context(brake(chosen.model.runner))
             gateway._config = replace(patient, stall_s=0.3)
 
-        def elsewhere(*attempt: Any) -> None:
+        def elsewhere(run: RequestRun, *attempt: Any) -> None:
             gateway._config = patient  # whoever goes on with it may be slow
-            next_attempt(*attempt)
+            suspected.append(len(gateway._quarantine))
+            next_attempt(run, *attempt)
+            faults.append(run.num_faults)
 
         monkeypatch.setattr(RequestRun, "next_attempt", elsewhere)
         found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
         assert found == llama.local(PROMPT, greedy(40)).tokens
+        if says_nothing:
+            assert not any(suspected) and not any(faults)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
