@@ -164,6 +164,14 @@ class ExpertChoice:
     correction: Tensor | None = None  # [experts] float32
 
 
+def held_experts(experts: Sequence[GatedMlp | None]) -> tuple[int, list[GatedMlp]]:
+    """The number of the first one that is here, and those that are, which lie side by side."""
+    held = [expert for expert in experts if expert is not None]
+    first = next(number for number, expert in enumerate(experts) if expert is not None)
+    assert None not in experts[first : first + len(held)], "a process has experts side by side"
+    return first, held
+
+
 PackedBytes = Callable[[Iterable[tuple[int, int]], torch.dtype], int]
 """As `Kernels.packed_bytes`."""
 
@@ -192,10 +200,10 @@ class Kernels(Protocol):
         """Pack a projection of each head, from `weight [Q, out, in]`."""
         ...
 
-    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp | None], choice: ExpertChoice) -> Linear:
         """A layer's mixture, E -> E, of MLPs whose projections these kernels have packed, as they have the `router`'s,
         E -> as many as there are experts, which may be in float32. A row is computed by those that the router chooses
-        for it, and by no other."""
+        for it, and by no other. None: another process has that expert, and what it makes of a row is left out."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

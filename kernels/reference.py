@@ -71,7 +71,7 @@ class PlainExperts:
     """Expert after expert, each of the rows that chose it. Their outputs are added up in float32, by their rank."""
 
     router: Linear
-    experts: Sequence[GatedMlp]
+    experts: Sequence[GatedMlp | None]
     choice: ExpertChoice
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -83,10 +83,11 @@ class PlainExperts:
     def _sum(self, x: Tensor) -> Tensor:
         """`[T, E]` float32"""
         numbers, shares = choose_experts(self.router(x), self.choice)
-        outputs = torch.empty(*numbers.shape, x.shape[1], dtype=x.dtype, device=x.device)
+        outputs = torch.zeros(*numbers.shape, x.shape[1], dtype=x.dtype, device=x.device)
         for number in set(numbers.flatten().tolist()):
-            rows, ranks = torch.where(numbers == number)
-            outputs[rows, ranks] = self.experts[number](x[rows])
+            if (expert := self.experts[number]) is not None:
+                rows, ranks = torch.where(numbers == number)
+                outputs[rows, ranks] = expert(x[rows])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for rank in range(self.choice.per_row):
             total += shares[:, rank, None] * outputs[:, rank].float()
@@ -117,7 +118,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def pack_experts(router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+def pack_experts(router: Linear, experts: Sequence[GatedMlp | None], choice: ExpertChoice) -> Linear:
     return PlainExperts(router, experts, choice)
 
 

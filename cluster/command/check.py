@@ -155,7 +155,8 @@ class WorkerBytes:
     by, which are fewer where it chooses among experts. `adapter_bytes`: the most that adapters may take. `step_bytes`
     is an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_copies`: how many of its processes
     have the same KV, which `kv_tokens` and what the configuration says count once. `kv_bytes` None: KV gets what the
-    rest leaves of the share of a GPU that the configuration names."""
+    rest leaves of the share of a GPU that the configuration names. `whole_experts`: the most that one of its processes
+    has; None: each has a part of every one."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -168,6 +169,7 @@ class WorkerBytes:
     kv_copies: int = 1
     host_tokens: int | None = None
     context: int | None = None
+    whole_experts: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -186,7 +188,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from engine.kv.sizes import KVMemory, size_tiers
     from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig
-    from engine.model.shards import Shard, check_degree
+    from engine.model.shards import WHOLE, shards_of
     from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
     from kernels.ops import packed_bytes_on
     from kernels.quantised_weight import VALUES_FROM_ROWS
@@ -194,8 +196,11 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     engine = engine_config(role, config)
     engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
     model = served_config(folder, engine)
+    shards = [WHOLE]
     if isinstance(model, ModelConfig):
-        check_degree(model, engine.tensor_parallel)
+        shards = shards_of(
+            model, engine.tensor_parallel, expert_parallel=engine.expert_parallel, quantisation=engine.quantisation
+        )
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
     forms: Mapping[str, CodeFormat] = {}
     if engine.device != "cpu" and isinstance(model, ModelConfig):
@@ -205,7 +210,14 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         folder, model, layout.dtype.itemsize, engine.quantisation, stays_quantised=stays_quantised, forms=forms
     )
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
-    chosen = 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.num_experts
+    chosen, whole_experts = 1.0, None
+    if shape.experts is not None:
+        chosen = shape.experts.per_token / shape.experts.num_experts
+        if shards[0].expert_parallel:
+            own = [range(shape.experts.num_experts)[shard.experts(shape.experts.num_experts)] for shard in shards]
+            whole_experts = max(map(len, own))
+            # Each process has room for all rows: a router may like none but its experts.
+            shape = replace(shape, experts=replace(shape.experts, width=shape.experts.width * len(shards)))
     weights = round(sum(by_name.values()))
     adapters = adapter_bytes(model, engine, layout.dtype, packed_bytes_on(device(engine.device)))
     step = activation_bytes(
@@ -213,7 +225,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     )
     if isinstance(model, ModelConfig) and engine.largest_step.num_tokens >= VALUES_FROM_ROWS:
         step += 0 if engine.batch_invariant else _most_values(model, forms) * layout.dtype.itemsize
-    copies = Shard(0, engine.tensor_parallel).kv_holders(model.num_kv_heads)
+    copies = shards[0].kv_holders(model.num_kv_heads)
     kv_bytes = engine.kv_bytes
     if engine.kv_share is not None and engine.device == "cpu":
         left = int(engine.kv_share * memory_bytes()) - weights - step - adapters
@@ -239,6 +251,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         staging_bytes=engine.staging_bytes * copies,
         host_bytes=engine.host_bytes,
         kv_copies=copies,
+        whole_experts=whole_experts,
     )
     made_for = model.max_position_embeddings
     if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
@@ -442,7 +455,8 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
     step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
     yield f"Each {role} worker, on {where}:"
     chosen = f"{found.token_bytes / 2**20:,.0f} MiB for each token" if found.token_bytes < found.weight_bytes else ""
-    yield _row("weights", found.weight_bytes, ", ".join(filter(None, (config.model.quantization, chosen))))
+    whole = f"{found.whole_experts} whole experts of a layer in a process" if found.whole_experts else ""
+    yield _row("weights", found.weight_bytes, ", ".join(filter(None, (config.model.quantization, chosen, whole))))
     if found.adapter_bytes:
         yield _row(
             "adapters", found.adapter_bytes, f"at most: {config.adapters.max_loaded} of rank {config.adapters.max_rank}"

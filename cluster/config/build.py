@@ -132,6 +132,7 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
         staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
         num_threads=pool.threads,
         tensor_parallel=pool.tensor_parallel,
+        expert_parallel=pool.expert_parallel,
         prefix_caching=config.kv.prefix_cache,
         batch_invariant=config.model.batch_invariant,
         quantisation=config.model.quantisation,

@@ -276,6 +276,12 @@ class PoolSettings(Settings):
         description="Processes among which each worker's model is divided; its heads must divide. Pools may differ. On"
         " GPUs each process has one: `num_gpus` is as many.",
     )
+    expert_parallel: bool | None = Field(
+        None,
+        description="How a mixture of experts is divided among the processes of `tensor_parallel`: `true`: each has"
+        " whole experts; `false`: a part of every expert. Empty: parts, or whole ones where parts would not be equal,"
+        " or would lose their 4 or 8 bits.",
+    )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of workers follow the load; `replicas` is then the number at start."
     )
@@ -600,6 +606,11 @@ class ServedSettings(Settings):
                     f"{name}.num_gpus is {pool.num_gpus:g}, but a worker with {name}.tensor_parallel:"
                     f" {pool.tensor_parallel} computes on {pool.tensor_parallel}, and the others would be idle; set"
                     f" {name}.tensor_parallel: {math.ceil(pool.num_gpus)}, or {name}.num_gpus: {pool.tensor_parallel}"
+                )
+            if pool.expert_parallel and pool.tensor_parallel == 1:
+                raise ValueError(
+                    f"{name}.expert_parallel is on, but {name}.tensor_parallel is 1, so that one process has all"
+                    f" experts; set {name}.tensor_parallel to the number of processes, or leave expert_parallel out"
                 )
             if pool.tensor_parallel > 1 and pool.num_gpus:
                 _check_group_on_gpus(name, pool, self.kv.pools[name])

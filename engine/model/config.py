@@ -270,13 +270,6 @@ class ModelConfig:
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.window for layer in self.layers)
 
-    @property
-    def mlp_widths(self) -> frozenset[int]:
-        """The widths of all MLPs that it has: dense ones, experts, and those beside experts."""
-        experts = {layer.experts for layer in self.layers}
-        widths = (each and (each.width, each.shared_width or each.width) for each in experts)
-        return frozenset(width for both in widths for width in both or (self.intermediate_size,))
-
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json. Raises ValueError for what this engine cannot run."""

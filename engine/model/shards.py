@@ -1,8 +1,10 @@
 """Which part of a model each rank of a tensor-parallel group has. Pure arithmetic.
 
 Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the MLP, or each of its experts, by its
-width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. The head
-is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank. Where there are more ranks
+width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. With
+expert parallelism ranks have whole experts instead, and the second sum adds up what each rank's made of a row
+(decision 0041). The head is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank.
+Where there are more ranks
 than key/value heads, ranks side by side have the same one. Heads that are normalised together are told to all ranks
 before that norm. A latent is one key for all heads: every rank makes all of it, by the same product of the same
 numbers, so to the same bits, and has its query heads' part of what is projected to and from it.
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.checkpoint.quantisation import Quantisation
     from engine.model.config import LayerConfig, ModelConfig
 
 Part = tuple[slice, ...]
@@ -22,17 +25,19 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` in a group of `degree`. The group's degree has been checked against the model."""
+    """The part of rank `rank` in a group of `degree`, which have been checked against the model: see `shards_of`."""
 
     rank: int
     degree: int
+    expert_parallel: bool = False  # of a mixture whole experts, not a part of each
 
     @property
     def is_whole(self) -> bool:
         return self.degree == 1
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """A model of this rank's heads and its part of each MLP's width; all else is as it was."""
+        """A model of this rank's heads and its part of each MLP's width; all else is as it was, the number of experts
+        too."""
         heads, kv_heads = self.query_heads(config), self.kv_heads(config.num_kv_heads)
         return replace(
             config,
@@ -46,7 +51,8 @@ class Shard:
         experts = layer.experts
         if experts is None:
             return layer
-        width, shared_width = experts.width // self.degree, experts.shared_width // self.degree
+        width = experts.width if self.expert_parallel else experts.width // self.degree
+        shared_width = experts.shared_width // self.degree
         return replace(layer, experts=replace(experts, width=width, shared_width=shared_width))
 
     def query_heads(self, config: ModelConfig) -> slice:
@@ -63,10 +69,13 @@ class Shard:
         """How many ranks side by side have the same key/value heads."""
         return max(1, self.degree // num_kv_heads)
 
+    def experts(self, num_experts: int) -> slice:
+        """Those of which this rank has something: all, or its own whole ones, shares as equal as can be."""
+        return self._share(num_experts) if self.expert_parallel else slice(0, num_experts)
+
     def vocabulary(self, vocab_size: int) -> slice:
         """The rows of the vocabulary that this rank has: shares as equal as can be."""
-        start, stop = (vocab_size * rank // self.degree for rank in (self.rank, self.rank + 1))
-        return slice(start, stop)
+        return self._share(vocab_size)
 
     def part(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> Part | None:
         """What this rank has of a tensor of the checkpoint; None: nothing."""
@@ -74,6 +83,8 @@ class Shard:
             return ()
         if name == "lm_head.weight":
             return (self.vocabulary(config.vocab_size),)
+        if self.expert_parallel and ".experts." in name:
+            return self._part_of_expert(name, config)
         module, kind = name.split(".")[-2:]
         match module:
             case "q_proj" | "q_b_proj":
@@ -96,37 +107,105 @@ class Shard:
             case _:
                 return ()
 
+    def _part_of_expert(self, name: str, config: ModelConfig) -> Part | None:
+        """Of `model.layers.L.mlp.experts.N.` all or nothing."""
+        words = name.split(".")
+        experts = config.layers[int(words[2])].experts
+        assert experts is not None
+        own = self.experts(experts.num_experts)
+        return () if own.start <= int(words[5]) < own.stop else None
+
     def _equal(self, count: int) -> slice:
         size = count // self.degree
         return slice(self.rank * size, (self.rank + 1) * size)
+
+    def _share(self, count: int) -> slice:
+        start, stop = (count * rank // self.degree for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
 
 
 WHOLE = Shard(0, 1)
 
 
-def check_degree(config: ModelConfig, degree: int) -> None:
-    """Raises ValueError if the model cannot be divided among so many ranks."""
-    if degree not in (possible := possible_degrees(config)):
-        widths = " and ".join(map(str, sorted(config.mlp_widths)))
-        cached = "one latent" if config.latent is not None else f"{config.num_kv_heads} key/value heads"
-        raise ValueError(
-            f"tensor_parallel is {degree}, but a model of {config.num_heads} query heads, {cached} and an MLP of"
-            f" {widths} can be divided equally only among {', '.join(map(str, possible))}; use one of these"
-        )
+_TOGETHER = 16
+"""Inputs of a quantised weight whose scale must be one, or a CPU's kernels compute with its values in bfloat16."""
 
 
-def possible_degrees(config: ModelConfig) -> list[int]:
-    """Equal parts only: the slowest rank sets the pace."""
-    return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree)]
+def shards_of(
+    config: ModelConfig,
+    degree: int,
+    *,
+    expert_parallel: bool | None = None,
+    quantisation: Quantisation | None = None,
+) -> list[Shard]:
+    """The shards of a group, rank by rank, of a model that is rounded by `quantisation` as it is loaded.
+
+    `expert_parallel` None: a rank has a part of each expert, as wide as the others', so that no router can make it wait
+    for them; whole ones only where such parts would not be equal, or would cut groups of codes so small that these
+    would not stay codes. Raises ValueError if the model cannot be divided so.
+    """
+    check_degree(config, degree, expert_parallel)
+    if expert_parallel is None:
+        expert_parallel = not _cuts_experts_well(config, degree, quantisation)
+    return [Shard(rank, degree, expert_parallel) for rank in range(degree)]
 
 
-def _divides(config: ModelConfig, degree: int) -> bool:
+def check_degree(config: ModelConfig, degree: int, expert_parallel: bool | None = None) -> None:
+    """Raises ValueError if the model cannot be divided among so many ranks: as `shards_of`."""
+    num_experts = _num_experts(config)
+    if expert_parallel and not num_experts:
+        raise ValueError("expert_parallel is on, but the model has no mixture of experts to divide; leave it out")
+    if degree in (possible := possible_degrees(config, expert_parallel)):
+        return
+    cached = "one latent" if config.latent is not None else f"{config.num_kv_heads} key/value heads"
+    sizes = [f"{config.num_heads} query heads", cached]
+    if expert_parallel:
+        sizes.append(f"{min(num_experts)} experts")
+    if widths := _widths(config) | (frozenset() if expert_parallel else _expert_widths(config)):
+        sizes.append(f"an MLP of {' and '.join(map(str, sorted(widths)))}")
+    raise ValueError(
+        f"tensor_parallel is {degree}, but a model of {', '.join(sizes[:-1])} and {sizes[-1]} can be divided equally"
+        f" only among {', '.join(map(str, possible))}; use one of these"
+    )
+
+
+def possible_degrees(config: ModelConfig, expert_parallel: bool | None = None) -> list[int]:
+    """Equal parts only, since the slowest rank sets the pace; but of whole experts a rank may have one more than
+    another, and none has none. None: with whole experts or parts of them."""
+    return [degree for degree in range(1, config.num_heads + 1) if _divides(config, degree, expert_parallel)]
+
+
+def _divides(config: ModelConfig, degree: int, expert_parallel: bool | None) -> bool:
     kv_heads = config.num_kv_heads
+    by_number = all(degree <= number for number in _num_experts(config))
+    by_width = all(width % degree == 0 for width in _expert_widths(config))
     return (
         config.num_heads % degree == 0
         and (kv_heads % degree == 0 or degree % kv_heads == 0)
-        and all(width % degree == 0 for width in config.mlp_widths)
+        and all(width % degree == 0 for width in _widths(config))
+        and (by_number or by_width if expert_parallel is None else by_number if expert_parallel else by_width)
     )
+
+
+def _cuts_experts_well(config: ModelConfig, degree: int, quantisation: Quantisation | None) -> bool:
+    has_codes = quantisation is not None or (config.packing is not None and config.packing.stays_packed)
+    at_once = degree * (_TOGETHER if has_codes else 1)
+    return all(width % at_once == 0 for width in _expert_widths(config)) or not _divides(config, degree, True)
+
+
+def _num_experts(config: ModelConfig) -> frozenset[int]:
+    """Of each mixture in the model."""
+    return frozenset(layer.experts.num_experts for layer in config.layers if layer.experts is not None)
+
+
+def _expert_widths(config: ModelConfig) -> frozenset[int]:
+    return frozenset(layer.experts.width for layer in config.layers if layer.experts is not None)
+
+
+def _widths(config: ModelConfig) -> frozenset[int]:
+    """Of all MLPs that are every row's: dense ones, and those beside experts."""
+    all_layers = {layer.experts.shared_width if layer.experts else config.intermediate_size for layer in config.layers}
+    return frozenset(all_layers - {0})
 
 
 def _rows(heads: slice, head_dim: int) -> slice:

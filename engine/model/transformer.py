@@ -456,9 +456,14 @@ class Model:
             groups_per_row=experts.groups_per_token,
             correction=_tensor(weights, f"{name}.gate.e_score_correction_bias") if experts.corrected else None,
         )
+        shard = WHOLE if self._ranks is None else self._ranks.shard
+        own = range(experts.num_experts)[shard.experts(experts.num_experts)]
         routed = self._kernels.pack_experts(
             self._router(weights, f"{name}.gate", experts),
-            [self._mlp(weights, f"{name}.experts.{number}") for number in range(experts.num_experts)],
+            [
+                self._mlp(weights, f"{name}.experts.{number}") if number in own else None
+                for number in range(experts.num_experts)
+            ],
             choice,
         )
         if not experts.shared_width:

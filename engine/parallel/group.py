@@ -132,5 +132,5 @@ def _added(of_ranks: list[Tensor]) -> Tensor:
 def join_ranks(spec: RankSpec) -> RankGroup:
     """Find the others by the file that all were told of."""
     store = FileStore(spec.rendezvous, spec.degree)
-    shard = Shard(spec.rank, spec.degree)
+    shard = Shard(spec.rank, spec.degree, spec.expert_parallel)
     return RankGroup(shard, store, timeout_s=spec.timeout_s, device=torch.device(spec.device))

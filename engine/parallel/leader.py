@@ -24,7 +24,7 @@ from engine.kv.cache import KVCache, KVLayout
 from engine.memory.devices import CPU
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.shards import Shard, check_degree
+from engine.model.shards import shards_of
 from engine.model.transformer import LayerHooks, Model
 from engine.parallel.batch_bytes import pack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
@@ -58,16 +58,16 @@ class GroupLeader:
         num_blocks: int,
         *,
         degree: int,
+        expert_parallel: bool | None = None,
         num_threads: int,
         device: torch.device = CPU,
         batch_invariant: bool = False,
         activation_bits: ActivationBits = 8,
         quantisation: Quantisation | None = None,
     ) -> None:
-        check_degree(config, degree)
+        self._ranks = shards_of(config, degree, expert_parallel=expert_parallel, quantisation=quantisation)
         self._device = device
         self._layout = layout
-        self._ranks = [Shard(rank, degree) for rank in range(degree)]
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False  # guarded by that
@@ -88,6 +88,7 @@ class GroupLeader:
                 num_threads=num_threads,
                 rendezvous=rendezvous,
                 timeout_s=STEP_S,
+                expert_parallel=shard.expert_parallel,
                 device=str(rank_device(device, shard.rank)),
                 batch_invariant=batch_invariant,
                 activation_bits=activation_bits,

@@ -39,6 +39,7 @@ class RankSpec:
     num_threads: int
     rendezvous: str
     timeout_s: float
+    expert_parallel: bool = False
     device: str = "cpu"
     batch_invariant: bool = False
     activation_bits: ActivationBits = 8

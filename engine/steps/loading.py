@@ -96,6 +96,7 @@ class EngineConfig:
     prefix_caching: bool = True
     device: str = "cpu"  # or cuda:0, ...
     tensor_parallel: int = 1  # processes that have a part of the model each
+    expert_parallel: bool | None = None  # whole experts, not a part of each; None: see `engine.model.shards.shards_of`
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps up to `largest_step` are recorded at the start and replayed
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
@@ -184,6 +185,7 @@ class _Loading:
             self.layout,
             sizes.device_blocks,
             degree=engine.tensor_parallel,
+            expert_parallel=engine.expert_parallel,
             num_threads=torch.get_num_threads(),
             device=self.device,
             batch_invariant=engine.batch_invariant,
@@ -534,7 +536,8 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
             " of the device's: set kv.decode.memory to 8GiB, for example"
         )
     alone = replace(config, model_ref=ref, draft_ref=None, backend="auto", max_model_len=None, layers_per_group=None)
-    alone = replace(alone, host_bytes=0, staging_bytes=0, tensor_parallel=1, batch_invariant=False, max_adapters=0)
+    alone = replace(alone, host_bytes=0, staging_bytes=0, batch_invariant=False, max_adapters=0)
+    alone = replace(alone, tensor_parallel=1, expert_parallel=None)
     if config.kv_bytes is not None:
         own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
         alone = replace(alone, kv_bytes=config.kv_bytes * own // (own + others))

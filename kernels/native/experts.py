@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.interface import ExpertChoice, GatedMlp, InFloat32, Linear
+from kernels.interface import ExpertChoice, GatedMlp, InFloat32, Linear, held_experts
 from kernels.native.library import TYPE_NAMES, Flag, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import NativeLinear, ProjectionRecord, QuantisedLinear, projection_record
 
@@ -20,6 +20,8 @@ class _Experts(ctypes.Structure):
         ("gate_up", ctypes.POINTER(ProjectionRecord)),
         ("down", ctypes.POINTER(ProjectionRecord)),
         ("count", Size),
+        ("first", Size),
+        ("held", Size),
         ("per_row", Size),
         ("groups", Size),
         ("groups_per_row", Size),
@@ -32,11 +34,12 @@ class _Experts(ctypes.Structure):
 
 
 def pack_experts(
-    library: ctypes.CDLL, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice
+    library: ctypes.CDLL, router: Linear, experts: Sequence[GatedMlp | None], choice: ExpertChoice
 ) -> NativeExperts | None:
     """The experts packed for the C++ kernels. None where these have no form for a weight, or experts are not quantised
     alike."""
-    gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
+    _, held = held_experts(experts)
+    gate_up, down = [expert.gate_up for expert in held], [expert.down for expert in held]
     by = router.linear if isinstance(router, InFloat32) else router
     if not (isinstance(by, NativeLinear) and _are_alike(gate_up) and _are_alike(down)):
         return None
@@ -59,20 +62,23 @@ class NativeExperts:
     """A row's result is the same to the bit whatever the other rows are. Not for two threads at once."""
 
     def __init__(
-        self, library: ctypes.CDLL, router: NativeLinear, experts: Sequence[GatedMlp], choice: ExpertChoice
+        self, library: ctypes.CDLL, router: NativeLinear, experts: Sequence[GatedMlp | None], choice: ExpertChoice
     ) -> None:
+        first, held = held_experts(experts)
         self.router, self.experts, self.choice = router, experts, choice  # what the record points to
-        down = experts[0].down
+        down = held[0].down
         assert isinstance(down, NativeLinear)
         self.dtype = down.dtype
-        records = ProjectionRecord * len(experts)
+        records = ProjectionRecord * len(held)
         self._record = _Experts(
             router=projection_record(router),
-            gate_up=records(*(projection_record(expert.gate_up) for expert in experts)),
-            down=records(*(projection_record(expert.down) for expert in experts)),
+            gate_up=records(*(projection_record(expert.gate_up) for expert in held)),
+            down=records(*(projection_record(expert.down) for expert in held)),
             count=len(experts),
+            first=first,
+            held=len(held),
             per_row=choice.per_row,
-            activation=activation_number(experts[0].activation),
+            activation=activation_number(held[0].activation),
             groups=choice.groups,
             groups_per_row=choice.groups_per_row,
             correction=None if choice.correction is None else choice.correction.data_ptr(),

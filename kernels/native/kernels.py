@@ -98,7 +98,7 @@ class NativeCpuKernels:
             return pack_heads(self._library, weight, self._memory)
         return cpu.pack_heads(weight)
 
-    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp | None], choice: ExpertChoice) -> Linear:
         packed = native_experts.pack_experts(self._library, router, experts, choice)
         return cpu.pack_experts(router, experts, choice) if packed is None else packed
 

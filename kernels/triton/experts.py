@@ -5,7 +5,11 @@ a tile of one expert's rows. Nothing waits for the host, and sizes follow from t
 graph can hold it. Sums are taken as in `kernels.triton.matmul`, and a row's experts are added up by their rank: its
 result is the same to the bit alone and in any batch.
 
-Shape legend: T rows, E hidden size, X experts; R = T * per_row pairs of a row and an expert; K inputs, N outputs.
+A process may hold some of the experts. These have the numbers from 0 on here; pairs with others stand behind all that
+are computed, and count 0. To the grouped product there are no others.
+
+Shape legend: T rows, E hidden size, X experts, of which H are held; R = T * per_row pairs of a row and an expert;
+K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -32,11 +36,12 @@ _WIDE_ROWS = 64  # of an expert, in the mean, from which tiles are wide
 
 @triton.jit
 def choose_kernel(
-    logits, correction, numbers, shares, num_experts, per_row, groups, groups_per_row, scale,
+    logits, correction, numbers, shares, num_experts, first, num_held, per_row, groups, groups_per_row, scale,
     NORMALISED: tl.constexpr, CORRECTED: tl.constexpr, GROUPED: tl.constexpr,
     EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row). `logits [T, X]`; `numbers`, `shares [T, per_row]`, all contiguous; `correction [X]`."""
+    """Grid: (row). `logits [T, X]`; `numbers`, `shares [T, per_row]`, all contiguous; `correction [X]`. Numbers count
+    from the `first` expert that is held, and around from the last of all to the first."""
     row = tl.program_id(0).to(tl.int64)
     experts, ranks = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     nothing = float("-inf")
@@ -58,6 +63,8 @@ def choose_kernel(
         counts = tl.where(ranks == rank, tl.sum(tl.where(experts == best, powers, 0.0), axis=0), counts)
         values = tl.where(experts == best, nothing, values)
     counts = counts / (tl.sum(counts, axis=0) if NORMALISED else total) * scale
+    chosen = (chosen - first + num_experts) % num_experts
+    counts = tl.where(chosen < num_held, counts, 0.0)
     tl.store(numbers + row * per_row + ranks, chosen, mask=ranks < per_row)
     tl.store(shares + row * per_row + ranks, counts, mask=ranks < per_row)
 
@@ -142,14 +149,16 @@ def grouped_matmul_kernel(
 @triton.jit
 def sum_experts_kernel(outputs, shares, residual, out, per_row, width, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (row, block of columns). `outputs [T, per_row, width]`, `shares [T, per_row]`; `residual`, `out` are
-    `[T, width]`; all contiguous."""
+    `[T, width]`; all contiguous. An output that counts 0 is not read: nobody may have computed it."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = columns < width
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for rank in range(per_row):
         pair = row * per_row + rank
-        total += tl.load(shares + pair) * tl.load(outputs + pair * width + columns, mask=live, other=0.0).to(tl.float32)
+        share = tl.load(shares + pair)
+        counted = columns < tl.where(share != 0.0, width, 0)
+        total += share * tl.load(outputs + pair * width + columns, mask=counted, other=0.0).to(tl.float32)
     if ADDS:
         total += tl.load(residual + row * width + columns, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=live)
@@ -157,30 +166,37 @@ def sum_experts_kernel(outputs, shares, residual, out, per_row, width, ADDS: tl.
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """One projection of all experts."""
+    """One projection of the experts that are held."""
 
-    weight: Tensor  # [X, N, K]
-    bias: Tensor | None  # [X, N]
+    weight: Tensor  # [H, N, K]
+    bias: Tensor | None  # [H, N]
 
     @classmethod
     def of(cls, projections: Sequence[tuple[Tensor, Tensor | None]]) -> Stacked:
-        """Stack the weights and biases of all experts."""
+        """Stack the weights and biases of these experts."""
         biases = [bias for _, bias in projections if bias is not None]
         return cls(torch.stack([weight for weight, _ in projections]), torch.stack(biases) if biases else None)
 
 
 def pack_experts(
-    router: Linear, gate_up: Stacked, down: Stacked, activation: Activation, choice: ExpertChoice
+    router: Linear,
+    gate_up: Stacked,
+    down: Stacked,
+    activation: Activation,
+    choice: ExpertChoice,
+    *,
+    num_experts: int,
+    first: int,
 ) -> Linear:
-    """Raises ValueError for more experts than the kernels look at."""
-    num_experts = len(gate_up.weight)
+    """See `Kernels.pack_experts`; `first` is that of the experts which are held. Raises ValueError for more of them in
+    all than the kernels look at."""
     if num_experts > _MOST_EXPERTS[-1] or max(choice.per_row, choice.groups) > _MOST_RANKS:
         raise ValueError(
             f"{choice.per_row} of {num_experts} experts in {choice.groups} groups for each token are more than the"
             f" GPU's kernels can choose: {_MOST_RANKS} of {_MOST_EXPERTS[-1]} in {_MOST_RANKS} groups"
         )
-    numbers = torch.arange(num_experts + 1, device=gate_up.weight.device)
-    return GpuExperts(router, gate_up, down, numbers, activation, choice)
+    numbers = torch.arange(len(gate_up.weight) + 1, device=gate_up.weight.device)
+    return GpuExperts(router, gate_up, down, numbers, activation, choice, num_experts, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +206,11 @@ class GpuExperts:
     router: Linear  # E -> X
     gate_up: Stacked  # E -> 2 * width
     down: Stacked  # width -> E
-    numbers: Tensor  # [X + 1]: 0, 1, ...
+    numbers: Tensor  # [H + 1]: 0, 1, ...
     activation: Activation
     choice: ExpertChoice
+    num_experts: int  # X
+    first: int  # of those that are held
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._sum(x, None)
@@ -204,18 +222,22 @@ class GpuExperts:
         x = x.contiguous()
         if not len(x):
             return torch.empty_like(x)
-        numbers, shares = choose_experts(self.router(x), self.choice)
+        numbers, shares = choose_experts(self.router(x), self.choice, self.first, len(self.gate_up.weight))
         sorted_numbers, order = numbers.flatten().sort(stable=True)
         starts = torch.searchsorted(sorted_numbers, self.numbers)
-        gate_up = grouped_matmul(x, self.gate_up, order, starts, self.choice.per_row, gathers=True)
-        activated = gated_activation(gate_up, self.activation)
-        outputs = grouped_matmul(activated, self.down, order, starts, self.choice.per_row, gathers=False)
+        multiply = functools.partial(
+            grouped_matmul, order=order, starts=starts, per_row=self.choice.per_row, num_experts=self.num_experts
+        )
+        gate_up = multiply(x, self.gate_up, gathers=True)
+        outputs = multiply(gated_activation(gate_up, self.activation), self.down, gathers=False)
         return sum_experts(outputs, shares, residual)
 
 
-def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, choice: ExpertChoice, first: int = 0, num_held: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row of `logits [T, X]`: their numbers `[T, per_row]` and how much each counts,
-    likewise."""
+    likewise. Numbers count from the `first` one that is held; those beyond the held ones count 0. None: all are."""
     num_rows, num_experts = logits.shape
     numbers = torch.empty(num_rows, choice.per_row, dtype=torch.int64, device=logits.device)
     shares = torch.empty(num_rows, choice.per_row, dtype=torch.float32, device=logits.device)
@@ -228,6 +250,8 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
         numbers=numbers,
         shares=shares,
         num_experts=num_experts,
+        first=first,
+        num_held=num_experts if num_held is None else num_held,
         per_row=choice.per_row,
         groups=choice.groups,
         groups_per_row=choice.groups_per_row,
@@ -236,17 +260,20 @@ def choose_experts(logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor
     return numbers, shares
 
 
-def grouped_matmul(x: Tensor, by: Stacked, order: Tensor, starts: Tensor, per_row: int, *, gathers: bool) -> Tensor:
-    """Rows of `x` by the weights of their experts: see `grouped_matmul_kernel`. Returns `[R, N]`."""
+def grouped_matmul(
+    x: Tensor, by: Stacked, *, order: Tensor, starts: Tensor, per_row: int, num_experts: int, gathers: bool
+) -> Tensor:
+    """Rows of `x` by the weights of their experts: see `grouped_matmul_kernel`. Returns `[R, N]`, where pairs have
+    nothing whose expert is not held. `num_experts`: of all, held or not."""
     weight = by.weight
-    (num_experts, N, K), num_pairs = weight.shape, len(order)
+    (num_held, N, K), num_pairs = weight.shape, len(order)
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == K
     out = torch.empty(num_pairs, N, dtype=x.dtype, device=x.device)
     # In float32, wide tiles have no registers left for places and rows on Blackwell.
     wide = num_pairs >= num_experts * _WIDE_ROWS and x.dtype != torch.float32
-    shipped = _grouped(x.dtype, wide, gathers, _most(num_experts), by.bias is not None)
+    shipped = _grouped(x.dtype, wide, gathers, _most(num_held), by.bias is not None)
     tile = shipped.constants
-    most_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)  # each expert's last one may be cut
+    most_tiles = num_pairs // tile["BLOCK_M"] + min(num_held, num_pairs)  # each expert's last one may be cut
     shipped.launch(
         (most_tiles, triton.cdiv(N, tile["BLOCK_N"])),
         x=x,
@@ -256,7 +283,7 @@ def grouped_matmul(x: Tensor, by: Stacked, order: Tensor, starts: Tensor, per_ro
         out=out,
         bias=by.bias,
         num_pairs=num_pairs,
-        num_experts=num_experts,
+        num_experts=num_held,
         per_row=per_row,
         N=N,
         K=K,
@@ -299,6 +326,8 @@ def _choosing(dtype: torch.dtype, normalised: bool, corrected: bool, grouped: bo
             "numbers": "*i64",
             "shares": "*fp32",
             "num_experts": "i32",
+            "first": "i32",
+            "num_held": "i32",
             "per_row": "i32",
             "groups": "i32",
             "groups_per_row": "i32",

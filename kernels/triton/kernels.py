@@ -26,6 +26,7 @@ from kernels.interface import (
     Linear,
     PagedAttention,
     Segment,
+    held_experts,
 )
 from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainHeads, packed_bytes
@@ -70,7 +71,15 @@ class InvariantHeads:
         by_head = torch.arange(num_rows * num_heads, device=x.device).view(num_rows, num_heads).t().flatten()
         starts = torch.arange(num_heads + 1, device=x.device) * num_rows
         rows = x.transpose(0, 1).reshape(-1, num_inputs)
-        out = grouped_matmul(rows, Stacked(self.weight, None), by_head, starts, 1, gathers=False)
+        out = grouped_matmul(
+            rows,
+            Stacked(self.weight, None),
+            order=by_head,
+            starts=starts,
+            per_row=1,
+            num_experts=num_heads,
+            gathers=False,
+        )
         return out.view(num_rows, num_heads, -1)
 
 
@@ -115,9 +124,10 @@ class GpuKernels:
         weight = weight.contiguous()
         return InvariantHeads(weight) if self.batch_invariant else PlainHeads(weight)
 
-    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp], choice: ExpertChoice) -> Linear:
-        gate_up, down = (_stacked([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))
-        return pack_experts(router, gate_up, down, experts[0].activation, choice)
+    def pack_experts(self, router: Linear, experts: Sequence[GatedMlp | None], choice: ExpertChoice) -> Linear:
+        first, held = held_experts(experts)
+        gate_up, down = (_stacked([getattr(expert, name) for expert in held]) for name in ("gate_up", "down"))
+        return pack_experts(router, gate_up, down, held[0].activation, choice, num_experts=len(experts), first=first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)

@@ -221,8 +221,12 @@ CASES = {
         lengths=(100, 33, 140, 64, 121, 90, 150, 80),
         num_tokens=40,
     ),
-    "latent, two ranks to two": Case(
-        family="deepseek-v3", prefill=ranks(2, block_size=8), decode=ranks(2, layers_per_group=2), overlap=True, **FEW
+    "latent, whole experts on two ranks, to parts of them on two": Case(
+        family="deepseek-v3",
+        prefill=ranks(2, expert_parallel=True, block_size=8),
+        decode=ranks(2, layers_per_group=2),
+        overlap=True,
+        **FEW,
     ),
     "latent, two ranks of one pool": Case(
         one_pool=True, family="deepseek-v2-grouped", decode=ranks(2, block_size=5), chunk_tokens=33, **FEW
@@ -292,8 +296,13 @@ CASES = {
     "of one pool, windows in some layers": Case(
         one_pool=True, family="gemma3", decode={"block_size": 4}, chunk_tokens=20, overlap=True
     ),
-    "experts of one pool, two ranks each": Case(
-        one_pool=True, family="qwen3-moe", decode=ranks(2, block_size=8), chunk_tokens=64, overlap=True, **FEW
+    "whole experts of one pool, two ranks each": Case(
+        one_pool=True,
+        family="qwen3-moe",
+        decode=ranks(2, expert_parallel=True, block_size=8),
+        chunk_tokens=64,
+        overlap=True,
+        **FEW,
     ),
     "of one pool, two ranks each": Case(
         one_pool=True, family="qwen3", decode=ranks(2, block_size=8), chunk_tokens=64, overlap=True, **FEW

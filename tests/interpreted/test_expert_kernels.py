@@ -33,6 +33,23 @@ def test_like_the_twin(mixture: Mixture, num_rows: int, dtype: torch.dtype) -> N
         torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("name", ["two of eight", "four by corrected sigmoids"])
+def test_processes_with_some_experts_each_make_the_whole_together(name: str) -> None:
+    """Though what nobody computes stands in memory as numbers that are none."""
+    torch.manual_seed(0)
+    mixture = MIXTURES[name]
+    kernels = GpuKernels(device(), batch_invariant=True)
+    weights = [weight.to(device()) for weight in mixture.weights(torch.float32)]
+    x = mixture.rows(3, torch.float32).to(device())
+    whole = mixture.packed(kernels, weights)(x)
+    torch.use_deterministic_algorithms(True)  # which fill new memory so
+    try:
+        parts = [mixture.packed(kernels, weights, held=held)(x) for held in mixture.shares()]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_first_of_equal_logits_are_chosen(normalised: bool) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [-1.0, -1.0, -1.0, -torch.inf, -1.0]], device=device())

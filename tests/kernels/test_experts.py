@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.memory.devices import CPU
 from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import ExpertChoice, Kernels
@@ -59,15 +60,43 @@ def test_like_the_twin(kernels: Kernels, name: str, dtype: torch.dtype, num_rows
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "native"][: len(KERNELS)])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_processes_with_some_experts_each_make_the_whole_together(kernels: Kernels, name: str, quantised: bool) -> None:
+    """One that has none of a row's leaves the residual as it is, to the bit; and no row depends on another one."""
+    torch.manual_seed(0)
+    mixture = MIXTURES[name]
+    dtype = torch.bfloat16 if quantised else torch.float32
+    weights, x = mixture.weights(dtype), mixture.rows(23, dtype)
+    residual = torch.randn(23, mixture.hidden).to(dtype)
+    whole = mixture.packed(kernels, weights, quantised=quantised)
+    parts = [mixture.packed(kernels, weights, quantised=quantised, held=held) for held in mixture.shares()]
+    together = torch.stack([part(x).float() for part in parts]).sum(0)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(together, whole(x).float(), rtol=tolerance, atol=tolerance)
+    numbers, _ = choose_experts(x[:, : mixture.num_experts], mixture.choice(CPU))
+    for held, part in zip(mixture.shares(), parts, strict=True):
+        assert isinstance(part, PlainExperts if kernels is cpu else NativeExperts)
+        added = part.add_to(residual, x)
+        is_elsewhere = ~torch.isin(numbers, torch.tensor(held)).any(1)
+        assert torch.equal(added[is_elsewhere], residual[is_elsewhere])
+        assert not part(x)[is_elsewhere].any()
+        if kernels is not cpu:
+            assert torch.equal(torch.cat([part.add_to(residual[n : n + 1], x[n : n + 1]) for n in range(23)]), added)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "native"][: len(KERNELS)])
 def test_a_router_in_float32_sees_what_bfloat16_does_not(kernels: Kernels) -> None:
     torch.manual_seed(0)
     mixture = Mixture(num_experts=5, per_row=1, normalised=True, router_in_float32=True)
     weights, x = mixture.close_call(torch.bfloat16)
     packed = mixture.packed(kernels, weights)
     assert isinstance(packed, PlainExperts | NativeExperts)
-    assert torch.equal(packed(x), packed.experts[4](x)), "the last one has the largest logit"
+    first, *_, last = packed.experts
+    assert first is not None and last is not None
+    assert torch.equal(packed(x), last(x)), "the last one has the largest logit"
     rounded = replace(mixture, router_in_float32=False).packed(kernels, weights)
-    assert torch.equal(rounded(x), packed.experts[0](x)), "all have the same one, and the first is chosen"
+    assert torch.equal(rounded(x), first(x)), "all have the same one, and the first is chosen"
 
 
 @pytest.mark.parametrize("quantised", [False, True])

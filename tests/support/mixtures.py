@@ -53,7 +53,11 @@ class Mixture:
         ]
         return [weight.to(dtype) for weight in (torch.eye(self.num_experts, self.hidden), *experts)]
 
-    def packed(self, kernels: Kernels, weights: list[Tensor], *, quantised: bool = False) -> Linear:
+    def packed(
+        self, kernels: Kernels, weights: list[Tensor], *, quantised: bool = False, held: range | None = None
+    ) -> Linear:
+        """By the `held` experts alone; None: by all."""
+
         def pack(weight: Tensor) -> Linear:
             bias = weight[:, 0].contiguous() if self.biased else None
             if quantised:
@@ -64,12 +68,19 @@ class Mixture:
             GatedMlp(
                 gate_up=pack(gate_up), down=pack(down), activation=self.activation, activate=kernels.gated_activation
             )
-            for gate_up, down in zip(weights[1::2], weights[2::2], strict=True)
+            if held is None or number in held
+            else None
+            for number, (gate_up, down) in enumerate(zip(weights[1::2], weights[2::2], strict=True))
         ]
         router: Linear = kernels.pack_linear(weights[0], None)
         if self.router_in_float32:
             router = InFloat32(kernels.pack_linear(weights[0].float(), None))
         return kernels.pack_experts(router, experts, self.choice(weights[0].device))
+
+    def shares(self) -> list[range]:
+        """Its experts divided among up to three processes, which have different numbers of them."""
+        stops = sorted({1, max(1, self.num_experts // 3), self.num_experts})
+        return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
     def close_call(self, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
         """Weights and a row whose logits rise from expert to expert by less than what bfloat16 tells apart."""

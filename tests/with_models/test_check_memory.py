@@ -116,6 +116,29 @@ def test_what_two_ranks_take(
     assert (f"tokens, the same in {copies} processes\n" in capsys.readouterr().out) == (copies > 1)
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True, None])
+def test_what_ranks_with_whole_experts_take(
+    expert_parallel: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of six experts on four ranks: the same weights and KV, and in a step room for all rows on each. So they stay
+    where their width of 98 is in the way, unless that is refused."""
+    build_oracle("gpt-oss", tmp_path, intermediate_size=96 if expert_parallel is not None else 98)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    pool = {"tensor_parallel": 4, "expert_parallel": expert_parallel}
+    tree = {"model": {"ref": str(tmp_path)}, "prefill": {"replicas": 0}, "kv": {"decode": {"memory": "1MiB"}}}
+    path = tmp_path / "tree.yaml"
+    path.write_text(yaml.safe_dump(tree | {"decode": pool}))
+    one = worker_memory("decode", load_config(tree | {"decode": {}}), tmp_path)
+    four = worker_memory("decode", load_config(path), tmp_path)
+    assert four.whole_experts == (None if expert_parallel is False else 2)
+    assert four.weight_bytes == one.weight_bytes and four.kv_tokens == one.kv_tokens
+    assert (four.step_bytes > one.step_bytes) == (four.whole_experts is not None)
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 0
+    told = "for each token, 2 whole experts of a layer in a process\n" in capsys.readouterr().out
+    assert told == (four.whole_experts is not None)
+
+
 def test_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path / "whole").model.save_pretrained(tmp_path / "base")
     whole, base = (configured(tmp_path / name) for name in ("whole", "base"))

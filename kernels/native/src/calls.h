@@ -22,11 +22,12 @@ struct Projection {
   int64_t x_bytes;
 };
 
-// Projections of equal sizes.
+// Projections of equal sizes. Of all `count` experts, `held` are here, from `first` on: what the others would make of a
+// row is left out.
 struct Experts {
   Projection router;
-  const Projection *gate_up, *down;  // [count]; if quantised, by groups of one size
-  int64_t count, per_row, groups, groups_per_row;
+  const Projection *gate_up, *down;  // [held]; if quantised, by groups of one size
+  int64_t count, first, held, per_row, groups, groups_per_row;
   Activation activation;
   const float* correction;  // [count] or null
   float scale;

@@ -3,7 +3,7 @@
 // Rows are put in the order of their experts, so that each expert's weights are read once for all of its rows, and the
 // experts' panels are shared among the threads as those of one projection. What an expert makes of a row depends on no
 // other row (linear.cpp, quantised.cpp), and a row's experts are summed by their rank: its result is the same to the bit
-// in any company.
+// in any company. A process that holds some of the experts computes and sums these alone.
 
 #include <algorithm>
 #include <cstring>
@@ -20,12 +20,14 @@ using namespace legato;
 // Kept from call to call: such sizes would come from the system, and go back, each time.
 template <typename X>
 struct Memory {
-  std::vector<X> logits, x, gate_up, activated, out;  // [rows, experts]; the others: [rows * per_row, ...], sorted
+  std::vector<X> logits, x, gate_up, activated, out;  // [rows, experts]; the others: [pairs that are here, ...], sorted
   std::vector<float> wide_x, wide_logits;             // what a router in float32 has: [rows, inputs]; [rows, experts]
   std::vector<float> shares;                          // [rows, per_row]: how much an expert counts
-  std::vector<int64_t> numbers, places;               // [rows, per_row]: of a row's experts; where it is sorted to
-  std::vector<int64_t> starts;                        // [experts + 1]: where an expert's rows begin
+  std::vector<int64_t> numbers, places;  // [rows, per_row]: of a row's experts; where it is sorted to, or kElsewhere
+  std::vector<int64_t> starts;           // [held + 1]: where an expert's rows begin
 };
+
+constexpr int64_t kElsewhere = -1;
 
 // Leaves the best groups' values, and no others: those of the largest value, or, with a correction, of the largest two.
 void leave_best_groups(const Experts& experts, float* values) {
@@ -118,17 +120,26 @@ void route(const Experts& experts, const X* x, int64_t rows, bool is_worth, Memo
   choose_all(memory.wide_logits);
 }
 
+// How many of the pairs of a row and an expert are here.
 template <typename X>
-void sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
+int64_t sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
   memory.places.resize(assigned);
-  memory.starts.assign(experts.count + 1, 0);
-  for (int64_t at = 0; at < assigned; ++at) ++memory.starts[memory.numbers[at] + 1];
-  for (int64_t number = 0; number < experts.count; ++number) memory.starts[number + 1] += memory.starts[number];
+  memory.starts.assign(experts.held + 1, 0);
+  const auto is_here = [&](int64_t number) { return number >= 0 && number < experts.held; };
+  for (int64_t at = 0; at < assigned; ++at) {
+    const int64_t number = memory.numbers[at] -= experts.first;
+    if (is_here(number)) ++memory.starts[number + 1];
+  }
+  for (int64_t number = 0; number < experts.held; ++number) memory.starts[number + 1] += memory.starts[number];
   std::vector<int64_t> next(memory.starts.begin(), memory.starts.end() - 1);
-  for (int64_t at = 0; at < assigned; ++at) memory.places[at] = next[memory.numbers[at]]++;
+  for (int64_t at = 0; at < assigned; ++at) {
+    const int64_t number = memory.numbers[at];
+    memory.places[at] = is_here(number) ? next[number]++ : kElsewhere;
+  }
+  return memory.starts.back();
 }
 
-// To `residual`, if there is one, a row's experts in float32, rounded once.
+// To `residual`, if there is one, a row's experts that are here, in float32, rounded once.
 template <typename X>
 void sum_row(const X* outputs, const int64_t* places, const float* shares, int64_t per_row, int64_t width,
              const X* residual, X* out) {
@@ -136,6 +147,7 @@ void sum_row(const X* outputs, const int64_t* places, const float* shares, int64
     const __mmask16 lanes = first_lanes(width - i);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t rank = 0; rank < per_row; ++rank) {
+      if (places[rank] == kElsewhere) continue;
       sum = _mm512_fmadd_ps(_mm512_set1_ps(shares[rank]), load(outputs + places[rank] * width + i, lanes), sum);
     }
     if (residual) sum = _mm512_add_ps(sum, load(residual + i, lanes));
@@ -154,18 +166,19 @@ void run(const Experts& experts, const X* x, int64_t rows, const X* residual, X*
   memory.numbers.resize(assigned);
   memory.shares.resize(assigned);
   route(experts, x, rows, is_worth, memory);
-  sort(experts, assigned, memory);
+  const int64_t here = sort(experts, assigned, memory);
 
-  memory.x.resize(assigned * width);
-  memory.gate_up.resize(assigned * inner * 2);
-  memory.activated.resize(assigned * inner);
-  memory.out.resize(assigned * width);
+  memory.x.resize(here * width);
+  memory.gate_up.resize(here * inner * 2);
+  memory.activated.resize(here * inner);
+  memory.out.resize(here * width);
   share_evenly(assigned, is_worth, [&](int64_t at) {
-    std::memcpy(&memory.x[memory.places[at] * width], x + at / per_row * width, width * sizeof(X));
+    const int64_t place = memory.places[at];
+    if (place != kElsewhere) std::memcpy(&memory.x[place * width], x + at / per_row * width, width * sizeof(X));
   });
-  project({experts.gate_up, memory.starts.data(), experts.count}, memory.x.data(), memory.gate_up.data());
-  gated_activation(experts.activation, memory.gate_up.data(), assigned, inner, memory.activated.data());
-  project({experts.down, memory.starts.data(), experts.count}, memory.activated.data(), memory.out.data());
+  project({experts.gate_up, memory.starts.data(), experts.held}, memory.x.data(), memory.gate_up.data());
+  gated_activation(experts.activation, memory.gate_up.data(), here, inner, memory.activated.data());
+  project({experts.down, memory.starts.data(), experts.held}, memory.activated.data(), memory.out.data());
   share_evenly(rows, is_worth, [&](int64_t row) {
     sum_row(memory.out.data(), &memory.places[row * per_row], &memory.shares[row * per_row], per_row, width,
             residual ? residual + row * width : nullptr, out + row * width);

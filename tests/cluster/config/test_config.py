@@ -185,6 +185,11 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"decode": {"tensor_parallel": 2, "num_gpus": 2}},
             ("decode.tensor_parallel is 2 with GPUs and kv.decode.host_memory", "set kv.decode.host_memory: 0"),
         ),
+        (
+            {"decode": {"expert_parallel": True}},
+            ("decode.expert_parallel is on, but decode.tensor_parallel is 1", "leave expert_parallel out"),
+        ),
+        ({"prefill": {"tensor_parallel": 2, "expert_parallel": "yes"}}, ("prefill.expert_parallel", "boolean")),
         ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
         ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),
         ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),

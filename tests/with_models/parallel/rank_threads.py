@@ -16,12 +16,18 @@ R = TypeVar("R")
 GROUP_TIMEOUT_S = 60.0
 
 
-def on_ranks(degree: int, work: Callable[[RankGroup], R], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[R]:
+def on_ranks(
+    degree: int,
+    work: Callable[[RankGroup], R],
+    *,
+    expert_parallel: bool = False,
+    timeout_s: float = GROUP_TIMEOUT_S,
+) -> list[R]:
     """What `work` returns on each rank. The first rank's error is raised."""
     store = HashStore()
 
     def run(rank: int) -> R:
-        group = RankGroup(Shard(rank, degree), store, timeout_s=timeout_s)
+        group = RankGroup(Shard(rank, degree, expert_parallel), store, timeout_s=timeout_s)
         try:
             return work(group)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint.packing import WeightPacking
+from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.shards import WHOLE, Shard, check_degree, possible_degrees
+from engine.model.shards import WHOLE, Shard, check_degree, possible_degrees, shards_of
 from engine.model.transformer import Model
 from engine.parallel.group import RankGroup
 from kernels.interface import Segment
+from kernels.native.library import native_library
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
 from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
@@ -41,14 +45,18 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits_of(
-    folder: Path, token_ids: list[int], ranks: RankGroup | None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    token_ids: list[int],
+    ranks: RankGroup | None,
+    dtype: torch.dtype = torch.float32,
+    first: int | None = None,
 ) -> Tensor:
-    """Of all tokens `[T, V]`: half of them as one chunk, then the others one by one."""
+    """Of all tokens `[T, V]`: the `first`, or half of them, as one chunk, then the others one by one."""
+    first = len(token_ids) // 2 if first is None else first
     with torch.inference_mode():
         model = model_of(folder, ranks, dtype)
         kv_cache = poisoned_cache(model.config, dtype)
-        half = len(token_ids) // 2
-        spans = [(0, half), *((start, start + 1) for start in range(half, len(token_ids)))]
+        spans = [(0, first), *((start, start + 1) for start in range(first, len(token_ids)))]
         return torch.cat(
             [model.logits(model.forward(one_batch(token_ids, *span, kv_cache), kv_cache)) for span in spans]
         )
@@ -75,6 +83,11 @@ def poisoned_cache(config: ModelConfig, dtype: torch.dtype) -> KVCache:
     return kv_cache
 
 
+def tensors_of(folder: Path, shard: Shard) -> dict[str, Tensor]:
+    weights = load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32, shard=shard)
+    return {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+
+
 def one_batch(token_ids: list[int], start: int, stop: int, kv_cache: KVCache) -> Batch:
     """Tokens [start, stop) of one sequence; its blocks are in no order, the same on every rank."""
     table = np.array([random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)], dtype=np.int32)
@@ -97,9 +110,20 @@ def random_tokens(count: int = NUM_TOKENS) -> list[int]:
 
 @pytest.mark.parametrize("degree", [2, 4])  # of two key/value heads: one each, then each on two ranks
 def test_the_ranks_together_compute_what_hugging_face_does(family: tuple[Path, Any], degree: int) -> None:
-    folder, oracle = family
+    require_hugging_faces_logits(*family, degree)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "gpt-oss", "qwen2-moe", "glm-4-moe", "olmoe", "deepseek-v3"], indirect=True
+)
+def test_ranks_with_whole_experts_compute_what_hugging_face_does(family: tuple[Path, Any]) -> None:
+    """Of six, one or two on each of four ranks."""
+    require_hugging_faces_logits(*family, 4, expert_parallel=True)
+
+
+def require_hugging_faces_logits(folder: Path, oracle: Any, degree: int, *, expert_parallel: bool = False) -> None:
     tokens = random_tokens()
-    of_ranks = on_ranks(degree, lambda ranks: logits_of(folder, tokens, ranks))
+    of_ranks = on_ranks(degree, lambda ranks: logits_of(folder, tokens, ranks), expert_parallel=expert_parallel)
     with torch.inference_mode():
         expected = oracle(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(of_ranks[0], expected, rtol=1e-4, atol=1e-4)
@@ -113,6 +137,18 @@ def test_the_same_calls_give_the_same_bits(tmp_path: Path) -> None:
         on_ranks(2, lambda ranks: logits_of(tmp_path, random_tokens(), ranks, torch.bfloat16))[0] for _ in range(2)
     )
     assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(native_library() is None, reason="torch's kernels promise no such thing")
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_token_has_the_same_bits_whatever_is_computed_beside_it(expert_parallel: bool, tmp_path: Path) -> None:
+    build_oracle("qwen2-moe", tmp_path)
+
+    def both(ranks: RankGroup) -> list[Tensor]:
+        return [logits_of(tmp_path, random_tokens(), ranks, torch.bfloat16, first) for first in (1, NUM_TOKENS)]
+
+    for one_by_one, together in on_ranks(2, both, expert_parallel=expert_parallel):
+        assert torch.equal(one_by_one, together)
 
 
 def test_three_key_value_heads_are_cut_for_three_ranks(smollm2_folder: Path) -> None:
@@ -150,13 +186,7 @@ def test_heads_that_are_normalised_together_are_so_to_the_bits_of_one_process(
 
 def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[Path, Any]) -> None:
     folder, _ = family
-    config = ModelConfig.from_folder(folder)
-
-    def tensors_of(shard: Shard) -> dict[str, Tensor]:
-        weights = load_weights(folder, config, dtype=torch.float32, shard=shard)
-        return {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
-
-    whole, halves = tensors_of(WHOLE), [tensors_of(Shard(rank, 2)) for rank in (0, 1)]
+    whole, halves = tensors_of(folder, WHOLE), [tensors_of(folder, Shard(rank, 2)) for rank in (0, 1)]
     assert whole
     for name, tensor in whole.items():
         parts = [half[name] for half in halves if name in half]
@@ -167,6 +197,20 @@ def test_each_rank_reads_its_own_part_and_together_they_have_all(family: tuple[P
             assert len(parts) == 1
         cut_dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         assert torch.equal(torch.cat(parts, dim=cut_dim), tensor), name
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"], indirect=True)
+def test_a_whole_expert_is_read_by_one_rank(family: tuple[Path, Any]) -> None:
+    """All else is on the ranks as it is where they have a part of each."""
+    folder, _ = family
+    whole, found = tensors_of(folder, WHOLE), Counter[str]()
+    for rank in range(4):
+        weights, cut = (tensors_of(folder, Shard(rank, 4, expert_parallel=way)) for way in (True, False))
+        mine = {name for name in weights if ".experts." in name}
+        found.update(mine)
+        assert weights.keys() - mine == {name for name in cut if ".experts." not in name}
+        assert all(torch.equal(weight, (whole if name in mine else cut)[name]) for name, weight in weights.items())
+    assert found == {name: 1 for name in whole if ".experts." in name}
 
 
 def test_ranks_beyond_the_key_value_heads_have_the_same_ones() -> None:
@@ -192,6 +236,39 @@ def test_a_latent_model_is_cut_by_its_query_heads(tmp_path: Path) -> None:
     assert possible_degrees(config) == [1, 2, 4, 8]
     with pytest.raises(ValueError, match=r"tensor_parallel is 3, .* 16 query heads, one latent and an MLP of 40 and"):
         check_degree(config, 3)
+
+
+def test_experts_whose_width_does_not_divide_stay_whole(tmp_path: Path) -> None:
+    build_oracle("mixtral", tmp_path, intermediate_size=90, num_attention_heads=16)
+    config = ModelConfig.from_folder(tmp_path)
+    assert possible_degrees(config) == [1, 2, 4, 8]
+    assert possible_degrees(config, expert_parallel=False) == [1, 2]
+    ways = [[None, False, True], [None, True]]
+    assert [
+        [[shard.expert_parallel for shard in shards_of(config, degree, expert_parallel=way)] for way in wished]
+        for degree, wished in zip((2, 4), ways, strict=True)
+    ] == [[[False] * 2, [False] * 2, [True] * 2], [[True] * 4] * 2]
+    with pytest.raises(ValueError, match=r"tensor_parallel is 4, .* an MLP of 90 can be .* only among 1, 2;"):
+        shards_of(config, 4, expert_parallel=False)
+    with pytest.raises(ValueError, match=r"is 16, .* 2 key/value heads and 8 experts can be .* only among 1, 2, 4, 8;"):
+        shards_of(config, 16, expert_parallel=True)
+
+
+def test_experts_stay_whole_where_parts_would_lose_their_codes(tmp_path: Path) -> None:
+    """Which stay codes for a CPU where at least 16 inputs have a scale in common."""
+    build_oracle("qwen3-moe", tmp_path, moe_intermediate_size=48)
+    config, int4 = ModelConfig.from_folder(tmp_path), Quantisation(name="int4", group_size=16)
+    packed = dataclasses.replace(config, packing=WeightPacking(method="gptq", bits=4))
+    assert not shards_of(config, 2)[0].expert_parallel
+    assert shards_of(config, 2, quantisation=int4)[0].expert_parallel
+    assert shards_of(packed, 2)[0].expert_parallel
+    build_oracle("qwen3-moe", tmp_path, moe_intermediate_size=64)
+    assert not shards_of(ModelConfig.from_folder(tmp_path), 2, quantisation=int4)[0].expert_parallel
+
+
+def test_a_model_without_experts_has_none_to_divide(smollm2_folder: Path) -> None:
+    with pytest.raises(ValueError, match="expert_parallel is on, but the model has no mixture of experts"):
+        shards_of(ModelConfig.from_folder(smollm2_folder), 3, expert_parallel=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

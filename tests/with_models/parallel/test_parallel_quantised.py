@@ -161,6 +161,27 @@ def test_a_rank_holds_nothing_of_the_others(model: tuple[Path, Quantisation | No
         assert all(tensor.is_contiguous() for tensor in tensors), name
 
 
+@pytest.mark.parametrize("model", ["int8, a latent", "fp8, latents"], indirect=True)
+def test_a_whole_expert_is_on_its_rank_as_in_one_process(model: tuple[Path, Quantisation | None]) -> None:
+    """No group or block of scales is cut, and the group computes what one process does."""
+    whole = loaded(*model, WHOLE)
+    for rank in range(4):
+        weights = loaded(*model, Shard(rank, 4, expert_parallel=True))
+        experts = [name for name in weights if ".experts." in name]
+        assert experts
+        for name in experts:
+            own, expected = weights[name], whole[name]
+            assert isinstance(own, QuantisedWeight) == isinstance(expected, QuantisedWeight)
+            if isinstance(own, QuantisedWeight) and isinstance(expected, QuantisedWeight):
+                assert torch.equal(own.scales, expected.scales), name
+        values = values_of(weights)
+        assert all(torch.equal(values[name], value) for name, value in values_of(whole).items() if name in experts)
+    of_ranks = on_ranks(4, lambda ranks: logits_of(*model, ranks), expert_parallel=True)
+    alone = logits_of(*model, None)
+    torch.testing.assert_close(of_ranks[0], alone, rtol=1e-4, atol=1e-4)
+    assert of_ranks[0].argmax(-1).tolist() == alone.argmax(-1).tolist()
+
+
 def logits_of(
     folder: Path, quantisation: Quantisation | None, ranks: RankGroup | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:

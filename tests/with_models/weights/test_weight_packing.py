@@ -192,13 +192,17 @@ def write_mxfp4(folder: Path, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)], ids=["whole", "a rank's"])
+@pytest.mark.parametrize(
+    "shard", [WHOLE, Shard(1, 2), Shard(1, 2, expert_parallel=True)], ids=["whole", "a rank's", "a rank's whole ones"]
+)
 def test_values_of_mxfp4_are_those_of_transformers(tmp_path: Path, shard: Shard) -> None:
     torch.manual_seed(0)
     experts = write_mxfp4(tmp_path).model.layers[1].mlp.experts
     weights = load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32, shard=shard)
-    own = slice(0, 64) if shard.is_whole else slice(32, 64)
-    for number in range(6):
+    own = slice(0, 64) if shard.is_whole or shard.expert_parallel else slice(32, 64)
+    numbers = range(6)[shard.experts(6)]
+    assert sum(".experts." in name and name.endswith("weight") for name in weights) == 2 * 3 * len(numbers)
+    for number in numbers:
         gates_and_ups = experts.gate_up_proj[number].T
         for name, expected in (
             ("gate_proj", gates_and_ups[0::2][own]),
