@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(STAMP)
 
 # torch first and alone: resolved together with the rest, a range would pick the newest release with all its CUDA parts.
-# pip compiles on one core, 21,000 files: half of what two would take.
+# pip compiles on one core, 21,000 files: twice as long as on two.
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Legato needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

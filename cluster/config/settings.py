@@ -605,7 +605,7 @@ class ServedSettings(Settings):
                 raise ValueError(
                     f"{name}.num_gpus is {pool.num_gpus:g}, but a worker with {name}.tensor_parallel:"
                     f" {pool.tensor_parallel} computes on {pool.tensor_parallel}, and the others would be idle; set"
-                    f" {name}.tensor_parallel: {math.ceil(pool.num_gpus)}, or {name}.num_gpus: {pool.tensor_parallel}"
+                    f" {name}.num_gpus: {pool.tensor_parallel}, or both to {math.ceil(pool.num_gpus)}"
                 )
             if pool.expert_parallel and pool.tensor_parallel == 1:
                 raise ValueError(

@@ -383,7 +383,7 @@ class Orchestrator:
         if refused.retry_after_s is None:
             advice = "Shorten the prompt, or lower max_tokens."
             run.notify(RequestTooLargeError(f"The workers have no room for so many tokens. {advice}"))
-        elif run.attempt == run.request.attempt and not self._has_another(run, worker_id):
+        elif run.attempt == run.request.attempt and not run.num_of_attempt:
             sentence = "Overloaded: the workers are full. Try again later."
             run.notify(OverloadedError(sentence, retry_after_s=refused.retry_after_s))
         else:

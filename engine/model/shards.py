@@ -146,7 +146,7 @@ def shards_of(
     """
     check_degree(config, degree, expert_parallel)
     if expert_parallel is None:
-        expert_parallel = not _cuts_experts_well(config, degree, quantisation)
+        expert_parallel = degree > 1 and not _cuts_experts_well(config, degree, quantisation)
     return [Shard(rank, degree, expert_parallel) for rank in range(degree)]
 
 

@@ -12,6 +12,7 @@ with the first `<|start|>assistant`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from typing import Final, Literal
@@ -52,6 +53,7 @@ class HarmonyParser(EventReader):
         self._functions, self._single, self._is_split = functions, single, is_split
         self._part: Literal["header", "text", "reasoning", "arguments", "dropped"] = "header"
         self._is_empty = False  # a call, so far
+        self._arguments: list[str] = []  # of the last call
         self._is_past_reasoning = False
         if reasons:
             self._begin("<|channel|>analysis")
@@ -64,6 +66,7 @@ class HarmonyParser(EventReader):
         if self._part != "header":
             self._say(self._buffer)
             self._end_message()
+            self.is_cut = self._part == "arguments" and not _is_json("".join(self._arguments))
 
     def _step(self) -> bool:
         return self._in_header() if self._part == "header" else self._in_body()
@@ -91,6 +94,7 @@ class HarmonyParser(EventReader):
             self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
             if self._part == "arguments":
                 self._tell("call", recipient[1], self.num_calls - 1)
+                self._arguments.clear()
             self._is_empty = True
         elif is_thought and self._is_split and recipient is None:
             self._part, self.has_reasoned = "reasoning", True
@@ -122,4 +126,15 @@ class HarmonyParser(EventReader):
         if not text or self._part == "header" or self._part == "dropped":
             return
         self._is_empty = False
+        if self._part == "arguments":
+            self._arguments.append(text)
         self._tell(self._part, text, self.num_calls - 1 if self._part == "arguments" else 0)
+
+
+def _is_json(text: str) -> bool:
+    """Whether arguments end where the answer does: the mark behind them may be the token that ends it."""
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -43,6 +43,9 @@ class EventReader(ABC):
         self._buffer = ""  # not decided yet
         self._events: list[OutputEvent] = []
         self.num_calls = 0
+        self.is_cut = (
+            False  # the answer ended in the middle of a call's arguments: a stop string's doing, or the model's
+        )
         self.has_reasoned = False
 
     @property
@@ -116,6 +119,7 @@ class OutputParser(EventReader):
 
     def _end(self) -> None:
         if self._calls is not None:
+            self.is_cut = self._calls.in_arguments
             self._leave(self._calls.cut_off(), "")
         if self._reasons:
             self._say("reasoning", self._buffer.rstrip(_SPACE))
@@ -240,7 +244,7 @@ class _Calls:
         self._functions = functions
         self._held = [opening]  # that would be text if this were no call
         self._told: list[tuple[str | None, list[str]]] = []
-        self._live = False  # what is read is told as it comes
+        self.in_arguments = False  # what is read is told as it comes
         self.num_opened = 0
         self._reader = self._body()
         next(self._reader)
@@ -261,7 +265,7 @@ class _Calls:
                 del self._held[-1]
                 end = "".join(self._held), text[at:]
                 break
-            if self._live:
+            if self.in_arguments:
                 self._held.clear()
             elif len(self._held) > _MAX_HELD_CHARS:
                 end = "".join(self._held), text[at + 1 :]
@@ -354,9 +358,9 @@ class _Calls:
     def _arguments(self, name: str, character: str) -> Reader[None]:
         """An object, told as it comes."""
         self._open(name)
-        self._live = True
+        self.in_arguments = True
         yield from _nested(character, self._tell)
-        self._live = False
+        self.in_arguments = False
         self._held.clear()
 
     def _gemma(self, character: str) -> Reader[None]:

@@ -349,7 +349,7 @@ class MessagesShape(AnswerShape):
             if event.kind != "call":
                 blocks[-1][1].append(event.text)
         whole = [_filled(block, "".join(texts)) for block, texts in blocks]
-        calls = any(block["type"] == "tool_use" for block in whole)
+        calls = self._choice.can_call and any(block["type"] == "tool_use" for block in whole)
         return self._message(whole, self._stopped(delta, calls=calls))
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:

@@ -447,8 +447,7 @@ class ResponsesShape(AnswerShape):
             told.append(self._added(""))
         self.status = "incomplete" if delta.finish_reason == "length" else "completed"
         self._completed_at = int(time.time())
-        is_cut = self._open == "arguments" and not self._choice.can_call
-        return told + self._closed("incomplete" if is_cut else self.status)
+        return told + self._closed(self.status if self._open != "arguments" or self._choice.can_call else "incomplete")
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}

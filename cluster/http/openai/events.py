@@ -7,7 +7,6 @@ have no parser and no events.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,30 +54,16 @@ class ChoiceEvents:
             reasons=reading.reasons,
         )
         self._tells_reasoning = reading.tells_reasoning
-        self._arguments: list[str] = []  # of the last call
-
-    @property
-    def has_calls(self) -> bool:
-        return self._parser.num_calls > 0
 
     @property
     def can_call(self) -> bool:
-        """Whether a client can make the calls of an answer that is over: there are some, and the last one's arguments
-        are whole. A stop string, or the model itself, may end an answer in the middle of them."""
-        try:
-            return self.has_calls and isinstance(json.loads("".join(self._arguments)), dict)
-        except (ValueError, RecursionError):
-            return False
+        """Whether a client can make the calls of an answer that is over: there are some, and the last one is whole."""
+        return self._parser.num_calls > 0 and not self._parser.is_cut
 
     def read(self, delta: Delta) -> list[OutputEvent]:
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish()
-        for event in events:
-            if event.kind == "call":
-                self._arguments.clear()
-            elif event.kind == "arguments":
-                self._arguments.append(event.text)
         return events if self._tells_reasoning else [event for event in events if event.kind != "reasoning"]
 
 

@@ -302,3 +302,24 @@ def test_tools_as_text() -> None:
     }
     (joined, _) = with_hermes_tools([{"role": "system", "content": "Be brief."}, chat[0]], [tool])
     assert joined["content"].startswith("Be brief.\n\n# Tools")
+
+
+@pytest.mark.parametrize(
+    ("output", "settings", "is_cut"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "x', {"tools": HERMES}, True),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x"', {"tools": HERMES}, True),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x"}', {"tools": HERMES}, False),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', {"tools": HERMES}, False),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "argum', {"tools": HERMES}, False),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1', {"tools": MISTRAL}, True),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": "x', HARMONY, True),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": 1}', HARMONY, False),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>', HARMONY, False),
+    ],
+)
+def test_whether_the_last_call_is_cut(output: str, settings: dict[str, Any], is_cut: bool) -> None:
+    parser = output_parser(functions=FUNCTIONS, **settings)
+    parser.feed(output)
+    parser.finish()
+    assert parser.is_cut is is_cut
