@@ -14,6 +14,7 @@ word i // 32 set if token i is allowed, which ids beyond the tokenizer's never a
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -191,6 +192,9 @@ class _Followed:
 def grammar_tokenizer(tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """What a tokenizer.json says, as llguidance has it, with `vocab_size` ids, which may be more than it names; once
     for all of a process. Raises ValueError for one that it cannot read."""
+    # To the library each closed object is an error that it makes and passes over. Where RUST_BACKTRACE is set for other
+    # programs, each would note its stack, 60 us of a compile, for nobody.
+    os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
     if not eos_token_ids:
         raise ValueError("the model has no token that ends a sequence, so nothing could end a grammar")
     return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))

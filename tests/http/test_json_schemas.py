@@ -215,8 +215,8 @@ def test_what_is_said_of_several_values_is_said_once(llg: LLTokenizer, instance:
     [
         {"properties": {"a": MAIL, "b": {"oneOf": [MAIL, {"type": "string"}]}}},  # told apart where they stand
         {"properties": {"a": MAIL, "b": {"$id": "http://x/b", "type": "array", "items": MAIL}}},  # `#` means b there
-        {"patternProperties": {"^a$": MAIL}, "properties": {"b": MAIL, "c": {"$ref": "#/patternProperties/%5Ea$"}}},
-        {"patternProperties": {"^a$": MAIL}, "properties": {"b": MAIL, "c": {"$ref": "#/pattern%50roperties/%5Ea$"}}},
+        {"properties": {"a": MAIL, "b": MAIL, "c": {"$ref": "#mail"}}, "$defs": {"d": {**MAIL, "$anchor": "mail"}}},
+        {"properties": {"a": MAIL, "b": {"items": MAIL, "$schema": "http://json-schema.org/draft-04/schema#"}}},
         {"properties": {"a": {"const": 1}, "b": {"const": True}, "c": {"const": 1.0}}},  # three things
         {"properties": {str(n): {"type": "string"} for n in range(4_500)}},  # a reference would be longer
     ],
@@ -240,6 +240,100 @@ def test_what_is_said_once_is_no_neighbour_of_a_reference(llg: LLTokenizer, draf
     assert grammar.count("@") == 1
     assert takes(grammar, llg, {"a": "a@b.de", "kid": {"b": "a@b.de"}})
     assert not takes(grammar, llg, {"a": "a@b.de", "kid": {"b": "a"}})
+
+
+TEXT_OR_NOT: Final = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+# As generators write them: definitions within definitions, one for each property.
+GENERATED: Final = {
+    "type": "object",
+    "properties": {
+        "owner": {"$ref": "#/definitions/User"},
+        "group": {"$ref": "#/definitions/Group"},
+        "path": {"$ref": "#/definitions/a~1b%20%25/items"},
+        "yes": {"$ref": "#/definitions/yes"},
+        "own": {"$ref": "#/patternProperties/%5Enick_name$"},
+    },
+    "patternProperties": {"^nick_name$": {"type": "string", "maxLength": 3}},
+    "definitions": {
+        "User": {
+            "type": "object",
+            "properties": {
+                "name": {"$ref": "#/definitions/User/definitions/name"},
+                "mail": {"$ref": "#/definitions/User/definitions/mail"},
+                "boss": {"$ref": "#/definitions/User"},
+                "top": {"$ref": "#"},
+            },
+            "definitions": {"name": TEXT_OR_NOT, "mail": TEXT_OR_NOT},
+            "additionalProperties": False,
+        },
+        "Group": {
+            "properties": {"name": {"$ref": "#/definitions/Group/definitions/name"}},
+            "definitions": {"name": {"type": "integer"}},
+        },
+        "a/b %": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        "yes": True,
+        "unused": {"type": "object", "properties": {"a": MAIL}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("instance", "follows"),
+    [
+        ({"owner": {"name": None, "mail": "x", "boss": {"mail": "y"}, "top": {"own": "abc"}}, "path": [1]}, True),
+        ({"group": {"name": 1}, "yes": [1], "nick_name": "abc", "other": 1}, True),
+        ({"owner": {"name": 1}}, False),
+        ({"owner": {"mail": 1}}, False),
+        ({"group": {"name": None}}, False),
+        ({"owner": {"boss": {"mail": 1}}}, False),
+        ({"owner": {"top": {"own": "abcd"}}}, False),
+        ({"owner": {"nick": "x"}}, False),
+        ({"path": ["x"]}, False),
+        ({"path": [[1]]}, False),
+        ({"own": "abcd"}, False),
+        ({"nick_name": "abcd"}, False),
+    ],
+)
+def test_definitions_that_say_the_same_are_one_and_unused_ones_none(
+    llg: LLTokenizer, instance: object, follows: bool
+) -> None:
+    written = json.loads(for_llguidance(enforceable(GENERATED)))
+    assert json.dumps(written).count("null") == 1
+    assert set(written["$defs"]) > {"User", "name", "items", "yes"}
+    assert "definitions" not in json.dumps(written) and "@" not in json.dumps(written)
+    taken = takes(_compiled(GENERATED, llg), llg, instance)
+    assert taken == follows == jsonschema.Draft202012Validator(GENERATED).is_valid(instance)
+
+
+def test_definitions_with_references_stay_apart(llg: LLTokenizer) -> None:
+    """llguidance refuses a circle of references if it comes back to one that has a condition beside it."""
+    first = {"type": "object", "properties": {"x": {"$ref": "#/$defs/between"}}}
+    back = {"type": "object", "properties": {"y": {"$ref": "#/$defs/again", "required": ["x"]}}}
+    grammar = _compiled({"$ref": "#/$defs/one", "$defs": {"one": first, "again": first, "between": back}}, llg)
+    assert takes(grammar, llg, {"x": {"y": {"x": {}}}})
+    assert not takes(grammar, llg, {"x": {"y": {}}})
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"type": "string", "enum": []},
+        {"type": "string", "enum": [1]},
+        {"type": "string", "minLength": 9, "maxLength": 8},
+        {"allOf": [{"type": "string"}, {"type": "null"}]},
+        {"anyOf": [{"enum": []}, {"enum": []}]},
+        {"type": "array", "minItems": 1, "items": False},
+        {"type": "object", "required": ["a"], "properties": {"a": {"enum": []}}},
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"type": "object", "minProperties": 1, "additionalProperties": False},
+    ],
+    ids=json.dumps,
+)
+def test_a_property_that_cannot_be_is_left_out_wherever_it_stands(llg: LLTokenizer, nothing: dict[str, Any]) -> None:
+    """And so is a second one that says the same."""
+    grammar = _compiled({"type": "object", "properties": {"a": nothing, "b": nothing, "c": {"type": "null"}}}, llg)
+    assert takes(grammar, llg, {"c": None})
+    assert not takes(grammar, llg, {"a": "x"})
 
 
 @pytest.mark.parametrize(

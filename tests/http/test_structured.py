@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.openai import structured
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, OutputConstraint, compiled
+from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import running_server
@@ -100,6 +102,14 @@ def test_a_keyword_is_enforced(llg: LLTokenizer, schema: dict[str, Any], good: o
         )
         assert validator.is_valid(good)
         assert not validator.is_valid(bad)
+
+
+def test_the_librarys_errors_note_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it makes its first one, after which it asks no more."""
+    monkeypatch.delenv("RUST_LIB_BACKTRACE", raising=False)
+    with pytest.raises(ValueError, match="tokenizer"):
+        grammar_tokenizer("{}", 10, (1,))
+    assert os.environ["RUST_LIB_BACKTRACE"] == "0"
 
 
 def test_json_is_compact(llg: LLTokenizer) -> None:

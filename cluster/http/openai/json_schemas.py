@@ -6,9 +6,12 @@ arguments of calls that must be made, and last `for_llguidance`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import marshal
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 from urllib.parse import unquote
@@ -68,6 +71,7 @@ _OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
 _OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _WITHIN: Final = _OF_ONE | _OF_SEVERAL | _OF_NAMED
+_READ: Final = _MARKED | _LOOKED_AT | _WITHIN | {"$ref", "$anchor"}  # a schema without these is kept as it is
 
 
 class _Schemas:
@@ -76,6 +80,7 @@ class _Schemas:
     def __init__(self) -> None:
         self._places: dict[str, Schema] = {}  # what is kept of the schema at each place, inner ones first
         self._references: list[str] = []
+        self._one_of: list[tuple[dict[str, Any], str]] = []  # what is kept of schemas with branches, and where
 
     def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
         """What is kept of a whole schema. Raises UnsupportedGrammarError, which names the place."""
@@ -88,32 +93,45 @@ class _Schemas:
                 )
         assert isinstance(kept, dict)
         proof = _Proof(self._places, draft_4="draft-04" in str(schema.get("$schema")))
-        for place, inner in self._places.items():
-            if isinstance(inner, dict) and isinstance(inner.get("oneOf"), list):
-                proof.prefer_any_of(inner, place)
-        return kept
-
-    def _kept(self, schema: object, place: str, depth: int) -> Schema:
-        if isinstance(schema, bool):
-            return schema
-        if not isinstance(schema, dict):
-            raise UnsupportedGrammarError(f"At {place}: a schema must be an object, true or false.")
-        if depth > MAX_DEPTH:
-            raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
-        _require_enforced(schema, place)
-        if isinstance(reference := schema.get("$ref"), str):
-            self._references.append(reference)
-        kept = schema
-        if not _LOOKED_AT.isdisjoint(schema):
-            kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
-            kept = _with_exact_format(kept)
-        kept = _with_each(kept, place, lambda _, inner, place: self._at(inner, place, depth + 1))
-        if isinstance(anchor := schema.get("$anchor"), str):
-            self._places[f"#{anchor}"] = kept
+        for inner, place in self._one_of:
+            proof.prefer_any_of(inner, place)
         return kept
 
     def _at(self, schema: object, place: str, depth: int) -> Schema:
-        self._places[place] = kept = self._kept(schema, place, depth)
+        if not isinstance(schema, bool | dict):
+            raise UnsupportedGrammarError(f"At {place}: a schema must be an object, true or false.")
+        if depth > MAX_DEPTH and isinstance(schema, dict):
+            raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
+        kept = schema if isinstance(schema, bool) or _READ.isdisjoint(schema) else self._kept(schema, place, depth)
+        self._places[place] = kept
+        return kept
+
+    def _kept(self, schema: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+        _require_enforced(schema, place)
+        if isinstance(reference := schema.get("$ref"), str):
+            self._references.append(reference)
+        kept: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name not in _READ:
+                kept[name] = value
+            elif name in _LOOKED_AT and _is_annotation(name, value):
+                continue
+            elif name in _OF_NAMED and isinstance(value, dict):
+                at = f"{place}/{name}/"
+                kept[name] = {key: self._at(inner, at + _escaped(key), depth + 1) for key, inner in value.items()}
+            elif name in _OF_SEVERAL and isinstance(value, list):
+                at = f"{place}/{name}/"
+                kept[name] = [self._at(inner, at + str(number), depth + 1) for number, inner in enumerate(value)]
+            elif name in _OF_ONE:
+                kept[name] = self._at(value, f"{place}/{name}", depth + 1)
+            else:
+                kept[name] = value
+        if "format" in kept:
+            kept = _with_exact_format(kept)
+        if isinstance(kept.get("oneOf"), list):
+            self._one_of.append((kept, place))
+        if isinstance(anchor := schema.get("$anchor"), str):
+            self._places[f"#{anchor}"] = kept
         return kept
 
 
@@ -180,6 +198,11 @@ def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, s
 _KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
 
 
+_ALL_KINDS: Final = frozenset(_KINDS)
+_NO_KINDS: Final = frozenset[str]()
+_KINDS_OF_TYPE: Final = {kind: frozenset({kind}) for kind in _KINDS} | {"integer": frozenset({"number"})}
+
+
 def _types(schema: dict[str, Any]) -> list[str]:
     types = schema.get("type", _KINDS)
     return [types] if isinstance(types, str) else [*types]
@@ -225,8 +248,8 @@ class _Proof:
         around = self._parts(beside) if beside else []
         own = [self._parts(branch) for branch in branches]
         kinds = [self._kinds([*parts, *around]) for parts in own]
-        seen, shared = set[str](), set[str]()
-        for possible in kinds:
+        seen, shared = kinds[0] if kinds else _NO_KINDS, _NO_KINDS
+        for possible in kinds[1:]:
             shared |= seen & possible
             seen |= possible
         impossible = set()
@@ -244,12 +267,12 @@ class _Proof:
                 raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
         else:
             types = []
-        name_of = {"oneOf": "oneOf" if "anyOf" in schema else "anyOf"}
-        members = list(schema.items())
-        schema.clear()
-        schema.update((name_of.get(name, name), value) for name, value in members)
-        if "oneOf" in schema:
+        if "anyOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
+        else:
+            members = {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
+            schema.clear()
+            schema.update(members)
         if types:
             schema["type"] = types
 
@@ -267,15 +290,19 @@ class _Proof:
         if isinstance(reference := schema.get("$ref"), str):
             more = [{"$ref": reference}] if len(schema) > 1 else []
             return [*self._parts(self._places.get(unquote(reference), True), depth + 1), *more]
-        inner = schema.get("allOf", [])
-        return [schema, *(part for one in inner for part in self._parts(one, depth + 1))]
+        if "allOf" not in schema:
+            return [schema]
+        return [schema, *(part for one in schema["allOf"] for part in self._parts(one, depth + 1))]
 
-    def _kinds(self, parts: list[dict[str, Any]]) -> set[str]:
+    def _kinds(self, parts: list[dict[str, Any]]) -> frozenset[str]:
         """The kinds of instances that can follow all of these schemas."""
-        kinds = set(_KINDS)
+        kinds = _ALL_KINDS
         for part in parts:
             if "type" in part:
-                kinds.intersection_update(map(_kind_of_type, _types(part)))
+                types = part["type"]
+                kinds &= (
+                    _KINDS_OF_TYPE.get(types, _NO_KINDS) if isinstance(types, str) else set(map(_kind_of_type, types))
+                )
             if (values := self._values(part)) is not None:
                 kinds &= {_kind_of(value) for value in values}
         return kinds
@@ -372,90 +399,194 @@ def _is_below(most: object, least: object) -> bool:
 
 # --- the text for llguidance ---
 
-_MIN_CHARS: Final = 30  # a reference has about as many
+_OF_ITS_OWN: Final = frozenset({"$id", "id", "$schema", "$anchor"})
+_MATTERING: Final = _WITHIN | _OF_ITS_OWN | {"$ref"}
 _OF_VALUES: Final = frozenset({"properties", "patternProperties"})
-_NOT_PLAIN: Final = _WITHIN | {"$ref", "$anchor", "$id", "id"}
+_LIMITING: Final = frozenset().union(*_WORDS.values(), {"enum", "const", "allOf", "required"}) - {
+    "items", "prefixItems", "additionalItems", "properties", "patternProperties", "additionalProperties"
+}  # fmt: skip
+_MAX_GROWTH: Final = 2_048  # characters that references take beyond what they stand for, all in one schema
 _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
 def for_llguidance(schema: dict[str, Any]) -> str:
     """The text that llguidance reads, of a schema that `enforceable` gave. Takes the schema over, and changes it.
 
-    The text says the same, in a form that takes the library less time: what is said of values in several places is one
-    part that these refer to (a format's pattern takes half a millisecond in each), and a pattern that matches one name
-    alone is that name, which so comes once, and in its order as all names do. JSON is written without white space.
+    The text says the same, in a form that takes the library less time. What is said of values in several places is one
+    part that these refer to, since it is compiled anew in each (a type in 10 us, a format's pattern in half a
+    millisecond). Definitions are such parts, once for all that say the same; others are left out. A pattern that
+    matches one name alone is that name, which so comes once, and in its order as all names do. JSON is written without
+    white space.
     """
-    form = _Form()
-    if form.look(schema, within=False):
-        form.change(schema)
+    form = _Form(schema)
+    with contextlib.suppress(_StaysAsItIsError):
+        form.look()
+        form.change()
     return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}, separators=(",", ":"))
 
 
+class _StaysAsItIsError(Exception):
+    """A schema might say something else in another form."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is said in some places of a schema."""
+
+    schema: Schema
+    values: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # objects, and the key in each
+    references: list[str] = field(default_factory=list)  # that lead to it
+
+
 class _Form:
-    """Finds what one schema says several times, and says it once."""
+    """Finds what one schema says several times or refers to, and says it once.
 
-    def __init__(self) -> None:
-        # Where the schema of a value has no schema within, by what it says: objects and the key in each.
-        self._plain: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    Parts that say the same are the same unless there are references within: llguidance refuses some circles of these,
+    and fewer parts might make one.
+    """
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        # By what they say, as bytes, which takes a third of the time of text; with references within, by the one that
+        # leads there.
+        self._parts: dict[bytes | str, _Part] = {}
+        self._references: dict[str, list[dict[str, Any]]] = {}  # schemas that have a `$ref`, by where it leads
+        self._pending: list[str] = []  # references whose targets are to be looked at
         self._named: list[dict[str, Any]] = []  # schemas whose patterns are names
+        self._defining: list[dict[str, Any]] = []  # schemas that have definitions
 
-    def look(self, schema: Schema, *, within: bool = True) -> bool:
-        """Go through a schema. Returns False if all must stay as it is: llguidance looks for what tells the branches of
-        a `oneOf` apart, and not behind references; and references may lead to a pattern, or be of a part's own."""
+    def look(self) -> None:
+        """Go through the schema. Raises _StaysAsItIsError: llguidance looks for what tells the branches of a `oneOf`
+        apart, and not behind references; and references may be of a part's own."""
+        self._look(self._schema)
+        for reference in self._pending:  # grows meanwhile
+            target = _target_of(reference, self._schema)
+            said = reference if self._look(target) else _said(target)
+            self._parts.setdefault(said, _Part(target)).references.append(reference)
+
+    def _look(self, schema: Schema) -> bool:
+        """Go through a schema within. Returns whether there are references in it."""
+        found = False
         if not isinstance(schema, dict):
-            return True
-        if "oneOf" in schema or (within and _has_parts_of_its_own(schema)):
-            return False
-        if "$ref" in schema and "patternProperties" in unquote(str(schema["$ref"])):
-            return False
-        if "patternProperties" in schema and _has_names_for_patterns(schema):
-            self._named.append(schema)
+            return found
         for name, value in schema.items():
-            looked = True
-            if name in _OF_NAMED and isinstance(value, dict):
-                look = self._noted if name in _OF_VALUES else self._looked
-                looked = all(look(value, key) for key in value)
+            if name not in _MATTERING:
+                continue
+            if name == "$ref":
+                found = True
+                self._follow(value, schema)
+            elif name in _OF_VALUES and isinstance(value, dict):
+                for key, inner in value.items():
+                    found |= self._look_at_value(inner, value, key)
+                if name == "patternProperties" and _has_names_for_patterns(schema):
+                    self._named.append(schema)
+            elif name in _OF_ONE and isinstance(value, dict):
+                found |= self._look_at_value(value, schema, name)
+            elif name == "oneOf" or (name in _OF_ITS_OWN and schema is not self._schema):
+                raise _StaysAsItIsError
             elif name in _OF_SEVERAL and isinstance(value, list):
-                looked = all(self.look(inner) for inner in value)
-            elif name in _OF_ONE:
-                looked = self._noted(schema, name)
-            if not looked:
-                return False
-        return True
+                for inner in value:
+                    found |= self._look(inner)
+            elif name in _OF_NAMED:
+                self._defining.append(schema)
+        return found
 
-    def _looked(self, holder: dict[str, Any], key: str) -> bool:
-        return self.look(holder[key])
+    def _look_at_value(self, schema: Schema, holder: dict[str, Any], key: str) -> bool:
+        if not schema or not isinstance(schema, dict):
+            return False
+        if self._look(schema):
+            return True
+        said = _said(schema)
+        part = self._parts.get(said)
+        if part is None:
+            part = self._parts[said] = _Part(schema)
+        part.values.append((holder, key))
+        return False
 
-    def _noted(self, holder: dict[str, Any], key: str) -> bool:
-        schema = holder[key]
-        if not schema or not isinstance(schema, dict) or not _NOT_PLAIN.isdisjoint(schema):
-            return self.look(schema)
-        self._plain.setdefault(repr(schema), []).append((holder, key))
-        return True
-
-    def change(self, schema: dict[str, Any]) -> None:
-        """Say once what was found in the schema several times."""
-        named = schema.get(
-            "$defs", {}
-        )  # where any draft's reader finds them, and beside a `$ref` they are nothing to it
-        if not isinstance(named, dict):
+    def _follow(self, reference: object, schema: dict[str, Any]) -> None:
+        if reference == "#" or not isinstance(reference, str):
             return
-        parts: dict[str, Any] = {}
-        for said, holders in self._plain.items():
-            if len(holders) > 1 and len(said) > _MIN_CHARS:
-                name = next(name for n in count(len(parts)) if (name := f"part-{n}") not in named and name not in parts)
-                for holder, key in holders:
-                    parts[name] = holder[key]
-                    holder[key] = {"$ref": f"#/$defs/{name}"}
+        if reference not in self._references:
+            self._references[reference] = []
+            self._pending.append(reference)
+        self._references[reference].append(schema)
+
+    def change(self) -> None:
+        """Say once what was found in the schema several times, or behind references."""
+        for schema in self._defining:
+            for name in ("$defs", "definitions"):
+                schema.pop(name, None)
+        parts: dict[str, Schema] = {}
+        growth = 0
+        for said, part in self._parts.items():
+            if not part.references and (len(part.values) < 2 or not _is_possible(part.schema)):
+                continue
+            name = self._definition_of(part, parts)
+            reference = f"#/$defs/{name}"
+            instead = {"$ref": reference}
+            if not part.references and len(said) < 64:  # what is longer a reference is not
+                grows = len(part.values) * max(0, len(json.dumps(instead)) - len(json.dumps(part.schema)))
+                if growth + grows > _MAX_GROWTH:
+                    continue
+                growth += grows
+            parts[name] = part.schema
+            for old in part.references:
+                for schema in self._references[old]:
+                    schema["$ref"] = reference
+            for holder, key in part.values:
+                holder[key] = instead
         if parts:
-            schema["$defs"] = named | parts
-        for one in self._named:
-            names = {_name_of(pattern): inner for pattern, inner in one.pop("patternProperties").items()}
-            one["properties"] = {**one.get("properties", {}), **names}
+            self._schema["$defs"] = parts  # where any draft's reader finds them; beside a `$ref` they are nothing to it
+        for schema in self._named:
+            names = {_name_of(pattern): inner for pattern, inner in schema.pop("patternProperties", {}).items()}
+            schema["properties"] = {**schema.get("properties", {}), **names}
+
+    def _definition_of(self, part: _Part, taken: dict[str, Schema]) -> str:
+        """The name of a definition, if the library's messages and URIs can have it; or else a number."""
+        if part.references:
+            name = part.references[0].rpartition("/")[2]
+            if _PLAIN_NAME.fullmatch(name) and name not in taken:
+                return name
+        return next(name for number in count(len(taken)) if (name := str(number)) not in taken)
 
 
-def _has_parts_of_its_own(schema: dict[str, Any]) -> bool:
-    return isinstance(schema.get("$id"), str) or isinstance(schema.get("id"), str)
+def _said(schema: Schema) -> bytes:
+    """The same for schemas that say the same in the same order. 1, 1.0 and true are three things."""
+    return marshal.dumps(schema, 2)  # the last form without notes of which objects are the same ones
+
+
+def _is_possible(schema: Schema) -> bool:
+    """Whether it is plain that some value follows a schema without references. Of a value that is impossible llguidance
+    leaves out the property, or the branch; behind a reference it refuses all."""
+    if not isinstance(schema, dict):
+        return schema
+    limits = schema.keys() & _LIMITING
+    if len(limits) + ("anyOf" in schema) != 1:
+        return not limits and "anyOf" not in schema
+    values, branches, required = (schema.get(name) for name in ("enum", "anyOf", "required"))
+    if isinstance(values, list):
+        return any(schema.get("type", kind) == kind for kind in map(_kind_of, values))
+    if isinstance(branches, list):
+        return any(map(_is_possible, branches))
+    named = schema.get("properties", {})
+    if isinstance(required, list) and isinstance(named, dict):
+        return all(name in named and _is_possible(named[name]) for name in _texts(required))
+    return not limits & {"enum", "required", "allOf", "const", "minItems", "minProperties"}
+
+
+def _target_of(reference: str, schema: Any) -> Schema:
+    """What a reference to a place in a schema leads to. Raises _StaysAsItIsError if that is none, as an anchor is."""
+    root, *path = unquote(reference).split("/")
+    try:
+        for step in path:
+            key = int(step) if isinstance(schema, list) else step.replace("~1", "/").replace("~0", "~")
+            schema = schema[key]
+    except (LookupError, TypeError, ValueError):
+        root = ""
+    if root != "#" or not isinstance(schema, dict | bool):
+        raise _StaysAsItIsError
+    return schema
 
 
 def _name_of(pattern: str) -> str | None:
