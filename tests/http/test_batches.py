@@ -26,6 +26,7 @@ from cluster.batch.lines import check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, NotFoundError, OverloadedError, UnavailableError
+from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
@@ -313,6 +314,21 @@ def test_a_line_may_have_as_many_bytes_as_a_request(
     with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
         ended = end(target, begin(target, given))
         assert ended.request_counts is not None and ended.request_counts.completed == 1
+
+
+def test_an_answer_that_there_is_no_room_for_is_refused_before_its_first_byte(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As JSON it is larger than what waited for it: of an echo, each é is six bytes in each choice."""
+    given = line("a", url="/v1/completions", prompt="é " * 900, echo=True, max_tokens=2, n=32)
+    limits = HttpLimits(max_unread_bytes=360_000)
+    with running_server(generator, tokenizer, limits=limits, storage=tmp_path / "storage") as target:
+        refused = target.http.post("/v1/completions", json=given["body"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unread")
+        ended = end(target, begin(target, given, endpoint="/v1/completions"))
+        assert answers(target, ended.output_file_id) == {}
+        failed = answers(target, ended.error_file_id)
+        assert failed["a"]["response"]["body"]["error"]["code"] == "unread"
 
 
 async def test_below_a_route_prefix(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:

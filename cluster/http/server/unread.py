@@ -110,14 +110,19 @@ class Outbox:
 
     def shrink(self, num_bytes: int) -> None:
         """Note that `num_bytes` of what waits have been sent. Raises UnreadError if the answer had to be ended."""
-        if isinstance(self._error, UnreadError):
-            raise self._error
+        self._require_going_on()
         self.grow(-num_bytes)
 
     def resize(self, num_bytes: int) -> None:
         """Note that what waits has become something else, of `num_bytes`.
-        Raises UnreadError if the answer had to be ended."""
-        self.shrink(self.num_bytes - num_bytes)
+        Raises UnreadError if the answer had to be ended, be it for that."""
+        self._require_going_on()
+        self.grow(num_bytes - self.num_bytes)
+        self._require_going_on()
+
+    def _require_going_on(self) -> None:
+        if isinstance(self._error, UnreadError):
+            raise self._error
 
     def give_up(self) -> None:
         """End the answer, because too much waits."""
