@@ -185,7 +185,7 @@ class GenerationResponse(Answer):
         timeline.parsed([choice.spec for choice in self._job.choices], self._job.num_prompt_tokens, self._job.id)
 
     async def _answer(self, send: Send) -> None:
-        outbox = self._api.unread.open(len(self._job.choices), self._on_too_much)
+        outbox = self._api.unread.open(len(self._job.choices), self._on_too_much, is_readable=self._job.stream)
         generating = asyncio.create_task(self._generate(outbox))
         try:
             async with self._in_time():

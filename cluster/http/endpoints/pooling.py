@@ -163,7 +163,7 @@ class PoolingResponse(Answer):
 
     async def _answer(self, send: Send) -> None:
         job = self._job
-        outbox = self._api.unread.open(len(job.specs), self._on_too_much)
+        outbox = self._api.unread.open(len(job.specs), self._on_too_much, is_readable=False)
         try:
             async with self._in_time():
                 vectors = await self._vectors(outbox)
