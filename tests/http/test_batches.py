@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch, FileObject
+from prometheus_client import generate_latest
+from starlette.types import Message
 
 from cluster.batch import service
 from cluster.batch.batches import Batch as StoredBatch
@@ -430,6 +432,30 @@ def test_names_in_a_form_may_be_no_text(target: Target, purpose: bytes, status: 
     headers = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
     answer = target.http.post("/v1/files", content=body % purpose, headers=headers)
     assert answer.status_code == status, answer.text
+
+
+async def test_who_leaves_while_sending_a_file_is_no_failure(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
+    begun = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{'
+    come: list[Message] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": begun, "more_body": True},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return come.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers, "query_string": b""}
+    await create_app(api)(scope, receive, send)
+    assert not come and not sent
+    assert b"/v1/files" not in generate_latest(api.metrics.registry)
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:
