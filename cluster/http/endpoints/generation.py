@@ -33,7 +33,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/chat/completions", request, body)
     terms = timeline.terms
-    with api.slo.admitting(terms):
+    async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
         job = await prepare_chat(body, asked, tier, salt, tenant=terms.tenant)
@@ -47,7 +47,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/completions", request, body)
     terms = timeline.terms
-    with api.slo.admitting(terms):
+    async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
         job = await prepare_completion(body, asked, tier, salt, tenant=terms.tenant)

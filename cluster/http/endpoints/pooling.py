@@ -123,7 +123,7 @@ async def _pooled(
     other fields. The rest is as in `PoolingJob`."""
     api, model = asked.api, asked.model
     timeline = asked.timeline(endpoint, request, body)
-    with api.slo.admitting(timeline.terms):
+    async with api.preparing(timeline.terms):
         if model.pooling.refusal:
             raise InvalidRequestError(
                 f"The model {model.name!r} gives no vectors: {model.pooling.refusal}. Use another model.",
