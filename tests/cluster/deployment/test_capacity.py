@@ -82,4 +82,7 @@ def test_a_missing_custom_resource_is_named() -> None:
 
 
 def test_nodes_that_ray_will_add_are_waited_for() -> None:
-    room({"wait_for_nodes": True, "decode": {"num_gpus": 8, "tensor_parallel": 8}, "kv": {"decode": {"host_memory": 0}}}, {"CPU": 1})
+    room(
+        {"wait_for_nodes": True, "decode": {"num_gpus": 8, "tensor_parallel": 8}, "kv": {"decode": {"host_memory": 0}}},
+        {"CPU": 1},
+    )
