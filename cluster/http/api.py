@@ -6,9 +6,10 @@ Owns the counts of sequences in flight and of output that waits to be read.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Annotated, Any, Final
 
@@ -16,7 +17,7 @@ from fastapi import Depends, Request
 
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
-from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError
+from cluster.errors import DeadlineError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.generator import ClusterView, Generator
 from cluster.gateway.layout_study import LayoutStudy
 from cluster.gateway.recent_requests import RecentRequests
@@ -29,6 +30,7 @@ from cluster.http.server.unread import Unread
 from cluster.http.terms import Tenants, terms_of, trace_headers
 from cluster.metrics.requests import Metrics
 from cluster.slo.account import SloAccount
+from cluster.slo.classes import RequestTerms
 from kv_transfer.messages.requests import AdapterRef
 
 RESPONSES_SHARE: Final = 10  # files may take so many times what stored responses may
@@ -152,6 +154,26 @@ class Api:
                 self.slo.ended(timeline)
                 self.on_ended(timeline)
                 self.recent.ended(timeline)
+
+    @asynccontextmanager
+    async def preparing(self, terms: RequestTerms) -> AsyncIterator[None]:
+        """Make a request ready inside the block, from where it is followed. An error that ends it there is counted, and
+        goes on. Raises DeadlineError as `in_time` does."""
+        with self.slo.admitting(terms):
+            async with self.in_time(terms):
+                yield
+
+    @asynccontextmanager
+    async def in_time(self, terms: RequestTerms) -> AsyncIterator[None]:
+        """Raises DeadlineError at the request's deadline, which counts from its arrival, if the block lasts longer."""
+        deadline_s = self.settings.request_deadline_s
+        try:
+            async with asyncio.timeout(terms.arrived_at + deadline_s - time.monotonic()):
+                yield
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
+            ) from error
 
     def details(self, timeline: RequestTimeline, choice: int | None = None) -> dict[str, Any]:
         """What operators are told of a request of this gateway, with where the time of one choice went."""

@@ -49,8 +49,8 @@ _LOGPROB_BYTES: Final = 50  # of JSON, for a token with its log probability, rou
 _SEED_MASK: Final = 2**63 - 1
 
 T = TypeVar("T")
-TokenPrompt = tuple[list[int], str]
-"""A prompt's token ids, and what the answer's text begins with (completions' `echo`)."""
+TokenPrompt = tuple[list[int], str | None]
+"""A prompt's token ids, and what the answer's text begins with (completions' `echo`); None: no echo is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ async def prepare_chat(
         job_id or new_job_id("chatcmpl"),
         body,
         asked,
-        [(token_ids, "")],
+        [(token_ids, None)],
         prediction,
         service_tier,
         prefix_salt,
@@ -412,7 +412,7 @@ def _completion_prompts(body: CompletionBody, max_tokens: int, asked: Asked) -> 
 
 
 def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, asked: Asked) -> TokenPrompt:
-    """The token ids of a completion's prompt, and its echo ("" if none is wanted). Raises InvalidRequestError."""
+    """The token ids of a completion's prompt, and its echo. Raises InvalidRequestError."""
     if isinstance(prompt, str):
         whole = asked.model.tokenizer.encode(prompt, True)
     else:
@@ -420,7 +420,7 @@ def _completion_prompt(prompt: Prompt, body: CompletionBody, max_tokens: int, as
         whole = prompt
     token_ids = _truncated(whole, body, max_tokens, asked)
     if not body.echo:
-        return token_ids, ""
+        return token_ids, None
     if isinstance(prompt, str) and token_ids is whole:
         return token_ids, prompt
     return token_ids, asked.model.tokenizer.decode(token_ids, body.skip_special_tokens is not False)
@@ -569,7 +569,7 @@ def _require_bounded(
     each = 0 if prompt_logprobs is None else prompt_logprobs + 1
     for what, number, limit in (
         ("tokens of prompts and prediction, of all choices,", num_choices * num_sent, MAX_PROMPT_TOKENS),
-        ("characters of echoed prompts", num_choices * sum(len(echo) for _, echo in prompts), MAX_ECHOED_CHARS),
+        ("characters of echoed prompts", num_choices * sum(len(echo or "") for _, echo in prompts), MAX_ECHOED_CHARS),
         ("log probabilities of one prompt's tokens", longest * each, MAX_PROMPT_LOGPROBS),
         (
             "log probabilities of prompts' tokens, of all choices,",

@@ -20,7 +20,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import ApiError, DeadlineError, FailedError, UnreadError
+from cluster.errors import ApiError, FailedError, UnreadError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
 from cluster.http.openai.choice import Delta
@@ -64,15 +64,9 @@ class Answer(Response):
     async def _in_time(self) -> AsyncIterator[None]:
         """Note the request as finished at the end of the block, which has all of the answer. Raises DeadlineError at
         the request's deadline."""
-        deadline_s = self._api.settings.request_deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                yield
-                self._timeline.outcome, self._timeline.slo_outcome = "finished", SloOutcome.FINISHED
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
-            ) from error
+        async with self._api.in_time(self._timeline.terms):
+            yield
+            self._timeline.outcome, self._timeline.slo_outcome = "finished", SloOutcome.FINISHED
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = self._connection = connection_of(scope)
@@ -185,7 +179,7 @@ class GenerationResponse(Answer):
         timeline.parsed([choice.spec for choice in self._job.choices], self._job.num_prompt_tokens, self._job.id)
 
     async def _answer(self, send: Send) -> None:
-        outbox = self._api.unread.open(len(self._job.choices), self._on_too_much)
+        outbox = self._api.unread.open(len(self._job.choices), self._on_too_much, is_readable=self._job.stream)
         generating = asyncio.create_task(self._generate(outbox))
         try:
             async with self._in_time():

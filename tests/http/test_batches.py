@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch, FileObject
+from prometheus_client import generate_latest
+from starlette.types import Message
 
 from cluster.batch import service
 from cluster.batch.batches import Batch as StoredBatch
@@ -26,6 +28,7 @@ from cluster.batch.lines import check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, NotFoundError, OverloadedError, UnavailableError
+from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
@@ -315,6 +318,21 @@ def test_a_line_may_have_as_many_bytes_as_a_request(
         assert ended.request_counts is not None and ended.request_counts.completed == 1
 
 
+def test_an_answer_that_there_is_no_room_for_is_refused_before_its_first_byte(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As JSON it is larger than what waited for it: of an echo, each é is six bytes in each choice."""
+    given = line("a", url="/v1/completions", prompt="é " * 900, echo=True, max_tokens=2, n=32)
+    limits = HttpLimits(max_unread_bytes=360_000)
+    with running_server(generator, tokenizer, limits=limits, storage=tmp_path / "storage") as target:
+        refused = target.http.post("/v1/completions", json=given["body"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unread")
+        ended = end(target, begin(target, given, endpoint="/v1/completions"))
+        assert answers(target, ended.output_file_id) == {}
+        failed = answers(target, ended.error_file_id)
+        assert failed["a"]["response"]["body"]["error"]["code"] == "unread"
+
+
 async def test_below_a_route_prefix(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Serve puts `route_prefix` before every path: files may be larger than requests, and errors have their shapes."""
     api = scripted_api(generator, tokenizer, GatewaySettings(max_body_bytes=10_000), storage=tmp_path / "storage")
@@ -414,6 +432,30 @@ def test_names_in_a_form_may_be_no_text(target: Target, purpose: bytes, status: 
     headers = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
     answer = target.http.post("/v1/files", content=body % purpose, headers=headers)
     assert answer.status_code == status, answer.text
+
+
+async def test_who_leaves_while_sending_a_file_is_no_failure(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
+    begun = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{'
+    come: list[Message] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": begun, "more_body": True},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return come.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers, "query_string": b""}
+    await create_app(api)(scope, receive, send)
+    assert not come and not sent
+    assert b"/v1/files" not in generate_latest(api.metrics.registry)
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -14,12 +15,20 @@ import httpx
 import pytest
 
 from cluster.config.settings import GatewaySettings
-from cluster.errors import FailedError, OverloadedError, PoisonRequestError, RequestTooLargeError, UnavailableError
+from cluster.errors import (
+    DeadlineError,
+    FailedError,
+    OverloadedError,
+    PoisonRequestError,
+    RequestTooLargeError,
+    UnavailableError,
+)
 from cluster.gateway.generator import ServingLimits
 from cluster.http.api import HttpLimits, InFlight
 from cluster.http.parse import derived_seed
+from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server
+from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import CHECKS, MESSAGES, PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
@@ -438,6 +447,16 @@ def test_a_request_ends_at_the_deadline_and_makes_room(tokenizer: Tokenizer) -> 
             late = target.http.post("/v1/completions", json={**SHORT, "n": 4})
             assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
         assert generator.num_open == 0
+
+
+async def test_the_deadline_counts_from_the_arrival(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    """And not from when the request is ready: it may have waited for that."""
+    deadline_s = 2 * HANGS_S
+    api = scripted_api(generator, tokenizer, GatewaySettings(request_deadline_s=deadline_s))
+    terms = RequestTerms(arrived_at=time.monotonic() - deadline_s)
+    with pytest.raises(DeadlineError):
+        async with asyncio.timeout(HANGS_S), api.in_time(terms):
+            await asyncio.Event().wait()
 
 
 def test_a_body_that_is_too_large_is_not_read(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,6 +305,16 @@ def test_log_probabilities_by_ids(target: Target, generator: ScriptedGenerator) 
     (choice,) = target.complete(prompt=[900], echo=True, max_tokens=2, logprobs=1, extra_body=extra).choices
     assert choice.logprobs.tokens == ["token_id:900", *names]
     assert [list(top) for top in choice.logprobs.top_logprobs[1:]] == [[name] for name in names]
+
+
+def test_log_probabilities_of_an_echo_without_text(target: Target) -> None:
+    """Of special tokens, which are left out of the text."""
+    asked = {"model": target.model, "prompt": [1], "echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = target.http.post("/v1/completions", json=asked).json()["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("", ["<|im_start|>"])
+    with target.http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+        first = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+    assert first["choices"][0]["logprobs"] == choice["logprobs"]
 
 
 def test_log_probabilities_of_prompts(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jsonschema
@@ -13,16 +15,18 @@ import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cluster.errors import InvalidRequestError
+from cluster.config.settings import GatewaySettings
+from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structured
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, OutputConstraint, compiled
 from engine.sampling.grammar import grammar_tokenizer
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import running_server
+from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import ScriptedGenerator
+from tests.support.waiting import HANGS_S
 
 pytestmark = pytest.mark.model
 
@@ -256,6 +260,56 @@ async def test_nobody_waits_for_all_grammars_of_another_tenant(tokenizer: Tokeni
     asked = ["many"] * 6 + ["one", "other", "one"]
     await asyncio.gather(*(ask(tenant, number) for number, tenant in enumerate(asked)))
     assert done == ["many", "one", "other", "many", "one", *["many"] * 4]
+
+
+@contextmanager
+def nothing_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler has something that takes until the end of the block."""
+    go_on, ask = threading.Event(), grammars.compiler.ask
+
+    def wait_and_ask(kind: str, text: str) -> dict[str, str]:
+        go_on.wait()
+        return ask(kind, text)
+
+    monkeypatch.setattr(grammars.compiler, "ask", wait_and_ask)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+async def test_nobody_waits_for_a_grammar_beyond_the_deadline(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = scripted_api(generator, tokenizer, GatewaySettings(request_deadline_s=0.1))
+    body = {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "a"}}
+    with nothing_compiled(api.models[0].grammars, monkeypatch):
+        async with clients_of(api) as (_, http), asyncio.timeout(HANGS_S):
+            late = await http.post("/v1/completions", json=body)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert not generator.requests
+
+
+async def test_grammars_that_wait_are_bounded_and_leave_room_for_other_tenants(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer)
+    monkeypatch.setattr(structured, "MAX_WAITING", 8)
+
+    async def ask(number: int, tenant: str) -> str | None:
+        return await grammars.grammar_for(of_schema({"const": number}), None, tenant)
+
+    with nothing_compiled(grammars, monkeypatch):
+        many = [asyncio.create_task(ask(number, "many")) for number in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="4 of them yours"):
+            await ask(4, "many")
+        shared = [asyncio.create_task(ask(3, tenant)) for tenant in ("many", "other")]
+        other = asyncio.create_task(ask(5, "other"))
+        many.pop(1).cancel()  # its client has left
+        await asyncio.sleep(0)
+        many.append(asyncio.create_task(ask(6, "many")))
+    assert len(set(await asyncio.gather(*many, *shared, other))) == 5
 
 
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:

@@ -18,21 +18,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from cluster.config.settings import GatewaySettings
-from cluster.errors import UnreadError
+from cluster.errors import OverloadedError, UnreadError
 from cluster.http import response
 from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.openai.choice import Delta, TokenEntry
 from cluster.http.server.connection import HttpConnection
-from cluster.http.server.unread import PIECE_BYTES, Unread
+from cluster.http.server.unread import PIECE_BYTES, Outbox, Unread
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
 from tests.support.loops import num_open_files
 from tests.support.openai_conformance import PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
 
-NEVER_S = 100 * HANGS_S
+NEVER_S = 60 * HANGS_S  # an hour, the longest deadline that there may be
 SMALL_BUFFER = 16 * 2**10
 # 20 log probabilities of each of 7,600 tokens: ten times what the buffers on the way hold.
 LONG = {"model": MODEL, "prompt": PROMPT, "n": 4, "max_tokens": 1_900, "ignore_eos": True, "logprobs": 20}
@@ -285,6 +285,59 @@ def test_the_answer_with_most_waiting_is_ended_and_no_other() -> None:
     for outbox in (small, large, newest):
         outbox.close()
     assert unread.num_bytes == 0
+
+
+def test_of_answers_that_nobody_can_read_yet_older_and_smaller_ones_go_on() -> None:
+    ended: list[str] = []
+    unread = Unread(16 * PIECE_BYTES)
+
+    def opened(name: str, num_pieces: int) -> Outbox:
+        outbox = unread.open(0, lambda: ended.append(name), is_readable=False)
+        outbox.grow(num_pieces * PIECE_BYTES)
+        return outbox
+
+    oldest, older, small = opened("oldest", 6), opened("older", 5), opened("small", 2)
+    newest = opened("newest", 4)  # 17 pieces; 4.25 on the average
+    assert ended == ["older"]
+    with pytest.raises(OverloadedError) as overloaded:
+        older.resize(PIECE_BYTES)
+    assert overloaded.value.retry_after_s == 1.0
+    newest.grow(3 * PIECE_BYTES)
+    opened("small, too", 1)
+    assert ended == ["older"]
+    small.grow(PIECE_BYTES)
+    assert ended == ["older", "newest"]
+    oldest.resize(7 * PIECE_BYTES)  # and is sent from now on
+    opened("another", 6)
+    assert ended == ["older", "newest", "oldest"]
+    with pytest.raises(UnreadError):
+        oldest.shrink(PIECE_BYTES)
+    small.end(OverloadedError("The workers'.", retry_after_s=2.0))
+    small.shrink(0)  # what came before it is sent first
+    with pytest.raises(UnreadError):  # more than half of all by itself, whenever it is asked for again
+        small.resize(9 * PIECE_BYTES)
+
+
+@pytest.mark.model
+async def test_an_answer_that_there_is_no_room_for_now_may_come_back(
+    generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    generator.script = Script(burst=50, hang_after=200)  # half a MiB each, and never whole
+    api = scripted_api(generator, tokenizer, limits=HttpLimits(max_unread_bytes=1_300_000))
+    body = {**LONG, "n": 1, "max_tokens": 300}
+    async with clients_of(api) as (_, http), asyncio.TaskGroup() as group:
+        oldest = group.create_task(http.post("/v1/completions", json=body))
+        await eventually(lambda: api.unread.num_bytes > 500_000)
+        second = group.create_task(http.post("/v1/completions", json=body))
+        await eventually(lambda: api.unread.num_bytes > 1_000_000)
+        third = group.create_task(http.post("/v1/completions", json=body))
+        ended, others = await asyncio.wait((oldest, second, third), return_when=asyncio.FIRST_COMPLETED)
+        refused = second.result()
+        assert ended == {second} and refused.headers["retry-after"] == "1"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        for task in others:
+            task.cancel()
+    assert api.unread.num_bytes == 0
 
 
 def test_a_connection_tells_what_is_not_taken_through_serve_s_own_receive() -> None:

@@ -33,7 +33,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/chat/completions", request, body)
     terms = timeline.terms
-    with api.slo.admitting(terms):
+    async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
         job = await prepare_chat(body, asked, tier, salt, tenant=terms.tenant)
@@ -47,7 +47,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/completions", request, body)
     terms = timeline.terms
-    with api.slo.admitting(terms):
+    async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
         job = await prepare_completion(body, asked, tier, salt, tenant=terms.tenant)
@@ -127,13 +127,13 @@ class CompletionShape(AnswerShape):
         self._tokenizer = tokenizer
 
     def opening(self, index: int) -> bytes:
-        echo = self.job.choices[index].echo
-        if not echo and not self.job.return_token_ids:
+        echo, tokens = self.job.choices[index].echo, self._prompt_tokens(index)
+        if not (echo or tokens or self.job.return_token_ids):
             return b""
         content = b'"text":' + dumps_large(echo)
         if self.job.return_token_ids:
             content += b',"prompt_token_ids":' + dumps_large(self.job.choices[index].spec.prompt_token_ids)
-        return self._event(index, content, self._logprobs(self._prompt_tokens(index)), None)
+        return self._event(index, content, self._logprobs(tokens), None)
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         tokens = output_tokens(delta.entries, len(self.job.choices[index].echo))
@@ -151,7 +151,7 @@ class CompletionShape(AnswerShape):
     def _prompt_tokens(self, index: int) -> list[CompletionToken]:
         """The tokens of the echoed prompt, if their log probabilities were asked for."""
         choice, num_top = self.job.choices[index], self.job.num_output_logprobs
-        if not choice.echo or num_top is None:
+        if not choice.has_echo or num_top is None:
             return []
         assert choice.prompt_logprobs is not None, "the first token came without the prompt's logprobs"
         return prompt_tokens(

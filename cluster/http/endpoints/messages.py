@@ -276,7 +276,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     chat = await _chat(body, request, asked)
     timeline = asked.timeline("/v1/messages", request, chat)
     terms = timeline.terms
-    with api.slo.admitting(terms):
+    async with api.preparing(terms):
         salt = salt_of(request, None, api.tenants)
         tier, job_id = answered_tier(request, chat, terms.slo), new_job_id("msg")
         job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)

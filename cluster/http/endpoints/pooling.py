@@ -123,7 +123,7 @@ async def _pooled(
     other fields. The rest is as in `PoolingJob`."""
     api, model = asked.api, asked.model
     timeline = asked.timeline(endpoint, request, body)
-    with api.slo.admitting(timeline.terms):
+    async with api.preparing(timeline.terms):
         if model.pooling.refusal:
             raise InvalidRequestError(
                 f"The model {model.name!r} gives no vectors: {model.pooling.refusal}. Use another model.",
@@ -163,7 +163,7 @@ class PoolingResponse(Answer):
 
     async def _answer(self, send: Send) -> None:
         job = self._job
-        outbox = self._api.unread.open(len(job.specs), self._on_too_much)
+        outbox = self._api.unread.open(len(job.specs), self._on_too_much, is_readable=False)
         try:
             async with self._in_time():
                 vectors = await self._vectors(outbox)

@@ -58,12 +58,13 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     chat = await _read(size, api, lambda: chat_of(body, _items(past)))
     timeline = asked.timeline("/v1/responses", request, chat)
     terms = timeline.terms
-    with api.slo.admitting(terms), _own_words():
-        if body.truncation == "auto":
-            chat = await _fitted(chat, asked)
-        salt = salt_of(request, body.cache_salt, api.tenants)
-        tier, job_id = answered_tier(request, chat, terms.slo), new_id("resp")
-        job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)
+    with _own_words():
+        async with api.preparing(terms):
+            if body.truncation == "auto":
+                chat = await _fitted(chat, asked)
+            salt = salt_of(request, body.cache_salt, api.tenants)
+            tier, job_id = answered_tier(request, chat, terms.slo), new_id("resp")
+            job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, job_id=job_id)
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
     echo = body.echo(job.choices[0].spec.params)

@@ -79,8 +79,9 @@ class Choice:
     The token that ends a choice by itself (end of sequence, or one of `stop_token_ids`) is counted, but is part
     neither of the text nor of the log probabilities. With `include_stop` it is, and so is a stop string of the text.
 
-    `spec` is what workers generate, `echo` what the answer's text begins with, `text_end` the prompt's last tokens as
-    `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted (`max_tokens: 0` with `echo`).
+    `spec` is what workers generate, `echo` what the answer's text begins with (None: no echo is wanted), `text_end` the
+    prompt's last tokens as `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted
+    (`max_tokens: 0` with `echo`).
     `shown` are special tokens that stay in the text for whoever reads it next: marks of calls and of reasoning.
     `reasoning`: how the reasoning begins and ends, None: there is none; `reasons`: the prompt ends within it.
     """
@@ -91,7 +92,7 @@ class Choice:
         spec: RequestSpec,
         text_end: list[int],
         *,
-        echo: str = "",
+        echo: str | None = None,
         stop: list[str],
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -102,7 +103,8 @@ class Choice:
         reasons: bool = False,
     ) -> None:
         self.spec = spec
-        self.echo = echo
+        self.echo = echo or ""
+        self.has_echo = echo is not None  # which has no text where all of its tokens are special
         self._return_token_ids = return_token_ids
         self._discard_output = discard_output
         self._detokenizer = IncrementalDetokenizer(

@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -31,7 +32,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structural_tags
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
@@ -42,6 +43,9 @@ from engine.text.tokenizer import Tokenizer
 MAX_CHOICES: Final = 1024
 _NUM_TRIED: Final = 6  # masks that are tried: some grammars compile, and are too complex only behind their first tokens
 MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
+# Grammars that wait for their turn, of one tenant half of what others leave: as many as lines of a batch run at a time.
+# Most take some hundredths of a second, and none more than `CPU_S`: two minutes for all of them at the very worst.
+MAX_WAITING: Final = 128
 _MAX_REASON_CHARS: Final = 300
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
@@ -159,20 +163,23 @@ StructuredOutputs = Annotated[Any, BeforeValidator(parse_structured_outputs, jso
 
 class Grammars:
     """Gives one gateway the grammars that its requests ask for. Has them compiled one after another, tenants taking
-    turns, and remembers the last ones; belongs to one event loop."""
+    turns, and remembers the last ones; belongs to one event loop. Who is cancelled while waiting gives up the place."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         known = tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids))
         self.compiler = compiler_process(*known)
         self._free = asyncio.Lock()  # given in the order of asking
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # of tenants who ask: each has one place in that order
+        self._waiting: dict[OutputConstraint, list[str]] = {}  # the tenants of all requests that wait for it
+        self._took_s = 0.0  # to compile one, by those before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._known: OrderedDict[OutputConstraint, str | UnsupportedGrammarError] = OrderedDict()
 
     async def grammar_for(
         self, response_format: OutputConstraint | None, structured_outputs: OutputConstraint | None, tenant: str = ""
     ) -> str | None:
-        """The text for `SamplingParams.grammar`; None: the answer may be any text. Raises InvalidRequestError."""
+        """The text for `SamplingParams.grammar`; None: the answer may be any text. Raises InvalidRequestError, and
+        OverloadedError where too many others wait for theirs."""
         if response_format is not None and structured_outputs is not None:
             raise InvalidRequestError(
                 "response_format and structured_outputs both say what the answer must be. Send one of them.",
@@ -186,15 +193,37 @@ class Grammars:
         found = self._known.get(wanted)
         if found is None:
             turn = self._turns.setdefault(tenant, asyncio.Lock())
-            async with turn, self._free:
-                found = self._known.get(wanted)
-                if found is None:
-                    loop = asyncio.get_running_loop()
-                    found = await loop.run_in_executor(self._thread, self._compiled, wanted)
+            with self._place_for(wanted, tenant):
+                async with turn, self._free:
+                    found = self._known.get(wanted)
+                    if found is None:
+                        began_at = time.monotonic()
+                        loop = asyncio.get_running_loop()
+                        found = await loop.run_in_executor(self._thread, self._compiled, wanted)
+                        self._took_s += (min(time.monotonic() - began_at, CPU_S) - self._took_s) / 4
         self._remember(wanted, found)
         if isinstance(found, UnsupportedGrammarError):
             raise _refused(wanted, str(found))
         return found
+
+    @contextlib.contextmanager
+    def _place_for(self, wanted: OutputConstraint, tenant: str) -> Iterator[None]:
+        """Hold a place among the grammars that wait; requests for the same one share it. Raises OverloadedError."""
+        if wanted not in self._waiting:
+            taken, own = len(self._waiting), sum(tenants[0] == tenant for tenants in self._waiting.values())
+            if own >= MAX_WAITING - taken:
+                raise OverloadedError(
+                    f"{taken} grammars wait to be compiled here already, {own} of them yours. Try again shortly.",
+                    retry_after_s=taken * self._took_s,
+                )
+        tenants = self._waiting.setdefault(wanted, [])
+        tenants.append(tenant)
+        try:
+            yield
+        finally:
+            tenants.remove(tenant)
+            if not tenants:
+                del self._waiting[wanted]
 
     def _compiled(self, wanted: OutputConstraint) -> str | UnsupportedGrammarError:
         answer = self.compiler.ask(wanted.kind, wanted.text)

@@ -20,6 +20,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, InvalidRequestError, OverloadedError, UnavailableError
@@ -114,7 +115,8 @@ class BodyLimit:
 
         self._num_streamed[tenant] += 1
         try:
-            await self._app(scope, receive_bounded, send)
+            with suppress(ClientDisconnect):  # in the middle of the body: nobody is left to be told
+                await self._app(scope, receive_bounded, send)
         finally:
             self._num_streamed -= Counter([tenant])
 
