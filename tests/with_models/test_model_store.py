@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,13 +19,16 @@ from typing import Any, Final
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.__main__ import main as cluster_main
 from cluster.config.settings import ModelSettings
 from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest
+from engine.checkpoint.store import main as store_main
 from engine.checkpoint.store import resolve_model
 from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.with_models.hub_server import serve_repository
@@ -296,6 +300,36 @@ def hub_command(endpoint: str, cache: Path, *command: str) -> subprocess.Complet
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+MAINS: Final[dict[str, Callable[[], int | None]]] = {"cluster": cluster_main, "engine.checkpoint.store": store_main}
+
+
+def hub_call(endpoint: str, cache: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported what takes a command five seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        # What huggingface_hub made of such variables when it was imported.
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "ENDPOINT", endpoint)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(sys, "argv", [module, *arguments])
+        code = exit_code(MAINS[module])
+    return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """What the interpreter makes of the end of a command."""
+    try:
+        ended = main()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+            return 1
+        ended = error.code
+    return ended or 0
+
+
 def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> None:
     wanted = {
         "config.json": SERVED,
@@ -318,7 +352,7 @@ def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
     files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
     asked: list[str] = []
     with serve_repository("owner/name", files, asked) as endpoint:
-        found = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name@v1.0")
+        found = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name@v1.0")
         assert found.returncode == 0, found.stderr
     assert "/api/models/owner/name/revision/v1.0" in asked, asked
     fetched = [path for path in asked if path.startswith("/owner/name/resolve/")]
@@ -345,8 +379,8 @@ def test_weights_of_a_hub_model_that_is_refused_are_not_fetched(
     files |= {} if config is None else {"config.json": config}
     asked: list[str] = []
     with serve_repository("owner/name", files, asked) as endpoint:
-        refused = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
-        again = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+        refused = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        again = hub_call(endpoint, tmp_path, "cluster", "check", "owner/name")
     assert (refused.returncode, refused.stdout) == (1, "")
     (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert told in error
@@ -363,10 +397,10 @@ def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> 
     with serve_repository("owner/name", files) as endpoint:
         absent = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
         assert [*tmp_path.iterdir()] == []
-        folder = Path(hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name").stdout.strip())
-        whole = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+        folder = Path(hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name").stdout.strip())
+        whole = hub_call(endpoint, tmp_path, "cluster", "check", "owner/name")
         (folder / "model.safetensors").unlink()
-        weightless = hub_command(endpoint, tmp_path, "cluster", "check", "owner/name")
+        weightless = hub_call(endpoint, tmp_path, "cluster", "check", "owner/name")
     for told in (absent, whole, weightless):
         assert told.stdout.startswith("The settings are valid: owner/name on ")
     assert absent.returncode == 0 and "whether it can be served, and the memory that it takes, was not" in absent.stdout
