@@ -43,6 +43,10 @@ _WORKER_BYTES = 4 * 2**30  # one file loads two real models in float32
 # can use the GPU is asked by `tests.support.interpreted`, which every test of such kernels imports.
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+# Read with torch, by this process alone: of several threads that compute together, who waits for the others sleeps. By
+# default it looks for 3 ms whether they have come, and where other tests have the cores that is most of what it does.
+_SPINS = "GOMP_SPINCOUNT"
+_SLEEPS = os.environ.setdefault(_SPINS, "0") == "0"
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -106,6 +110,8 @@ def _one_torch_thread() -> None:
 
 def pytest_collection_finish() -> None:
     _one_torch_thread()
+    if _SLEEPS:
+        os.environ.pop(_SPINS, None)  # what tests start does as it is built to
 
 
 @pytest.fixture(autouse=True)
