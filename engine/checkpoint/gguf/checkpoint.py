@@ -104,12 +104,25 @@ def _stored(tensor: Any, architecture: Architecture, metadata: Metadata) -> torc
     return weight if order is None else weight.rows(torch.from_numpy(order))
 
 
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """Reads the file through a plain array. Of a `memmap`, as `gguf` has it, each slice looks for the file that it is
+    of, and a vocabulary is read in hundreds of thousands of slices."""
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: npt.NDArray[np.uint8]) -> None:
+        self._data = np.asarray(mapped)
+
+
 def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[Any, Metadata, Architecture]:
     """The file's tensors, what it says of them but for the fields `without`, and how its architecture lies there.
 
     Raises ValueError for an architecture that is not known.
     """
-    reader = gguf.GGUFReader(gguf_file)
+    reader = _Reader(gguf_file)
     metadata = {name: field.contents() for name, field in reader.fields.items() if name not in without}
     name = metadata["general.architecture"]
     if name not in _ARCHITECTURES:
