@@ -94,13 +94,13 @@ def test_predicted_sizes_follow_a_demand_that_triples_and_falls() -> None:
         prefill=PoolRules(initial=2, max_workers=8, hold_s=40.0, start_s=ELASTICITY.start_s),
         decode=PoolRules(initial=2, max_workers=8, hold_s=40.0, start_s=ELASTICITY.start_s),
     )
-    demand = [(1.0, 200.0), (1.5, 220.0), (2.0, 240.0), (3.0, 500.0), (1.0, 1000.0)]
+    demand = [(1.0, 100.0), (1.5, 120.0), (2.0, 140.0), (3.0, 320.0), (1.0, 700.0)]
     legato = router()
     elastic = ElasticSimulation(config(2, 2), legato, PredictedSizes(legato, plan, SLO), ELASTICITY)
     result = elastic.run(steps(demand))
     most = max(elastic.samples, key=lambda sample: sample.prefill + sample.decode)
     assert 4 <= most.prefill <= 6  # 3 requests/s of 0.8 s at 70 %
-    assert elastic.samples[-1].prefill == elastic.samples[190].prefill == 2
+    assert elastic.samples[-1].prefill == elastic.samples[90].prefill == 2
     fixed = ElasticSimulation(config(most.prefill, most.decode), router(), FixedSizes(), ELASTICITY)
     peak = fixed.run(steps(demand))
     assert served(peak) > 0.99 and served(result) > 0.97

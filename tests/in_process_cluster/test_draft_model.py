@@ -12,6 +12,7 @@ import pytest
 from benchmarks.engine.draft_model import deepened
 from benchmarks.texts import QUESTIONS, TEXT
 from decode_workers.worker import DecodeWorkerConfig
+from engine.drafting import draft_model
 from engine.drafting.draft_model import CATCH_UP_TOKENS, DraftModel
 from engine.drafting.drafter import DrafterName
 from engine.drafting.speculation import SpeculationConfig
@@ -22,7 +23,7 @@ from tests.in_process_cluster.test_worker_metrics import Scraper
 from tests.support.clusters.mini_cluster import MiniClusterConfig, cluster_of, mini_cluster
 from tests.support.clusters.mini_requests import tokens
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
-from tests.support.thoroughness import in_test_long
+from tests.support.thoroughness import THOROUGH, in_test_long
 from tests.support.waiting import eventually
 
 PARAMS = [greedy(40), greedy(40, temperature=0.8, seed=11), greedy(40, temperature=1.0, top_p=0.9, seed=5)]
@@ -85,13 +86,17 @@ async def test_as_often_right_behind_a_hand_off_as_on_one_worker(
 
 @pytest.mark.model
 @pytest.mark.skipif(native_library() is None, reason="in bfloat16 torch's kernels give other logits in other company")
-async def test_of_real_text_the_same_drafts_are_right_behind_a_hand_off(smollm2_folder: Path, tmp_path: Path) -> None:
+async def test_of_real_text_the_same_drafts_are_right_behind_a_hand_off(
+    smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SmolLM2 drafts for a model that is SmolLM2 with an echo of each layer. What it lacks of the last prompt takes
     several steps to compute, on one worker and behind a hand-off."""
     deepened(smollm2_folder, tmp_path, 0.3, num_echoes=1)
     tokenizer = Tokenizer(smollm2_folder)
-    questions = [*QUESTIONS[:4], *in_test_long(*QUESTIONS[4:])]
-    texts = [*questions, f"Summarise this text:\n{TEXT.read_text(encoding='utf-8')[:2400]}"]
+    questions = [QUESTIONS[0], *in_test_long(*QUESTIONS[1:])]
+    at_once, length = (CATCH_UP_TOKENS, 2400) if THOROUGH else (64, 700)
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", at_once)
+    texts = [*questions, f"Summarise this text:\n{TEXT.read_text(encoding='utf-8')[:length]}"]
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
     engine: dict[str, object] = {"dtype": "bfloat16", "kv_blocks": 160}
     found: dict[int, list[tuple[list[int], int, int]]] = {0: [], 1: []}
@@ -111,7 +116,7 @@ async def test_of_real_text_the_same_drafts_are_right_behind_a_hand_off(smollm2_
                 report = worker.snapshot().drafts["model"]
                 rows.append((answer, report.num_drafted, report.num_accepted))
             await cluster.idle()
-    assert len(prompts[-1]) > 2 * CATCH_UP_TOKENS
+    assert len(prompts[-1]) > 2 * at_once
     assert found[1] == found[0]
     _, num_drafted, num_accepted = found[0][-1]
     assert 0.3 < num_accepted / num_drafted < 0.95, "what is always or never right tells nothing"

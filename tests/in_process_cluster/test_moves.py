@@ -26,10 +26,12 @@ from tests.support.clusters.mini_cluster import cluster_of
 from tests.support.clusters.mini_requests import PROMPT, busy, prefills_braked, tokens_of
 from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.thoroughness import THOROUGH
 from tests.support.waiting import HANGS_S, eventually
 
-NUM_CHANGES, NUM_REPLACED = 50, 20
+NUM_CHANGES, NUM_REPLACED = (50, 20) if THOROUGH else (25, 10)
 MARK_TOKENS = 28
+NUM_MOVED_TOKENS = MARK_TOKENS * (NUM_CHANGES + NUM_REPLACED) + 40
 SHORT = random_prompts([40], seed=3)[0]
 A_TOKEN_EACH = DecodeWorkerConfig(speculation=None)  # else the last ones may come before their worker has died or left
 
@@ -85,9 +87,9 @@ async def lets_go(replica: WorkerReplica) -> None:
 
 
 async def test_a_stream_survives_any_number_of_moves_with_default_settings(tmp_path: Path) -> None:
-    """Role changes and replacements of the worker that decodes it, every so many of its 2,000 tokens."""
+    """Role changes and replacements of the worker that decodes it, every so many of its tokens."""
     model = SmallModel("llama", tmp_path, max_position_embeddings=4096)
-    params = SamplingParams(max_tokens=2000, seed=5, temperature=0.9, ignore_eos=True)
+    params = SamplingParams(max_tokens=NUM_MOVED_TOKENS, seed=5, temperature=0.9, ignore_eos=True)
     marks = Marks(len(SHORT) + MARK_TOKENS)
     async with replica_cluster(model, num_prefill=1, num_decode=2) as cluster:
         undisturbed = tokens_of(await cluster.generate("undisturbed", SHORT, params))

@@ -21,6 +21,7 @@ from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requ
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.step_cost import StepCost
+from tests.support.thoroughness import THOROUGH
 
 # A prompt of 4000 tokens takes 0.8 s.
 COST = StepCost(base_s=0.005, prefill_token_s=2e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=1e-7)
@@ -28,7 +29,7 @@ SHAPE = WorkerShape(cost=COST, kv_tokens=200_000, max_num_seqs=64, block_size=51
 SLO = SloConfig(classes=(SloClass(name="chat", ttft_s=5.0, tpot_s=0.1, share=0.9),), default="chat")
 CONFIG = SimulationConfig(num_prefill=0, num_decode=2, prefill=SHAPE, decode=SHAPE, slo=SLO)
 ONE_POOL = DecisionPolicy(one_pool=True)
-PERIOD_S = 600.0
+PERIOD_S = 600.0 if THOROUGH else 300.0
 CHANGE_S = 1.0
 # Three quarters of what four workers can do; at its peak, one model's is more than two can.
 WORKLOAD = Workload(

@@ -196,7 +196,7 @@ def is_back(cluster: MiniCluster, worker_id: str) -> bool:
 async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel, caplog: pytest.LogCaptureFixture) -> None:
     """First of the one that decodes, which is held in a step until it is stopped, then of the one that is to compute
     the prompt. They are left because they are silent, long before they would be taken for dead."""
-    params = greedy(600)
+    params = greedy(200)
     async with worker_processes(roomy, "prefill", "decode", "decode") as (cluster, workers):
         expected = tokens_of(await cluster.generate("undisturbed", PROMPT, params))
         decodes = {name: process for name, process in workers.items() if name.startswith("decode")}
