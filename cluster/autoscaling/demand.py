@@ -30,6 +30,9 @@ _SURE: Final = 2.0  # standard errors by which a rise must show before it counts
 _FEWEST_MISSES: Final = 3  # with fewer missed promises nothing is said about a budget
 _EARLY_S: Final = 0.5  # how much too early a client may come back, since clocks differ
 _RETURN_S: Final = 60.0  # who asks the same again within this time after it was to come back is the same client
+# So many refusals before that time are taken for other clients that ask the same, any more for one that does not wait:
+# else one client that polls orders workers for hundreds. What of theirs is placed is work, and counts in any case.
+_MAX_ALIKE: Final = 2
 
 
 def prefill_work_s(cost: StepCost, uncached_tokens: float, cached_tokens: float, chunk_tokens: float) -> float:
@@ -58,6 +61,16 @@ def decode_work_s(
     context = num_tokens + num_output / 2
     batch = largest_batch(cost, kv_tokens, max_num_seqs, context_tokens=context, tpot_s=tpot_s)
     return num_output * (cost.base_s / batch + cost.decode_s + cost.context_token_s * context)
+
+
+@dataclass(slots=True)
+class _TurnedAway:
+    """A question that was refused, first `at`, and whose client was asked to come back at `until`. `num_alike`: times
+    that it was counted once more, for other clients."""
+
+    at: float
+    until: float
+    num_alike: int = 0
 
 
 @dataclass(slots=True)
@@ -157,18 +170,16 @@ class DemandMonitor:
             WorkRate(now, short_s=rules.hold_s / 2, long_s=3 * rules.hold_s) for rules in (plan.prefill, plan.decode)
         )
         self._held, self._held_at = 0.0, now  # see `_held_by_those_who_decode`, smoothed
-        # Questions that were turned away, and when they were asked to come back.
-        self._turned_away: OrderedDict[Hashable, float] = OrderedDict()
+        self._turned_away: OrderedDict[Hashable, _TurnedAway] = OrderedDict()  # by question
 
     def asked(self, query: Place, verdict: Verdict, now: float) -> None:
         """Count a request, if it is its first attempt, by the verdict on it. One that waits counts like one that was
-        placed. One that was turned away counts as well, so its client's return does not."""
+        placed. One that was turned away counts as well, so its client's return does not, nor does what it asks before
+        its time, but for a few (see `_MAX_ALIKE`)."""
         if query.attempt > 0 or not verdict.decision.rows:
             return
-        is_back = self._is_back(query, now)
-        if verdict.outcome is AdmissionOutcome.REJECTED and verdict.retry_after_s is not None and query.prefix_hashes:
-            self._turned_away.setdefault(query.question, now + verdict.retry_after_s)
-        if not is_back:
+        refused_for_s = verdict.retry_after_s if verdict.outcome is AdmissionOutcome.REJECTED else None
+        if not self._is_counted(query, refused_for_s, now):
             self._count(query, verdict, now)
 
     def forecasts(self, now: float) -> tuple[float, float]:
@@ -227,16 +238,27 @@ class DemandMonitor:
         )
         self._decode.add(now, decode_s)
 
-    def _is_back(self, query: Place, now: float) -> bool:
-        """Whether a client comes back that was turned away and is counted. It must be time for that, and each is back
-        only once, since others may ask the same."""
-        while self._turned_away and now - next(iter(self._turned_away.values())) > _RETURN_S:
+    def _is_counted(self, query: Place, refused_for_s: float | None, now: float) -> bool:
+        """Whether it is of a client that was turned away and is counted; remembers whoever is told now to come back in
+        `refused_for_s`. It must be time for that, and each is back only once, since others may ask the same."""
+        while self._turned_away and now - next(iter(self._turned_away.values())).until > _RETURN_S:
             self._turned_away.popitem(last=False)
-        client = query.question
-        if now < self._turned_away.get(client, math.inf) - _EARLY_S:
+        known = self._turned_away.get(query.question)
+        if known is None:
+            if refused_for_s is not None and query.is_told_apart:
+                self._turned_away[query.question] = _TurnedAway(at=now, until=now + refused_for_s)
             return False
-        del self._turned_away[client]
-        return True
+        if now >= known.until - _EARLY_S:
+            if refused_for_s is None:
+                del self._turned_away[query.question]
+            else:
+                known.until = now + refused_for_s
+                self._turned_away.move_to_end(query.question)
+            return True
+        if refused_for_s is None or now - query.waited_s <= known.at:
+            return False  # it is served, or was sent before anybody could repeat it, like all choices of a request
+        known.num_alike += 1
+        return known.num_alike > _MAX_ALIKE
 
 
 def _held_by_those_who_decode(ledger: Ledger) -> float:

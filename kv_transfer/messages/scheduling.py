@@ -68,6 +68,11 @@ class Place(Message):
         last = self.prefix_hashes[-HASH_BYTES:]
         return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, last, self.adapter)
 
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether hardly another client has the same `question`. A prompt shorter than a block has no hash."""
+        return bool(self.prefix_hashes)
+
 
 @message
 class Placement(Message):

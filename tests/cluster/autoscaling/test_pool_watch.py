@@ -8,7 +8,7 @@ import pytest
 
 from cluster.autoscaling.controller import Autoscaler, ModelExchange
 from cluster.autoscaling.demand import BurnAlerts, DemandMonitor
-from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from cluster.autoscaling.sizing import PoolAdvice, PoolRules, PoolSizer, PoolsPlan
 from cluster.config.build_scheduler import pools_plan
 from cluster.config.load import load_config
 from cluster.scheduler.block_index import BlockIndex
@@ -21,7 +21,7 @@ from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
-from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, ledger_of, query_of
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
@@ -82,6 +82,47 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
         before = demand(watch, now)
         door.ask(replace(query, request_id=f"{query.request_id} again"), now)
         assert demand(watch, now) == before
+
+
+@pytest.mark.parametrize("told_s", [90.0, 1.0])
+def test_a_client_that_asks_again_and_again_orders_workers_for_three_at_most(told_s: float) -> None:
+    def advised(queries: list[Place]) -> tuple[float, PoolAdvice | None]:
+        """All of them are refused, evenly over 20 s."""
+        ledger, plan = ledger_of("p1", "d1"), PoolsPlan(prefill=SCALING, decode=SCALING)
+        book(ledger, "queued", prefill_s=60.0)
+        book(ledger, "local", prefill=None, prefill_s=60.0)
+        watch, sizer = DemandMonitor(ledger, plan, 0.0), PoolSizer(plan, 0.0)
+        door = Door(ledger, watch)
+        for number, query in enumerate(queries):
+            now = 20.0 * number / len(queries)
+            ledger.joins_at = now + told_s
+            assert door.ask(query, now).outcome is AdmissionOutcome.REJECTED
+        return demand(watch, 20.0), sizer.advise(20.0, *watch.views(20.0, BurnAlerts()))
+
+    alike = [query_of(f"poll{number}", prefix_hashes=b"q" * 16) for number in range(200)]
+    others = [query_of(f"r{number}", prefix_hashes=bytes([number]) * 16) for number in range(40)]
+    polled, advice = advised(alike)
+    three, advice_for_three = advised(others[:3])
+    assert polled <= 1.1 * three
+    assert advice == advice_for_three
+    many, advice_for_many = advised(others)
+    assert many > 5 * three and advice_for_many != advice
+
+
+def test_all_choices_of_a_request_ask_for_something() -> None:
+    """They ask the same, and are on their way before any is refused."""
+    ledger = ledger_of("p1", "d1")
+    book(ledger, "queued", prefill_s=60.0)
+    book(ledger, "local", prefill=None, prefill_s=60.0)
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    demands = []
+    for choice in range(20):
+        now = 0.02 + choice / 1000
+        query = query_of(f"r-{choice}", prefix_hashes=b"q" * 16, waited_s=now)
+        assert door.ask(query, now).outcome is AdmissionOutcome.REJECTED
+        demands.append(demand(watch, 1.0))
+    assert demands == pytest.approx([(choice + 1) * demands[0] for choice in range(20)], rel=0.3)
 
 
 def demand(watch: DemandMonitor, now: float) -> float:
