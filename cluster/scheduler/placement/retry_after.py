@@ -39,7 +39,10 @@ ASSUMED_PACE_S: Final = 5.0  # of contention: so much weight has the assumption 
 
 
 class RetryAfterCalendar:
-    """Tells each client when to come back. `return_rate`: the share of clients that do come back, smoothed."""
+    """Tells each client when to come back. `return_rate`: the share of clients that do so at their time, smoothed.
+
+    Many clients do not: they try again after half a second and a second, whatever they were told, and then give up.
+    Such a visit is no return, and brings no work that is not reserved already."""
 
     def __init__(self) -> None:
         self.return_rate = FIRST_RETURN_RATE
@@ -47,6 +50,7 @@ class RetryAfterCalendar:
         self._in_turn: list[tuple[float, int, Hashable]] = []  # a heap; what no longer stands is left in it
         self._num_reserved = 0
         self._came_back: set[Hashable] = set()  # of those, who did so once: what they do next teaches nothing
+        self._came_early: dict[Hashable, float] = {}  # of those, and what each took off `return_rate`
         self._pace = PlacementPace()
         self._work = ReservedWork()
 
@@ -59,24 +63,28 @@ class RetryAfterCalendar:
         room for them."""
         self._pace.placed(work_s)
 
-    def reserve(self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float) -> float:
+    def reserve(
+        self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float, *, told_apart: bool = True
+    ) -> float:
         """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
-        worker's time; `num_workers`: that do such work."""
+        worker's time; `num_workers`: that do such work; `told_apart`: hardly another client has this key."""
         self._forget(now)
         self._work.forget(now)
         self._pace.turned_away(now)
-        open_until = self._until.pop(key, None)
-        if open_until is not None:
-            self._learn(key, 1.0)
-            self._came_back.add(key)
-        at = open_until  # where it came too early, its turn is still its own
-        if at is None or at < earliest:
+        expected_at = self._until.get(key)
+        is_early = expected_at is not None and now < expected_at - EARLY_S
+        if expected_at is not None:
+            self._came(key, is_early, told_apart)
+        if expected_at is not None and (is_early or expected_at >= earliest):
+            at = max(expected_at, earliest)  # where it came too early, its turn is still its own, and its work has room
+        else:
             # Room for those who do come: else, where nobody does, each is sent further away than the one before.
             per_s = CALENDAR_SHARE * self._pace.per_s(num_workers)
             at = self._work.reserve(earliest, self.return_rate * work_s, per_s)
-        self._until[key] = at
-        self._num_reserved += 1
-        heapq.heappush(self._in_turn, (at, self._num_reserved, key))
+        if at != expected_at:
+            self._until[key] = at
+            self._num_reserved += 1
+            heapq.heappush(self._in_turn, (at, self._num_reserved, key))
         return at
 
     def match(self, key: Hashable, now: float) -> bool:
@@ -85,10 +93,12 @@ class RetryAfterCalendar:
         at = self._until.get(key)
         return at is not None and at - EARLY_S <= now <= at + GRACE_S
 
-    def served(self, key: Hashable) -> None:
-        """The client was placed. Unknown ones are fine."""
-        if self._until.pop(key, None) is not None:
-            self._learn(key, 1.0)
+    def served(self, key: Hashable, now: float, *, told_apart: bool = True) -> None:
+        """The client was placed. Unknown ones are fine. Who finds room before its time will not need it then."""
+        at = self._until.pop(key, None)
+        if at is not None:
+            self._came(key, now < at - EARLY_S, told_apart)
+            self._is_done_with(key)
 
     def is_due(self, now: float) -> bool:
         """Whether clients that were asked to come back may be here at any moment."""
@@ -105,14 +115,33 @@ class RetryAfterCalendar:
             heapq.heappop(self._in_turn)
             if stands:
                 del self._until[key]
-                self._learn(key, 0.0)
+                if key not in self._came_back and key not in self._came_early:
+                    self._learn(0.0)
+                self._is_done_with(key)
 
-    def _learn(self, key: Hashable, came_back: float) -> None:
-        """Once it is known whether a client came back."""
+    def _came(self, key: Hashable, is_early: bool, told_apart: bool) -> None:
+        """A client that is expected is here. Each teaches once whether it comes back at its time. Who comes before is
+        taken for one that will not, until it does: its time may be minutes off, and all that while the work of clients
+        like it would put off others. Where that is wrong, times are short, and soon show it. Of a key that many have it
+        teaches nothing: it is another one's visit."""
         if key in self._came_back:
-            self._came_back.remove(key)
-        else:
-            self.return_rate += RETURN_SMOOTHING * (came_back - self.return_rate)
+            return
+        if not is_early:
+            self.return_rate = min(1.0, self.return_rate + self._came_early.pop(key, 0.0))
+            self._learn(1.0)
+            self._came_back.add(key)
+        elif told_apart and key not in self._came_early:
+            before = self.return_rate
+            self._learn(0.0)
+            self._came_early[key] = before - self.return_rate
+
+    def _is_done_with(self, key: Hashable) -> None:
+        """Nothing more is expected of the client."""
+        self._came_back.discard(key)
+        self._came_early.pop(key, None)
+
+    def _learn(self, came_back: float) -> None:
+        self.return_rate += RETURN_SMOOTHING * (came_back - self.return_rate)
 
 
 class PlacementPace:

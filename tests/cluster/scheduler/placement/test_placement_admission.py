@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -219,7 +220,8 @@ def test_who_is_late_on_an_idle_cluster_too_takes_what_is_left_and_is_not_expect
 
 @dataclass(slots=True)
 class _Cluster:
-    """Workers that do exactly what was predicted; clients that come back once when they were told."""
+    """Workers that do exactly what was predicted; clients that come back once when they were told, or those that
+    `give_up_after` names so many seconds after they were refused, whatever they were told, and then no more."""
 
     ledger: Ledger
     admission: Admission
@@ -228,6 +230,8 @@ class _Cluster:
     served: Counter[str] = field(default_factory=Counter)
     met: Counter[str] = field(default_factory=Counter)
     told: set[str] = field(default_factory=set)
+    give_up_after: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    waits_s: list[float] = field(default_factory=list)  # until they should come back, as they were told
     count: int = 0
 
     def at(self, at: float, kind: str, request_id: str) -> None:
@@ -274,11 +278,17 @@ class _Cluster:
         elif verdict.outcome is AdmissionOutcome.WAITING:
             self.at(float(verdict.until or now), "again", "")
         elif query.request_id not in self.told:
+            wait_s = float(verdict.retry_after_s or 0.0)
+            self.waits_s.append(wait_s)
             again = query.request_id + "'"
-            self.told.add(again)
-            self.offer(
-                again, now + float(verdict.retry_after_s or 0.0), tenant=query.tenant, num_tokens=query.num_tokens
-            )
+            if query.request_id in self.give_up_after:
+                wait_s, *later = self.give_up_after[query.request_id] or (math.inf,)
+                self.give_up_after[again] = tuple(later)
+            else:
+                self.told.add(again)
+            if wait_s < math.inf:
+                self.queries[again] = replace(self.queries[query.request_id], request_id=again)
+                self.at(now + wait_s, "ask", again)
 
 
 def _cluster(**rules: Any) -> _Cluster:
@@ -308,6 +318,18 @@ def test_those_who_are_placed_meet_their_targets_and_those_who_return_too() -> N
     assert cluster.met["t"] >= 0.9 * placed
     assert cluster.told
     assert cluster.met["returned"] >= 0.8 * len(cluster.told)
+
+
+def test_clients_that_heed_no_retry_after_do_not_send_the_others_far_away() -> None:
+    """Three times the capacity. Nine of ten clients try again after half a second and a second, and then give up."""
+    cluster = _cluster()
+    for number in range(240):
+        if number % 10:
+            cluster.give_up_after[f"r{number}"] = (0.5, 1.0)
+        cluster.offer(f"r{number}", 0.1 * number, num_tokens=900 + number, prefix_hashes=bytes([number]) * 16)
+    cluster.run()
+    assert max(cluster.waits_s) < 60.0
+    assert cluster.met["returned"] >= 0.8 * len(cluster.told) > 0
 
 
 # --- shares ---

@@ -72,14 +72,14 @@ def test_clients_are_known_again_while_they_are_expected() -> None:
     assert first == 210.0
     assert second == pytest.approx(210.0 + 4.0 / 0.6), "0.15 of four workers' time, and half are expected"
     assert calendar.reserve("c", 205.0, 1.0, 4, 200.0) == 205.0
-    calendar.served("c")
+    calendar.served("c", 201.0)
     assert calendar.reserve("b", 205.0, 1.0, 4, 201.0) == second, "too early: it keeps its turn"
     assert not calendar.match("a", 205.0)
     assert not calendar.is_due(205.0)
     assert calendar.match("a", 210.0)
     assert calendar.is_due(210.0)
-    calendar.served("a")
-    calendar.served("a")
+    calendar.served("a", 210.0)
+    calendar.served("a", 210.0)
     assert not calendar.match("a", 210.0)
     assert not calendar.is_due(215.5)
     assert calendar.is_due(216.0)
@@ -98,6 +98,61 @@ def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
     assert max(waits[3000:]) <= max(waits[:3000]) + 1.0
 
 
+def test_clients_that_retry_on_a_backoff_of_their_own_and_give_up_send_nobody_further_away() -> None:
+    """As above, with two more visits of each before its time. They are no returns: nobody comes at its time."""
+    calendar = RetryAfterCalendar()
+    waits = []
+    for number in range(3000):
+        now = number / 10
+        calendar.placed(0.8)
+        waits.append(calendar.reserve(number, now + 2.0, 1.6, 8, now) - now)
+        for before in (1, 3):
+            if number >= before:
+                calendar.reserve(number - before, now + 2.0, 1.6, 8, now)
+    assert max(waits[1000:]) < 20.0
+    assert calendar.return_rate < 0.01
+
+
+def test_who_asks_again_and_again_before_its_time_takes_the_room_of_one() -> None:
+    calendar = RetryAfterCalendar()
+    told = [calendar.reserve("a", 8.0 + now / 10, 8.0, 4, now / 10) for now in range(60)]
+    assert told == [8.0 + now / 10 for now in range(60)], "not before there is room, nor behind its own work"
+    assert sum(calendar._work.taken_s.values()) == 4.0, "once, and half are expected"
+
+
+def test_who_is_served_before_its_time_does_not_need_the_room_that_was_kept_for_it() -> None:
+    calendar = RetryAfterCalendar()
+    for number in range(60):
+        calendar.reserve(number, number + 20.0, 0.1, 8, float(number))
+        calendar.served(number, number + 0.5)
+    assert calendar.return_rate < 0.01
+    assert len(calendar) == 0
+
+
+@pytest.mark.parametrize("num_early", [1, 50])
+def test_who_comes_at_its_time_has_come_back_however_often_it_came_before(num_early: int) -> None:
+    calendar = RetryAfterCalendar()
+    for start in range(0, 6000, 100):  # ten at once, so that what each teaches falls between what others do
+        clients = [(start, number) for number in range(10)]
+        told = {client: calendar.reserve(client, start + 30.0, 0.1, 8, float(start)) for client in clients}
+        for step in range(num_early):
+            told = {client: calendar.reserve(client, start + 30.0, 0.1, 8, start + step / 2) for client in clients}
+        for client, at in sorted(told.items(), key=lambda item: item[1]):
+            assert calendar.match(client, at)
+            calendar.served(client, at)
+            assert 0.0 <= calendar.return_rate <= 1.0
+    assert calendar.return_rate > 0.99
+
+
+def test_a_visit_before_its_time_is_another_client_s_where_many_ask_the_same() -> None:
+    calendar = RetryAfterCalendar()
+    for number in range(60):
+        at = calendar.reserve("a", number + 20.0, 0.1, 8, float(number), told_apart=False)
+        if number % 2:
+            calendar.served("a", number + 0.5, told_apart=False)
+    assert at > 78.0 and calendar.return_rate == 0.5
+
+
 def test_clients_that_never_return_keep_nobody_out() -> None:
     calendar = RetryAfterCalendar()
     for number in range(60):
@@ -105,7 +160,7 @@ def test_clients_that_never_return_keep_nobody_out() -> None:
     calendar.is_due(1000.0)
     assert calendar.return_rate < 0.01
     for number in range(60):
-        calendar.reserve(number, 2000.0 + number, 0.1, 8, 2000.0)
-        calendar.reserve(number, 2100.0 + number, 0.1, 8, 2001.0)  # it came back, in vain: that is not its fault
-        calendar.served(number)
+        at = calendar.reserve(number, 2002.0 + 2.0 * number, 0.1, 8, 2000.0 + 2.0 * number)
+        at = calendar.reserve(number, at + 100.0, 0.1, 8, at)  # it came back, in vain: that is not its fault
+        calendar.served(number, at)
     assert calendar.return_rate > 0.99
