@@ -6,6 +6,7 @@ A message is registered where it is defined: `@message` on a subclass of `Messag
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, dataclass_transform
 
@@ -28,7 +29,6 @@ class Message:
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 _STRICT: Final = ConfigDict(extra="forbid")
-_ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {}
 
 KINDS: Final[dict[str, type[Message]]] = {}
 """All messages whose modules have been imported, by name. Only `message` adds to them."""
@@ -47,14 +47,20 @@ def message(cls: type[_M]) -> type[_M]:
     assert cls.__name__ not in KINDS, f"there are two messages {cls.__name__}"
     made = record(cls)
     KINDS[made.__name__] = made
-    _ADAPTERS[made.__name__] = TypeAdapter(made)
     return made
+
+
+@functools.cache
+def _adapter(tag: str) -> TypeAdapter[Any]:
+    """What validates and dumps messages of this kind. Made for the first one: to make all fifty takes a quarter of a
+    second of every process's start, and none has use for all."""
+    return TypeAdapter(KINDS[tag])
 
 
 def encode(message: Message) -> bytes:
     """The message as msgpack bytes."""
     tag = type(message).__name__
-    packed: bytes = msgpack.packb([tag, _ADAPTERS[tag].dump_python(message)])
+    packed: bytes = msgpack.packb([tag, _adapter(tag).dump_python(message)])
     return packed
 
 
@@ -68,13 +74,12 @@ def decode(data: bytes | memoryview) -> Message:
     if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[0], str)):
         raise MalformedMessageError("a message is an array of a tag and a map")
     tag, fields = frame
-    adapter = _ADAPTERS.get(tag)
-    if adapter is None:
+    if tag not in KINDS:
         raise MalformedMessageError(f"unknown message {tag[:40]!r}: the peer speaks another protocol version")
     if not isinstance(fields, dict):
         raise MalformedMessageError(f"the fields of {tag} must be a map")
     try:
-        decoded: Message = adapter.validate_python(fields)
+        decoded: Message = _adapter(tag).validate_python(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
