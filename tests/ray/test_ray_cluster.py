@@ -10,14 +10,11 @@ import asyncio
 import base64
 import contextlib
 import ipaddress
-import itertools
 import json
 import os
-import random
 import re
 import signal
 import socket
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +27,7 @@ import pytest
 
 from cluster.http.server.connection import ACCEPTED_PER_TURN
 from engine.text.tokenizer import Tokenizer
-from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client, stream_events
+from tests.ray.http_generation import Answer, complete_all, greedy_body, http_client, stream_events
 from tests.ray.served_cluster import (
     MODEL,
     START_TIMEOUT_S,
@@ -41,9 +38,9 @@ from tests.ray.served_cluster import (
     words_of,
 )
 from tests.support.exactness import LONGEST, count_near_ties, exactness_prompts, hf_reference
-from tests.support.openai_conformance import CHECKS, Target
+from tests.support.openai_conformance import CHECKS, Target, structured_answers_parse
 from tests.support.otlp_receiver import Receiver, assert_filled, attributes, children, otlp_receiver, roots
-from tests.support.thoroughness import THOROUGH
+from tests.support.thoroughness import THOROUGH, in_test_long
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
@@ -81,6 +78,7 @@ def receiver() -> Iterator[Receiver]:
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path, receiver: Receiver
 ) -> Iterator[ServedCluster]:
+    """Ends in order, whatever the tests did to its workers and its gateway."""
     folder = tmp_path_factory.mktemp("cluster")
     config = {**CONFIG, "gateway": {"storage": str(folder / "storage")}}
     # What clients trace is traced, and nothing else.
@@ -92,6 +90,9 @@ def cluster(
     with served_cluster(config, folder, env={"LEGATO_SECRET": SECRET, **tracing}) as running:
         running.wait_for_workers(prefill=1, decode=1)
         yield running
+    assert running.process.returncode == 0
+    last_words = running.log.read_text().split("Stopping.")[1]
+    assert not re.search("fail|error|retried|not end", last_words, re.IGNORECASE), last_words
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,8 @@ def test_a_traced_request_is_told_with_the_parts_that_everybody_had_in_it(
     assert {worker for _, worker in parts if worker} <= workers.keys()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+# By a model of a millisecond a step: tests/ray/deployed/test_ray_requests.py.
+@pytest.mark.parametrize("check", (structured_answers_parse, *in_test_long(*CHECKS)), ids=lambda check: check.__name__)
 def test_openai_conformance(cluster: ServedCluster, check: Any) -> None:
     with httpx.Client(base_url=cluster.url, timeout=120) as http, cluster.client() as client:
         check(Target(client=client, http=http, model=MODEL))
@@ -293,54 +295,6 @@ def test_disconnected_client_frees_everything_at_once(cluster: ServedCluster, pr
     cluster.wait_idle()
     print(f"idle {time.monotonic() - left:.2f} s after the client left")
     assert computed() - when_it_left < 1600 / 2, "it went on without its client"
-
-
-def test_200_requests_a_third_cancelled(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:
-    """Concurrency 32; the others are exact, nothing leaks, memory does not grow from round to round."""
-    references = hf_reference(smollm2_folder, prompts, NUM_TOKENS)
-    rng, num_tokens = random.Random(2), 24 if THOROUGH else 12
-    plans = [(rng.randrange(len(prompts)), rng.randrange(num_tokens) if n % 3 == 0 else None) for n in range(200)]
-
-    async def run(plans: list[tuple[int, int | None]]) -> list[Answer | None]:
-        gate = asyncio.Semaphore(32)
-        async with http_client(cluster.url) as client:
-
-            async def one(number: int, leave_after: int | None) -> Answer | None:
-                body = greedy_body(MODEL, prompts[number], num_tokens)
-                async with gate:
-                    if leave_after is None:
-                        return await complete(client, body)
-                    if leave_after == 0:
-                        task = asyncio.create_task(complete(client, body))
-                        await asyncio.sleep(rng.random() * 0.5)
-                        task.cancel()
-                        await asyncio.gather(task, return_exceptions=True)
-                        return None
-                    async for answer in stream_events(client, body, Answer()):
-                        if len(answer.token_ids) >= leave_after:
-                            return None
-                    return None
-
-            return await asyncio.gather(*(one(*plan) for plan in plans))
-
-    answers, resident = [], []
-    for start in range(0, len(plans), 40):
-        answers += asyncio.run(run(plans[start : start + 40]))
-        resident.append(_worker_memory(cluster))
-    for (number, leave_after), answer in zip(plans, answers, strict=True):
-        if leave_after is None:
-            assert answer is not None
-            assert answer.error is None
-            assert answer.token_ids == references[number].token_ids[:num_tokens], f"prompt {number}"
-    cluster.wait_idle()
-    # A leak grows with every round; what an allocator keeps, now and then.
-    growth = {pid: [b[pid] - a[pid] for a, b in itertools.pairwise(resident)] for pid in resident[0]}
-    print(f"growth of the workers' memory: {[[round(g / 1e6, 1) for g in rounds] for rounds in growth.values()]} MB")
-    assert all(statistics.median(rounds) < 40e6 for rounds in growth.values()), growth
-
-
-def _worker_memory(cluster: ServedCluster) -> dict[int, int]:
-    return {worker["pid"]: psutil.Process(worker["pid"]).memory_info().rss for worker in cluster.workers()}
 
 
 def test_decode_killed_in_mid_stream(cluster: ServedCluster, prompts: list[list[int]], smollm2_folder: Path) -> None:

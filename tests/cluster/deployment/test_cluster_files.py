@@ -151,7 +151,7 @@ def test_pods_take_traffic_and_leave_in_order() -> None:
 
 
 def test_the_classes_are_all_that_slo_adds_to_two_of_each_worker() -> None:
-    """Who has seen the one answer (tests/ray/test_ray_serve_run.py) need not see the other."""
+    """Who has seen the one answer (tests/ray/deployed/test_config_files.py) need not see the other."""
     classes, plain = document(CONFIGS / "slo.yaml"), document(CONFIGS / "cpu_2p2d.yaml")
     assert classes["applications"][0]["args"].pop("slo")
     assert classes == plain

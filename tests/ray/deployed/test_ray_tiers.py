@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,14 +19,13 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import transformers
 
 from decode_workers.local_engine import LocalEngine
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
+from tests.ray.deployed.serve_run import ServeRun
 from tests.ray.http_generation import Answer, complete, complete_all, greedy_body, http_client
-from tests.ray.served_cluster import ServedCluster, served_cluster
+from tests.ray.served_cluster import ServedCluster
 from tests.support.small_models import greedy
 from tests.support.thoroughness import THOROUGH
 
@@ -43,35 +41,9 @@ MEMORY = {"block_size": 16, "memory": "1MiB", "host_memory": "3MiB", "staging": 
 DISK_BYTES = NUM_CONVERSATIONS * 2**23 // 50  # of each of two workers: together they hold less than all conversations
 
 
-def tiny_model(folder: Path, tokenizer_folder: Path) -> Path:
-    """Four layers that read a real tokenizer's ids. Its weights are large, so that no two tokens are nearly as good."""
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=49_152,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    for path in tokenizer_folder.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), smollm2_folder)
-
-
-def settings(model: Path, disk: Path) -> dict[str, Any]:
+def settings(tiny_folder: Path, disk: Path) -> dict[str, Any]:
     return {
-        "model": {"ref": str(model), "served_name": NAME, "dtype": "float32"},
+        "model": {"ref": str(tiny_folder), "served_name": NAME, "dtype": "float32"},
         "kv": {
             "prefill": MEMORY,
             "decode": MEMORY,
@@ -101,7 +73,7 @@ class Conversation:
         return history + self.says[turn]
 
 
-def conversations(model: Path) -> list[Conversation]:
+def conversations(tiny_folder: Path) -> list[Conversation]:
     """Answered by an engine that has room for everything, computes every prompt anew and knows no tiers."""
     source = random.Random(7)
     talks = [
@@ -109,7 +81,12 @@ def conversations(model: Path) -> list[Conversation]:
         for _ in range(NUM_CONVERSATIONS)
     ]
     config = EngineConfig(
-        model_ref=str(model), model_name=NAME, dtype="float32", kv_blocks=2048, num_threads=1, prefix_caching=False
+        model_ref=str(tiny_folder),
+        model_name=NAME,
+        dtype="float32",
+        kv_blocks=2048,
+        num_threads=1,
+        prefix_caching=False,
     )
     engine = LocalEngine(load_model(config))
     for turn in range(NUM_TURNS):
@@ -173,10 +150,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "disk"
 
 
-def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Path) -> None:
+def test_conversations_that_fit_in_no_tier(newcomer: ServeRun, tmp_path: Path, disk: Path, tiny_folder: Path) -> None:
     """Hundreds of requests, every answer exact; budgets hold, nothing leaks; then a restart, and then a death."""
-    talks = conversations(model)
-    with served_cluster(settings(model, disk), tmp_path) as cluster:
+    talks = conversations(tiny_folder)
+    with newcomer.cluster(settings(tiny_folder, disk), tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
         first = talk_to_all(cluster, talks[:10], range(NUM_TURNS))
         answers, sizes = [], [worker_bytes(cluster)]
@@ -196,7 +173,7 @@ def test_conversations_that_fit_in_no_tier(tmp_path: Path, disk: Path, model: Pa
         assert ask(cluster, last).cached_tokens > 0
         cluster.wait_until(lambda: has_what_it_gets(cluster, "disk"), "all is written")
 
-    with served_cluster(settings(model, disk), tmp_path) as cluster:
+    with newcomer.cluster(settings(tiny_folder, disk), tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
         assert any(is_found(cluster, talk) for talk in reversed(talks[-5:])), "the restart lost what the disk tier held"
 

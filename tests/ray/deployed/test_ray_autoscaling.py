@@ -1,4 +1,4 @@
-"""`serve run` with a prefill pool that is sized by demand: a second worker comes with it, and goes when it is over.
+"""A prefill pool that is sized by demand: a second worker comes with it, and goes when it is over.
 
 The scheduler's advice goes to the worker, from there to Serve's controller, and becomes a process that loads a model.
 """
@@ -6,22 +6,23 @@ The scheduler's advice goes to the worker, from there to Serve's controller, and
 from __future__ import annotations
 
 import asyncio
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.text.tokenizer import Tokenizer
+from tests.ray.deployed.serve_run import ServeRun
 from tests.ray.http_generation import Answer, complete, greedy_body, http_client
-from tests.ray.served_cluster import MODEL, ServedCluster, served_cluster
+from tests.ray.served_cluster import MODEL, ServedCluster
 from tests.support.exactness import LONGEST, exactness_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
 CONFIG: dict[str, Any] = {
-    # Without AVX-512 a prompt in bfloat16 takes nine times as long, and those that are left when two workers are there
-    # must still be computed.
+    # Where a CPU has no bfloat16 a prompt in it takes nine times as long, and those that are left when a second worker
+    # is wanted must still be computed.
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {
         "prefill": {"memory": "256MiB", "host_memory": "64MiB"},
@@ -43,16 +44,11 @@ CONFIG: dict[str, Any] = {
     "decode": {"num_cpus": 0.2},
     "gateway": {"num_cpus": 0.1},
 }
-ENVIRONMENT = {
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 
-def test_the_prefill_pool_follows_the_demand(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_the_prefill_pool_follows_the_demand(newcomer: ServeRun, tmp_path: Path, smollm2_folder: Path) -> None:
     prompt = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)[LONGEST]
-    serve = str(Path(sys.executable).with_name("serve"))
-    with served_cluster(CONFIG, tmp_path, command=(serve, "run"), env=ENVIRONMENT) as cluster:
+    with newcomer.cluster(CONFIG, tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
         answers = asyncio.run(_load_until_scaled(cluster, greedy_body(MODEL, prompt, 4)))
         cluster.wait_for_workers(prefill=1, decode=1)
@@ -62,19 +58,34 @@ def test_the_prefill_pool_follows_the_demand(tmp_path: Path, smollm2_folder: Pat
 
 
 async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> list[Answer]:
-    """Keep eight prompts in the cluster until it has two prefill workers: one is never idle meanwhile."""
-    scaled = asyncio.Event()
+    """Keep eight prompts in the cluster until it wants two prefill workers, so that one is never idle. What is wanted
+    comes: until it is there, one prompt after another and as much rest keep one of them half busy, which is more than
+    it should be."""
+    is_wanted, is_there = asyncio.Event(), asyncio.Event()
     answers: list[Answer] = []
     async with http_client(cluster.url) as client:
 
         async def send() -> None:
-            while not scaled.is_set():
+            while not is_wanted.is_set():
                 answers.append(await complete(client, body))
 
-        senders = [asyncio.create_task(send()) for _ in range(8)]
+        async def send_now_and_then() -> None:
+            await send()
+            while not is_there.is_set():
+                began = time.monotonic()
+                answers.append(await complete(client, body))
+                await asyncio.sleep(time.monotonic() - began)
+
+        def wants_two() -> bool:
+            return cluster.metric("legato_pool_wanted_workers", pool="prefill") == 2
+
+        senders = [asyncio.create_task(one()) for one in [send_now_and_then, *[send] * 7]]
         try:
+            await asyncio.to_thread(cluster.wait_until, wants_two, "two prefill workers are wanted")
+            is_wanted.set()
             await asyncio.to_thread(cluster.wait_for_workers, prefill=2, decode=1)
         finally:
-            scaled.set()
+            is_wanted.set()
+            is_there.set()
             await asyncio.gather(*senders)
     return answers
