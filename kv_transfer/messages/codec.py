@@ -52,7 +52,7 @@ def message(cls: type[_M]) -> type[_M]:
 
 @functools.cache
 def _adapter(tag: str) -> TypeAdapter[Any]:
-    """What validates and dumps messages of this kind. Made for the first one: to make all fifty takes a quarter of a
+    """What validates and dumps messages of this kind. Made for the first one: to make all fifty takes a sixth of a
     second of every process's start, and none has use for all."""
     return TypeAdapter(KINDS[tag])
 
