@@ -258,9 +258,11 @@ class PrefillScheduler:
 
     def _may_keep(self, seq: Sequence) -> bool:
         """Whether it may be computed before decode has room for it, and be kept here until then."""
-        kept = sum(e.seq.num_tokens for e in self._entries.values() if not e.is_reserved and e.seq.lease is not None)
-        pool = self._allocator.pool.num_blocks // self._allocator.layer_groups * self._allocator.block_size
-        return kept + seq.num_tokens <= min(KEPT_SHARE * pool, pool - self._longest)
+        columns = self._allocator.num_columns_for  # whole ones are held, however short a prompt is
+        kept = [e.seq for e in self._entries.values() if not e.is_reserved and e.seq.lease is not None]
+        pool = self._allocator.pool.num_blocks // self._allocator.layer_groups
+        num_kept = sum(columns(other.num_tokens) for other in (*kept, seq))
+        return num_kept <= min(KEPT_SHARE * pool, pool - columns(self._longest))
 
     def _open(self, seq: Sequence, columns_left: int) -> tuple[BlockCopy, ...] | None:
         """Blocks on the device, else split over both tiers; None and nothing taken if there are too few."""

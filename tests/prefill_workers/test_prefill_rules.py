@@ -26,6 +26,7 @@ class Bench:
         rate: float = 100.0,
         cost: StepCost | None = None,
         longest: int = 0,
+        max_waiting: int = 8,
     ) -> None:
         self.pool = BlockPool(columns * layer_groups)
         self.host_pool = BlockPool(host_columns * layer_groups) if host_columns else None
@@ -37,7 +38,7 @@ class Bench:
         self.scheduler = PrefillScheduler(
             allocator,
             token_budget=token_budget,
-            max_waiting=8,
+            max_waiting=max_waiting,
             longest=longest,
             staging_columns=staging_columns,
             host_groups=host_rule(allocator, staging_columns, rate),
@@ -273,3 +274,14 @@ def test_what_is_kept_leaves_room_for_the_longest_prompt_that_decode_holds_block
     while (step := bench.step())[0]:
         order += step[1]
     assert order == ["a", "long"]
+
+
+def test_short_prompts_are_kept_by_the_whole_columns_that_they_hold() -> None:
+    bench = Bench(columns=40, longest=25 * BLOCK_SIZE, max_waiting=41)
+    for number in range(40):
+        bench.scheduler.add(prompt_of(f"short{number}", [2]), is_reserved=False)
+    bench.scheduler.add(prompt_of("long", [3] * (25 * BLOCK_SIZE)))
+    order = []
+    while (step := bench.step())[0]:
+        order += step[1]
+    assert order == [*(f"short{number}" for number in range(15)), "long"]

@@ -211,7 +211,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.host_pool is not None:
             self.host_pool.check()
         kept = [self.sequences[key] for key in self.unreserved if self.sequences[key].lease is not None]
-        assert sum(seq.num_tokens for seq in kept) <= COLUMNS * BLOCK_SIZE / 2
+        assert sum(self.allocator.num_columns_for(seq.num_tokens) for seq in kept) <= COLUMNS / 2
         undone = [seq for key, seq in self.sequences.items() if key not in self.computed | self.broken]
         assert self.scheduler.num_uncomputed_tokens >= sum(seq.num_uncomputed for seq in undone)
 
