@@ -231,9 +231,13 @@ class DecodeScheduler:
         self._entries[seq.key] = Entry(seq, DecodeState.RESERVED)
 
     def renew(self, key: SequenceKey, seq: Sequence) -> bool:
-        """A newer attempt takes over the reservation with its blocks. False if it needs more than there are."""
+        """A newer attempt takes over the reservation with its blocks. False if it needs more than there are, or rests
+        in host memory and has become too long to be computed from there."""
         entry = self._entries[key]
         assert entry.state is DecodeState.RESERVED, f"cannot renew a sequence that is {entry.state.name}"
+        num_columns = self.allocator.num_columns_for(seq.num_tokens + 1)
+        if entry.seq.host_groups and num_columns > self.tiers.staging_columns:
+            return False
         if not self.allocator.grow(entry.seq, seq.num_tokens + 1):
             return False
         self.allocator.reassign(entry.seq, seq)

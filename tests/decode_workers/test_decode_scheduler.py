@@ -44,6 +44,7 @@ params = st.builds(
     st.sampled_from([(), (4, 5, 6)]),
     st.sampled_from([None, None, 0]),
 )
+first_parts = st.sampled_from([0, 0, 1, 4, 7])  # tokens of a split prompt that another worker computes
 num_alone = st.sampled_from([0, 0, NUM_ALONE])  # of a request that made a worker fail, perhaps
 some = st.integers(0, 2**16)
 
@@ -142,19 +143,19 @@ class DecodeMachine(RuleBasedStateMachine):
         self._check_lingering(between_steps=False)
         self.scheduler.release(SequenceKey("never heard of", 0))
 
-    @rule(prompt=prompts, params=params, prior=st.integers(0, 5), num_alone=num_alone)
-    def reserve(self, prompt: list[int], params: SamplingParams, prior: int, num_alone: int) -> None:
-        seq = self._sequence(prompt, params, prior, num_alone)
+    @rule(prompt=prompts, params=params, prior=st.integers(0, 5), num_alone=num_alone, first_part=first_parts)
+    def reserve(self, prompt: list[int], params: SamplingParams, prior: int, num_alone: int, first_part: int) -> None:
+        seq = _split(self._sequence(prompt, params, prior, num_alone), first_part)
         if self.scheduler.can_reserve(seq.num_tokens):
             self.scheduler.reserve(seq)
             self._tell(seq)
 
     @precondition(lambda self: self._reserved())
-    @rule(which=some, num_more=st.integers(0, 6))
-    def renew(self, which: int, num_more: int) -> None:
+    @rule(which=some, num_more=st.integers(0, 6), first_part=first_parts)
+    def renew(self, which: int, num_more: int, first_part: int) -> None:
         """A newer attempt, to which its gateway got some more tokens."""
         old = self._pick(self._reserved(), which).seq
-        seq = self._attempt_after(old, num_more)
+        seq = _split(self._attempt_after(old, num_more), first_part)
         taken = self.scheduler.renew(old.key, seq)
         if taken:
             del self.stories[old.key]
@@ -164,9 +165,13 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._reserved())
     @rule(which=some)
     def admit(self, which: int) -> None:
-        """The KV arrives. Prefill hands nothing over that ends with its first token."""
+        """The KV arrives, or its first part. Prefill hands nothing over that ends with its first token."""
         story = self._pick(self._reserved(), which)
         seq = story.seq
+        if seq.num_received:
+            self.runner.receive(seq)
+            self.scheduler.admit(seq.key, None)
+            return
         first_token = next_token(seq.tokens(0, seq.num_tokens))
         if _ends_with(seq, first_token):
             self.scheduler.drop(seq.key)
@@ -382,6 +387,13 @@ class DecodeMachine(RuleBasedStateMachine):
         """After a step is over."""
         in_step = self.plan is not None and any(item.seq.key == key for item in self.plan.items)
         return in_step or key in self.sources
+
+
+def _split(seq: Sequence, first_part: int) -> Sequence:
+    """With a first part that another worker computes, where that leaves something to compute here."""
+    if first_part < seq.num_tokens and not seq.wants_prompt_logprobs:
+        seq.num_received = first_part
+    return seq
 
 
 def _ends_with(seq: Sequence, token: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant
 
 from decode_workers.offload_policy import OffloadPolicy
 from decode_workers.pacing import LayerKvConfig
-from decode_workers.scheduler import DecodeScheduler
+from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
@@ -221,6 +221,24 @@ def test_a_renewed_reservation_keeps_its_place_on_the_host() -> None:
     bench.runner.receive(newer)
     bench.scheduler.admit(newer.key, next_token(newer.tokens(0, 13)))
     bench.run()
+
+
+def test_a_reservation_on_the_host_that_its_renewal_makes_longer_than_the_ring_is_refused() -> None:
+    """Of one whose prompt is split the rest could never be computed, and no other prompt would have the ring."""
+    bench = Bench(columns=8, host_columns=20, staging_columns=4)
+    bench.hand_over("first", [2] * 28, max_tokens=3)
+    seq = sequence("r", [3] * 15, 4)
+    bench.scheduler.reserve(seq)
+    assert seq.host_groups
+    longer = sequence("r", [3] * 15, 4)
+    longer.attempt = 1
+    longer.output_token_ids = [next_token([3] * 15)]
+    assert not bench.scheduler.renew(seq.key, longer)
+    assert bench.scheduler.state(seq.key) is DecodeState.RESERVED
+    bench.scheduler.drop(seq.key)
+    assert not bench.scheduler.can_reserve(longer.num_tokens), "neither tier has room for it"
+    bench.run()
+    assert bench.scheduler.can_reserve(longer.num_tokens)
 
 
 def test_memory_pressure_offloads_and_recomputes_nothing() -> None:

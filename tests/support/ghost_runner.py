@@ -75,8 +75,8 @@ class GhostRunner:
         )
 
     def receive(self, seq: Sequence) -> None:
-        """The KV of all tokens of `seq` arrives in its blocks from elsewhere."""
-        self._write(seq, 0, seq.num_tokens)
+        """The KV of all tokens of `seq`, or of its `num_received`, arrives in its blocks from elsewhere."""
+        self._write(seq, 0, seq.num_received or seq.num_tokens)
 
     def verify(self, seq: Sequence) -> None:
         """What counts as computed must stand where the sequence's tables say."""
