@@ -272,15 +272,15 @@ def _num_blocks(copies: tuple[BlockCopy, ...]) -> int:
 class NoOffload:
     """What takes the place of `OffloadPolicy` without host memory: nothing moves, and who cannot grow is preempted.
 
-    No more sequences are in flight than a step may hold.
+    All that are in flight are in each step, so `max_in_flight` is no more than what a step may hold.
     """
 
     num_offloads = num_restores = num_offloaded_blocks = num_restored_blocks = 0
     staging_columns = 0
 
-    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int) -> None:
+    def __init__(self, allocator: BlockAllocator, *, max_in_flight: int) -> None:
         self._allocator = allocator
-        self.max_in_flight = max_num_seqs
+        self.max_in_flight = max_in_flight
         self.pacer = Pacer()
 
     def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:

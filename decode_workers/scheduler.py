@@ -125,7 +125,8 @@ class DecodeScheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.allocator = allocator
-        self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_num_seqs=max_num_seqs)
+        most_decodes = min(max_num_seqs, max(token_budget - 1, 1))  # beside all of them a prompt has a token
+        self.tiers: OffloadPolicy | NoOffload = tiers or NoOffload(allocator, max_in_flight=most_decodes)
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._max_model_len = max_model_len

@@ -230,6 +230,19 @@ def test_at_most_max_num_seqs_run() -> None:
     bench.run()
 
 
+def test_as_many_are_handed_over_as_leave_a_prompt_a_token_of_each_step() -> None:
+    """Or steps would be larger than what memory was planned for, and nothing would be computed beside them."""
+    bench = Bench(max_num_seqs=8, token_budget=4)
+    for number in range(8):
+        seq = _seq(f"r{number}", [2, number + 2])
+        if bench.scheduler.can_reserve(seq.num_tokens):
+            bench.scheduler.reserve(seq)
+            bench.runner.receive(seq)
+            bench.scheduler.admit(seq.key, next_token(seq.prompt_token_ids))
+    assert bench.scheduler.num_running == 3
+    assert bench.scheduler.plan().num_tokens == 3
+
+
 def test_a_sequence_is_handed_over_renewed_and_admitted() -> None:
     bench = Bench()
     reserved = _seq("r", [2, 3, 4, 5, 6])
