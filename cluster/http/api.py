@@ -167,10 +167,13 @@ class Api:
     async def in_time(self, terms: RequestTerms) -> AsyncIterator[None]:
         """Raises DeadlineError at the request's deadline, which counts from its arrival, if the block lasts longer."""
         deadline_s = self.settings.request_deadline_s
+        timeout = asyncio.timeout(terms.arrived_at + deadline_s - time.monotonic())
         try:
-            async with asyncio.timeout(terms.arrived_at + deadline_s - time.monotonic()):
+            async with timeout:
                 yield
         except TimeoutError as error:
+            if not timeout.expired():
+                raise
             raise DeadlineError(
                 f"The request took longer than {deadline_s:g} s. Ask for fewer tokens, or try again later."
             ) from error

@@ -66,7 +66,7 @@ class HarmonyParser(EventReader):
         if self._part != "header":
             self._say(self._buffer)
             self._end_message()
-            self.is_cut = self._part == "arguments" and not _is_json("".join(self._arguments))
+            self.is_cut = self._part == "arguments" and not _is_whole("".join(self._arguments))
 
     def _step(self) -> bool:
         return self._in_header() if self._part == "header" else self._in_body()
@@ -131,10 +131,9 @@ class HarmonyParser(EventReader):
         self._tell(self._part, text, self.num_calls - 1 if self._part == "arguments" else 0)
 
 
-def _is_json(text: str) -> bool:
-    """Whether arguments end where the answer does: the mark behind them may be the token that ends it."""
+def _is_whole(arguments: str) -> bool:
+    """Whether they end where the answer does: the mark behind them may be the token that ends it."""
     try:
-        json.loads(text, strict=False)
+        return isinstance(json.loads(arguments, strict=False), dict)
     except (ValueError, RecursionError):
         return False
-    return True

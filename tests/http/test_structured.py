@@ -26,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import ScriptedGenerator
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, eventually
 
 pytestmark = pytest.mark.model
 
@@ -263,17 +263,18 @@ async def test_nobody_waits_for_all_grammars_of_another_tenant(tokenizer: Tokeni
 
 
 @contextmanager
-def nothing_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiler has something that takes until the end of the block."""
-    go_on, ask = threading.Event(), grammars.compiler.ask
+def nothing_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The compiler has something that takes until the end of the block. Yields what is set once it has."""
+    begun, go_on, ask = threading.Event(), threading.Event(), grammars.compiler.ask
 
     def wait_and_ask(kind: str, text: str) -> dict[str, str]:
+        begun.set()
         go_on.wait()
         return ask(kind, text)
 
     monkeypatch.setattr(grammars.compiler, "ask", wait_and_ask)
     try:
-        yield
+        yield begun
     finally:
         go_on.set()
 
@@ -290,11 +291,14 @@ async def test_nobody_waits_for_a_grammar_beyond_the_deadline(
     assert not generator.requests
 
 
+@pytest.mark.parametrize("are_quick", [True, False])
 async def test_grammars_that_wait_are_bounded_and_leave_room_for_other_tenants(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, are_quick: bool
 ) -> None:
     grammars = Grammars(tokenizer)
-    monkeypatch.setattr(structured, "MAX_WAITING", 8)
+    monkeypatch.setattr(structured, "MAX_WAITING", 8 if are_quick else 100)
+    monkeypatch.setattr(structured, "MAX_SLOW", 100 if are_quick else 8)
+    monkeypatch.setattr(structured, "QUICK_S", 1e9 if are_quick else 0.0)
 
     async def ask(number: int, tenant: str) -> str | None:
         return await grammars.grammar_for(of_schema({"const": number}), None, tenant)
@@ -310,6 +314,18 @@ async def test_grammars_that_wait_are_bounded_and_leave_room_for_other_tenants(
         await asyncio.sleep(0)
         many.append(asyncio.create_task(ask(6, "many")))
     assert len(set(await asyncio.gather(*many, *shared, other))) == 5
+
+
+async def test_the_grammar_of_who_has_left_is_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer)
+    with nothing_compiled(grammars, monkeypatch) as begun:
+        leaving = asyncio.create_task(grammars.grammar_for(of_schema({"const": 1}), None))
+        await eventually(begun.is_set)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+    await grammars.grammar_for(of_schema({"const": 2}), None)  # behind it
+    monkeypatch.delattr(grammars, "compiler")
+    assert await grammars.grammar_for(of_schema({"const": 1}), None)
 
 
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 from weakref import WeakValueDictionary
 
@@ -43,9 +44,11 @@ from engine.text.tokenizer import Tokenizer
 MAX_CHOICES: Final = 1024
 _NUM_TRIED: Final = 6  # masks that are tried: some grammars compile, and are too complex only behind their first tokens
 MAX_KNOWN: Final = 64  # grammars, or reasons to refuse them, that are remembered
-# Grammars that wait for their turn, of one tenant half of what others leave: as many as lines of a batch run at a time.
-# Most take some hundredths of a second, and none more than `CPU_S`: two minutes for all of them at the very worst.
-MAX_WAITING: Final = 128
+# Grammars that wait for their turn, of one tenant half of what others leave: `MAX_SLOW` where they take longer than
+# `QUICK_S` in all, by what one took lately. Most take some hundredths of a second, and none more than `CPU_S`.
+MAX_WAITING: Final = 512
+MAX_SLOW: Final = 128
+QUICK_S: Final = 2.0
 _MAX_REASON_CHARS: Final = 300
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
@@ -196,11 +199,10 @@ class Grammars:
             with self._place_for(wanted, tenant):
                 async with turn, self._free:
                     found = self._known.get(wanted)
-                    if found is None:
-                        began_at = time.monotonic()
-                        loop = asyncio.get_running_loop()
-                        found = await loop.run_in_executor(self._thread, self._compiled, wanted)
-                        self._took_s += (min(time.monotonic() - began_at, CPU_S) - self._took_s) / 4
+                    if found is None:  # kept also where who asked leaves meanwhile: it, or a copy, may come back
+                        compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, wanted)
+                        compiling.add_done_callback(partial(self._keep, wanted))
+                        found = await asyncio.shield(compiling)
         self._remember(wanted, found)
         if isinstance(found, UnsupportedGrammarError):
             raise _refused(wanted, str(found))
@@ -211,10 +213,11 @@ class Grammars:
         """Hold a place among the grammars that wait; requests for the same one share it. Raises OverloadedError."""
         if wanted not in self._waiting:
             taken, own = len(self._waiting), sum(tenants[0] == tenant for tenants in self._waiting.values())
-            if own >= MAX_WAITING - taken:
+            wait_s = taken * self._took_s
+            if own >= (MAX_WAITING if wait_s < QUICK_S else MAX_SLOW) - taken:
                 raise OverloadedError(
                     f"{taken} grammars wait to be compiled here already, {own} of them yours. Try again shortly.",
-                    retry_after_s=taken * self._took_s,
+                    retry_after_s=wait_s,
                 )
         tenants = self._waiting.setdefault(wanted, [])
         tenants.append(tenant)
@@ -226,13 +229,19 @@ class Grammars:
                 del self._waiting[wanted]
 
     def _compiled(self, wanted: OutputConstraint) -> str | UnsupportedGrammarError:
+        began_at = time.monotonic()
         answer = self.compiler.ask(wanted.kind, wanted.text)
+        self._took_s += (min(time.monotonic() - began_at, CPU_S) - self._took_s) / 4
         if "grammar" in answer:
             return answer["grammar"]
         too_complex = (
             f"It is too complex: to compile it takes more than {CPU_S:.0f} s of a processor, or too much memory."
         )
         return UnsupportedGrammarError(answer.get("refused", too_complex))
+
+    def _keep(self, wanted: OutputConstraint, done: asyncio.Future[str | UnsupportedGrammarError]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._remember(wanted, done.result())
 
     def _remember(self, wanted: OutputConstraint, found: str | UnsupportedGrammarError) -> None:
         self._known[wanted] = found

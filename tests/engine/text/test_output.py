@@ -314,6 +314,7 @@ def test_tools_as_text() -> None:
         ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "argum', {"tools": HERMES}, False),
         ('[TOOL_CALLS]f[ARGS]{"a": 1', {"tools": MISTRAL}, True),
         ('<|channel|>commentary to=functions.f<|message|>{"a": "x', HARMONY, True),
+        ("<|channel|>commentary to=functions.f<|message|>12", HARMONY, True),
         ('<|channel|>commentary to=functions.f<|message|>{"a": 1}', HARMONY, False),
         ('<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>', HARMONY, False),
     ],
