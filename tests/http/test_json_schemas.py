@@ -190,6 +190,23 @@ LINKS: Final = {
 
 
 @pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"type": 5}, "type must be"),
+        ({"type": [["string"]]}, "type must be"),
+        ({"required": 5}, "'required'"),
+        ({"allOf": 5}, "allOf must be"),
+    ],
+)
+def test_values_of_a_wrong_kind_in_or_beside_branches_are_named(
+    llg: LLTokenizer, wrong: dict[str, Any], words: str
+) -> None:
+    for schema in (_one_of(wrong, "text"), _one_of("number", "name", **wrong)):
+        with pytest.raises(UnsupportedGrammarError, match=words):
+            _compiled(schema, llg)
+
+
+@pytest.mark.parametrize(
     ("instance", "follows"),
     [
         ({"from": "a@b.de", "to": ["a@b.de"], "own": "c@d.de", "reply_to": "a@b.de", "cc": ["x"], "x": ["y"]}, True),

@@ -94,7 +94,8 @@ class _Schemas:
         assert isinstance(kept, dict)
         proof = _Proof(self._places, draft_4="draft-04" in str(schema.get("$schema")))
         for inner, place in self._one_of:
-            proof.prefer_any_of(inner, place)
+            with contextlib.suppress(TypeError):  # llguidance refuses values of a wrong kind
+                proof.prefer_any_of(inner, place)
         return kept
 
     def _at(self, schema: object, place: str, depth: int) -> Schema:
