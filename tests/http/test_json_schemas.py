@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Any, Final
@@ -331,6 +332,74 @@ def test_definitions_with_references_stay_apart(llg: LLTokenizer) -> None:
     assert not takes(grammar, llg, {"x": {"y": {}}})
 
 
+def _text(schema: dict[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}, separators=(",", ":"))
+
+
+def test_places_within_places_are_not_written_again_each(llg: LLTokenizer) -> None:
+    """As zod-to-json-schema refers to what it has written before: each place has the next one within."""
+    schema: dict[str, Any] = {"enum": ["end"]}
+    for level in reversed(range(30)):
+        own = "#" + "/properties/next" * level
+        others = {f"{level}_{number}_{'x' * 16}": {"type": "null"} for number in range(20)}
+        schema = {"type": "object", "properties": {"next": schema, "again": {"$ref": own}, **others}}
+    plain = _text(schema)
+    assert len(plain) < 40_000
+    grammar = _compiled(schema, llg)
+    assert len(grammar) < len(plain) + 2_100
+    assert takes(grammar, llg, {"next": {"next": {"again": {"next": {"again": {}}}}}})
+    assert not takes(grammar, llg, {"next": {"next": {"again": {"next": {"again": 1}}}}})
+
+
+def test_a_place_is_one_however_it_is_spelled(llg: LLTokenizer) -> None:
+    spellings = map("".join, itertools.product(*((letter, f"%{ord(letter):02x}") for letter in "persons")))
+    person = {"type": "object", "properties": {"mail": MAIL, "boss": {"$ref": "#/properties/persons"}}}
+    properties = {"persons": person} | {
+        str(number): {"$ref": f"#/properties/{name}"} for number, name in enumerate(spellings)
+    }
+    grammar = _compiled({"type": "object", "properties": properties, "additionalProperties": False}, llg)
+    assert grammar.count("@") == 1
+    assert grammar.count("boss") == 2  # where it stands, and where references lead
+    for number in ("0", "77", "127"):
+        assert takes(grammar, llg, {number: {"boss": {"mail": "a@b.de"}}})
+        assert not takes(grammar, llg, {number: {"boss": {"mail": "a"}}})
+
+
+def test_the_whole_is_one_however_it_is_spelled(llg: LLTokenizer) -> None:
+    grammar = _compiled({"type": "object", "properties": {"kid": {"$ref": "%23"}, "n": {"type": "integer"}}}, llg)
+    assert takes(grammar, llg, {"kid": {"kid": {"n": 1}}})
+    assert not takes(grammar, llg, {"kid": {"kid": {"n": "x"}}})
+
+
+@pytest.mark.parametrize(
+    ("values", "definition"),
+    [
+        ([{"type": "null"}] * 3_000, {"type": "null"}),  # the definition's name is longer than they are
+        ([{"enum": list(range(10))}] * 3_000, {"enum": list(range(10))}),
+        ([{"type": "string", "maxLength": number // 2} for number in range(1_000, 3_000)], {"type": "null"}),
+    ],
+)
+def test_the_text_hardly_grows(values: list[object], definition: object) -> None:
+    """Though the first values are said once."""
+    properties: dict[str, object] = {"a": MAIL, "b": MAIL, "c": {"$ref": f"#/$defs/{'x' * 32}"}}
+    properties |= {str(number): value for number, value in enumerate(values)}
+    schema = {"properties": properties, "$defs": {"x" * 32: definition}}
+    plain = _text(schema)
+    text = for_llguidance(enforceable(schema))
+    assert len(text) <= len(plain) + 2_048
+    assert text.count("@") == 1
+
+
+def test_a_property_that_cannot_be_is_left_out_beside_a_definition_that_says_the_same(llg: LLTokenizer) -> None:
+    """Which llguidance takes for a second condition where something stands beside the reference."""
+    nothing = {"type": "string", "enum": [1]}
+    properties = {"a": nothing, "b": {"type": "string", "$ref": "#/$defs/nothing"}, "c": {"type": "null"}}
+    grammar = _compiled({"type": "object", "properties": properties, "$defs": {"nothing": nothing}}, llg)
+    assert takes(grammar, llg, {"c": None})
+    for name in "ab":
+        assert not takes(grammar, llg, {name: "x"})
+
+
 @pytest.mark.parametrize(
     "nothing",
     [
@@ -339,6 +408,12 @@ def test_definitions_with_references_stay_apart(llg: LLTokenizer) -> None:
         {"type": "string", "minLength": 9, "maxLength": 8},
         {"allOf": [{"type": "string"}, {"type": "null"}]},
         {"anyOf": [{"enum": []}, {"enum": []}]},
+        {"type": "string", "anyOf": [{"type": "number"}, {"type": "null"}]},
+        {"type": []},
+        {"type": "object", "properties": {"a": False}, "anyOf": [{"required": ["a"], "properties": {"a": {}}}]},
+        {"type": "object", "properties": {"a": False}, "enum": [{"a": 1}]},
+        {"type": "array", "items": False, "enum": [[1]]},
+        {"type": "object", "required": ["a"], "properties": {"a": {}}, "patternProperties": {"^a": False}},
         {"type": "array", "minItems": 1, "items": False},
         {"type": "object", "required": ["a"], "properties": {"a": {"enum": []}}},
         {"type": "object", "required": ["a"], "additionalProperties": False},

@@ -406,7 +406,11 @@ _OF_VALUES: Final = frozenset({"properties", "patternProperties"})
 _LIMITING: Final = frozenset().union(*_WORDS.values(), {"enum", "const", "allOf", "required"}) - {
     "items", "prefixItems", "additionalItems", "properties", "patternProperties", "additionalProperties"
 }  # fmt: skip
-_MAX_GROWTH: Final = 2_048  # characters that references take beyond what they stand for, all in one schema
+_MAX_GROWTH: Final = 2_048  # characters that the text of one schema may have more than before
+_SHARED_FOR_NOTHING: Final = 160  # bytes of `_said` (five for two characters, or fewer) that always make up for it
+# Definitions, which move as they are; their names are no longer afterwards (numbers have four digits).
+_MOVED: Final = re.compile(r"#(?:/definitions/[^/]+|/\$defs/[^/]{4,})+")
+_COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
 _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
@@ -421,10 +425,18 @@ def for_llguidance(schema: dict[str, Any]) -> str:
     white space.
     """
     form = _Form(schema)
-    with contextlib.suppress(_StaysAsItIsError):
+    try:
         form.look()
-        form.change()
-    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}, separators=(",", ":"))
+    except _StaysAsItIsError:
+        return _text_of(schema)
+    before = _text_of(schema) if form.may_multiply() else None
+    form.change()
+    text = _text_of(schema)
+    return text if before is None or len(text) <= len(before) + _MAX_GROWTH else before
+
+
+def _text_of(schema: dict[str, Any]) -> str:
+    return _COMPACT.encode({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 
 class _StaysAsItIsError(Exception):
@@ -452,7 +464,8 @@ class _Form:
         # By what they say, as bytes, which takes a third of the time of text; with references within, by the one that
         # leads there.
         self._parts: dict[bytes | str, _Part] = {}
-        self._references: dict[str, list[dict[str, Any]]] = {}  # schemas that have a `$ref`, by where it leads
+        # Schemas that have a `$ref`, by where it leads, without percent signs.
+        self._references: dict[str, list[dict[str, Any]]] = {}
         self._pending: list[str] = []  # references whose targets are to be looked at
         self._named: list[dict[str, Any]] = []  # schemas whose patterns are names
         self._defining: list[dict[str, Any]] = []  # schemas that have definitions
@@ -506,36 +519,53 @@ class _Form:
         return False
 
     def _follow(self, reference: object, schema: dict[str, Any]) -> None:
-        if reference == "#" or not isinstance(reference, str):
+        if not isinstance(reference, str):
+            return
+        reference = unquote(reference)  # each place has many spellings
+        if reference == "#":
+            schema["$ref"] = reference
             return
         if reference not in self._references:
             self._references[reference] = []
             self._pending.append(reference)
         self._references[reference].append(schema)
 
+    def may_multiply(self) -> bool:
+        """Whether references lead to places that stay where they are as well. Such places may be within each other."""
+        return not all(map(_MOVED.fullmatch, self._references))
+
     def change(self) -> None:
-        """Say once what was found in the schema several times, or behind references."""
+        """Say once what was found in the schema several times, or behind references. The text grows by `_MAX_GROWTH`
+        at most unless it `may_multiply`."""
         for schema in self._defining:
             for name in ("$defs", "definitions"):
                 schema.pop(name, None)
         parts: dict[str, Schema] = {}
-        growth = 0
+        growth = len('"$defs":{},')
         for said, part in self._parts.items():
-            if not part.references and (len(part.values) < 2 or not _is_possible(part.schema)):
+            least = 1 if part.references else 2
+            values = part.values if len(part.values) >= least and _is_possible(part.schema) else []
+            if not values and not part.references:
                 continue
             name = self._definition_of(part, parts)
             reference = f"#/$defs/{name}"
             instead = {"$ref": reference}
-            if not part.references and len(said) < 64:  # what is longer a reference is not
-                grows = len(part.values) * max(0, len(json.dumps(instead)) - len(json.dumps(part.schema)))
-                if growth + grows > _MAX_GROWTH:
-                    continue
-                growth += grows
+            if values and len(said) < _SHARED_FOR_NOTHING:
+                own = len(_COMPACT.encode(part.schema))
+                grows = len(values) * (len(_COMPACT.encode(instead)) - own)
+                if not part.references:
+                    grows += own + len(name) + 4  # the definition
+                if growth + grows <= _MAX_GROWTH:
+                    growth += max(0, grows)
+                else:
+                    values = []
+            if not values and not part.references:
+                continue
             parts[name] = part.schema
             for old in part.references:
                 for schema in self._references[old]:
                     schema["$ref"] = reference
-            for holder, key in part.values:
+            for holder, key in values:
                 holder[key] = instead
         if parts:
             self._schema["$defs"] = parts  # where any draft's reader finds them; beside a `$ref` they are nothing to it
@@ -563,22 +593,24 @@ def _is_possible(schema: Schema) -> bool:
     if not isinstance(schema, dict):
         return schema
     limits = schema.keys() & _LIMITING
-    if len(limits) + ("anyOf" in schema) != 1:
-        return not limits and "anyOf" not in schema
     values, branches, required = (schema.get(name) for name in ("enum", "anyOf", "required"))
+    if "anyOf" in schema:  # whatever stands beside it may contradict each branch
+        return schema.keys() == {"anyOf"} and isinstance(branches, list) and any(map(_is_possible, branches))
+    if len(limits) > 1 or schema.get("type") == []:
+        return False
     if isinstance(values, list):
-        return any(schema.get("type", kind) == kind for kind in map(_kind_of, values))
-    if isinstance(branches, list):
-        return any(map(_is_possible, branches))
+        plain = schema.keys().isdisjoint(_WITHIN)
+        return plain and any(schema.get("type", kind) == kind for kind in map(_kind_of, values))
     named = schema.get("properties", {})
-    if isinstance(required, list) and isinstance(named, dict):
+    if isinstance(required, list) and isinstance(named, dict) and "patternProperties" not in schema:
         return all(name in named and _is_possible(named[name]) for name in _texts(required))
     return not limits & {"enum", "required", "allOf", "const", "minItems", "minProperties"}
 
 
 def _target_of(reference: str, schema: Any) -> Schema:
-    """What a reference to a place in a schema leads to. Raises _StaysAsItIsError if that is none, as an anchor is."""
-    root, *path = unquote(reference).split("/")
+    """What a reference to a place in a schema, without percent signs, leads to.
+    Raises _StaysAsItIsError if that is none, as an anchor is."""
+    root, *path = reference.split("/")
     try:
         for step in path:
             key = int(step) if isinstance(schema, list) else step.replace("~1", "/").replace("~0", "~")
