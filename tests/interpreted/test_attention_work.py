@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.interface import GraphAttentionLimits, Segment
-from kernels.triton.attention.paged import DecodeBuffers
+from kernels.triton.attention.paged import DecodeBuffers, send_up
 from kernels.triton.attention.tiles import SPLIT_TOKENS, Operands
 from kernels.triton.attention.work_lists import AttentionShape, plan_work
 from tests.interpreted.attention_worlds import Case, World, assert_like_twin, build
@@ -27,18 +27,35 @@ def shape_of(world: World, *, batch_invariant: bool = False, share_from_bytes: i
 
 
 def test_who_goes_to_which_kernel() -> None:
-    """By rows: queries times query heads of a key head."""
+    """By rows: queries times query heads of a key head. Of four queries with three splits each sum has a slot."""
     lengths = ((1, 30), (4, 2 * SPLIT_TOKENS + 76), (5, 20), (16, 40), (17, 40))
     world = build(Case(segments=lengths, num_heads=4), torch.float16)
     work = plan_work(world.segments, shape_of(world))
     assert work.narrow.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
     assert work.wide.tolist() == [[2, 0, 0], [3, 0, 0], [3, 0, 32]]
     assert work.tiles.tolist() == [[4, 0]]
-    assert (work.num_decodes, work.num_slots, work.slot_rows) == (4, 3, 64)
+    assert (work.num_decodes, work.num_slots, work.decode_rows) == (4, 4 * 3, 64)
     invariant = plan_work(world.segments, shape_of(world, batch_invariant=True))
     assert not len(invariant.narrow)
     assert sorted(invariant.wide.tolist()) == sorted(work.narrow.tolist() + work.wide.tolist())
     assert invariant.tiles.tolist() == [[4, 64], [4, 32], [4, 0]]  # the longest first
+
+
+def test_a_short_chunk_beside_long_decodes_makes_none_of_their_partial_sums_larger() -> None:
+    world = build(Case(segments=((1, 40),), num_heads=4), torch.float16)
+    shape = shape_of(world)
+
+    def segment(first_row: int, num_queries: int, context_len: int) -> Segment:
+        table = np.zeros((1, -(-context_len // world.geometry.block_size)), dtype=np.int32)
+        return Segment(first_row=first_row, num_queries=num_queries, context_len=context_len, block_table=table)
+
+    decodes = [segment(row, 1, 6250) for row in range(64)]
+    alone, beside = (
+        send_up(plan_work(segments, shape), shape, device()).partials
+        for segments in (decodes, [*decodes, segment(64, 8, 300)])
+    )
+    for before, after in ((alone.sums, beside.sums), (alone.stats, beside.stats)):
+        assert before.nbytes < after.nbytes < 1.05 * before.nbytes
 
 
 def test_a_window_leaves_blocks_and_splits_out() -> None:

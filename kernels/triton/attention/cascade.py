@@ -43,8 +43,8 @@ from kernels.triton.shipped import Shipped
 
 @triton.jit
 def _cascade_split(
-    q, cache, table, segments, members, num_members, split, kv_head, partial, partial_stats, slot_rows, q_row_stride,
-    group, scale, squeeze,
+    q, cache, table, segments, members, num_members, split, kv_head, partial, partial_stats, q_row_stride, group,
+    scale, squeeze,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
@@ -52,7 +52,8 @@ def _cascade_split(
 ):  # fmt: skip
     """One split for its `members`, segments with as many queries each, by way of the first one's blocks."""
     leader = segments + tl.load(members) * SEGMENT_FIELDS
-    member_rows = tl.load(leader + NUM_QUERIES) * group
+    num_queries = tl.load(leader + NUM_QUERIES)
+    member_rows = num_queries * group
     row = tl.arange(0, ROWS)
     member = row // member_rows
     live = member < num_members
@@ -70,15 +71,15 @@ def _cascade_split(
         False, False, SOFTCAPPED, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
         BLOCK_STRIDE, REST_TILE == 0,
     )  # fmt: skip
-    slot = (tl.load(segment + FIRST_SLOT) + split - tl.load(segment + FIRST_SPLIT)).to(tl.int64)
-    place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + own_row
+    slot = (tl.load(segment + FIRST_SLOT) + (split - tl.load(segment + FIRST_SPLIT)) * num_queries).to(tl.int64)
+    place = (slot * NUM_KV_HEADS + kv_head * num_queries) * group + own_row
     store_sums(partial, partial_stats, place, acc, greatest, weight, live, VALUE_DIM, HEAD_TILE)
 
 
-@triton.jit(do_not_specialize=["group", "slot_rows"])
+@triton.jit(do_not_specialize=["group"])
 def cascade_attention_kernel(
-    q, cache, table, segments, items, num_items, members, partial, partial_stats, slot_rows, q_row_stride, group,
-    scale, squeeze,
+    q, cache, table, segments, items, num_items, members, partial, partial_stats, q_row_stride, group, scale,
+    squeeze,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SOFTCAPPED: tl.constexpr,
@@ -89,7 +90,7 @@ def cascade_attention_kernel(
         item = items + work // NUM_KV_HEADS * 3
         _cascade_split(
             q, cache, table, segments, members + tl.load(item), tl.load(item + 1), tl.load(item + 2),
-            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, scale, squeeze,
+            work % NUM_KV_HEADS, partial, partial_stats, q_row_stride, group, scale, squeeze,
             ROWS, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE,
             SOFTCAPPED, SEGMENT_FIELDS, SPLIT_TILES,
         )  # fmt: skip
@@ -142,7 +143,6 @@ def cascade_attention(
         members=members,
         partial=partials.sums,
         partial_stats=partials.stats,
-        slot_rows=partials.slot_rows,
         q_row_stride=q.stride(0),
         group=q.shape[1] // geometry.num_kv_heads,
         scale=exponent_scale,

@@ -4,13 +4,12 @@ A split is `SPLIT_TOKENS` tokens from a multiple of it on, whatever the batch. S
 dealt out to a fixed number of programs, and how many there are is read on the device, so that a CUDA graph can hold the
 launch. The merge adds a row's splits in the order of their tokens.
 
-Shape legend: see `kernels.interface` and `kernels.triton.attention.tiles`; also P slots of partial sums, one per split
-of a sequence.
+Shape legend: see `kernels.interface` and `kernels.triton.attention.tiles`; also P slots of partial sums, one for each
+query of each split of a sequence. The n slots of a split lie side by side, as `[H, n * group, Dv]`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -67,8 +66,8 @@ def store_sums(
 
 @triton.jit
 def _decode_split(
-    q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, slot_rows, q_row_stride, group,
-    window, scale, squeeze, sinks,
+    q, out, cache, table, segment, split, first, kv_head, partial, partial_stats, q_row_stride, group, window, scale,
+    squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
@@ -77,7 +76,6 @@ def _decode_split(
     """Rows from `first` on over one split of one segment and key head. The only split of a segment is its result."""
     first_row, num_queries = tl.load(segment + FIRST_ROW), tl.load(segment + NUM_QUERIES)
     context_len = tl.load(segment + CONTEXT_LEN)
-    first_slot, first_split = tl.load(segment + FIRST_SLOT), tl.load(segment + FIRST_SPLIT)
     num_splits = tl.load(segment + NUM_SPLITS)
     row = first + tl.arange(0, ROWS)
     query = row // group
@@ -101,15 +99,17 @@ def _decode_split(
         ended = normalised(acc, greatest, weight, sinks, query_head, live, scale)
         store_rows(out, place, ended, live, VALUE_DIM, HEAD_TILE)
     else:
-        slot = (first_slot + split - first_split).to(tl.int64)
-        place = (slot * NUM_KV_HEADS + kv_head) * slot_rows + row
+        # Read here, and not above, so that no register holds them meanwhile.
+        num_slots, first_split = tl.load(segment + NUM_QUERIES), tl.load(segment + FIRST_SPLIT)
+        slot = (tl.load(segment + FIRST_SLOT) + (split - first_split) * num_slots).to(tl.int64)
+        place = (slot * NUM_KV_HEADS + kv_head * num_slots) * group + row
         store_sums(partial, partial_stats, place, acc, greatest, weight, live, VALUE_DIM, HEAD_TILE)
 
 
-@triton.jit(do_not_specialize=["window", "group", "slot_rows"])
+@triton.jit(do_not_specialize=["window", "group"])
 def decode_attention_kernel(
-    q, out, cache, table, segments, items, num_items, partial, partial_stats, slot_rows, q_row_stride, group,
-    window, scale, squeeze, sinks,
+    q, out, cache, table, segments, items, num_items, partial, partial_stats, q_row_stride, group, window, scale,
+    squeeze, sinks,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, REST_TILE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
@@ -117,35 +117,36 @@ def decode_attention_kernel(
 ):  # fmt: skip
     """Grid: any. `items [.., 3]`: segment, split, first row; `num_items [1]` of them count.
 
-    `partial [P, H, slot_rows, D]`, `partial_stats [P, H, slot_rows, 2]`.
+    `partial [P, H * group, Dv]`, `partial_stats [P, H * group, 2]`.
     """
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
         item = items + work // NUM_KV_HEADS * 3
         _decode_split(
             q, out, cache, table, segments + tl.load(item) * SEGMENT_FIELDS, tl.load(item + 1), tl.load(item + 2),
-            work % NUM_KV_HEADS, partial, partial_stats, slot_rows, q_row_stride, group, window, scale, squeeze, sinks,
+            work % NUM_KV_HEADS, partial, partial_stats, q_row_stride, group, window, scale, squeeze, sinks,
             WINDOWED, SOFTCAPPED, ROWS, TOKENS, HEAD_DIM, HEAD_TILE, VALUE_DIM, REST_TILE, NUM_KV_HEADS, BLOCK_SIZE,
             BLOCK_STRIDE, SPLIT_TILES,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group", "slot_rows"])
+@triton.jit(do_not_specialize=["group"])
 def merge_splits_kernel(
-    out, partial, partial_stats, segments, slot_rows, group, scale, sinks,
+    out, partial, partial_stats, segments, group, scale, sinks,
     HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SEGMENT_FIELDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (segments, slot_rows, H). One row each; segments of one split have their result already."""
+    """Grid: (segments, rows of the widest, H). One row each; segments of one split have their result already."""
     segment = segments + tl.program_id(0) * SEGMENT_FIELDS
     row, kv_head = tl.program_id(1), tl.program_id(2)
-    num_splits = tl.load(segment + NUM_SPLITS)
-    if (row >= tl.load(segment + NUM_QUERIES) * group) | (num_splits <= 1):
+    num_splits, num_queries = tl.load(segment + NUM_SPLITS), tl.load(segment + NUM_QUERIES)
+    if (row >= num_queries * group) | (num_splits <= 1):
         return
     first_slot = tl.load(segment + FIRST_SLOT).to(tl.int64)
     dims = tl.arange(0, HEAD_TILE)[None, :]
     acc, greatest, weight = empty_sums(1, HEAD_TILE)
     for split in tl.range(0, num_splits, num_stages=STAGES):
-        place = ((first_slot + split) * NUM_KV_HEADS + kv_head) * slot_rows + row
+        slot = first_slot + split * num_queries
+        place = (slot * NUM_KV_HEADS + kv_head * num_queries) * group + row
         split_acc = tl.load(partial + place * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         stats = partial_stats + place * 2 + tl.arange(0, 1)
         acc, greatest, weight = merge_sums(acc, greatest, weight, split_acc, tl.load(stats), tl.load(stats + 1), scale)
@@ -179,9 +180,9 @@ def narrow_tile(operands: Operands) -> Tile:
     num_warps = 4 if operands.head_tile <= 256 else 8
     if large:
         return Tile(rows=NARROW_ROWS, tokens=wide_tile(operands).tokens, num_warps=num_warps, num_stages=3)
-    num_stages = 3 if operands.has_sinks and not operands.windowed else 4  # with which the assembler spills nothing
-    tokens = 64 if operands.head_tile <= 64 else 32
-    return Tile(rows=NARROW_ROWS, tokens=tokens, num_warps=num_warps, num_stages=num_stages)
+    spills_wide = operands.has_sinks and not operands.windowed  # tiles of 64 tokens do, by the assembler
+    tokens = 64 if operands.head_tile <= 64 and not spills_wide else 32
+    return Tile(rows=NARROW_ROWS, tokens=tokens, num_warps=num_warps, num_stages=4)
 
 
 @lru_cache(maxsize=256)
@@ -235,28 +236,14 @@ def shipped() -> list[Shipped]:
 class PartialSums:
     """What splits leave for the merge, in slots that a step hands out; the same memory in every layer."""
 
-    sums: Tensor  # [P, H, slot_rows, D] float32
-    stats: Tensor  # [P, H, slot_rows, 2] float32: greatest score, sum of weights
+    sums: Tensor  # [P, H * group, Dv] float32
+    stats: Tensor  # [P, H * group, 2] float32: greatest score, sum of weights
 
     @classmethod
-    def of(cls, num_slots: int, geometry: CacheGeometry, slot_rows: int, device: torch.device) -> PartialSums:
-        shape = (num_slots, geometry.num_kv_heads, slot_rows)
+    def of(cls, num_slots: int, num_heads: int, value_dim: int, device: torch.device) -> PartialSums:
         return cls(
-            torch.empty((*shape, geometry.value_dim), dtype=torch.float32, device=device),
-            torch.empty((*shape, 2), dtype=torch.float32, device=device),
-        )
-
-    @property
-    def slot_rows(self) -> int:
-        return self.sums.shape[2]
-
-    def in_wider_slots(self, times: int) -> PartialSums:
-        """This memory as slots of so many times the rows, and as many times fewer of them."""
-        num_slots, num_kv_heads, slot_rows, head_dim = self.sums.shape
-        shape = (num_slots // times, num_kv_heads, times * slot_rows)
-        used = slice(0, math.prod(shape))
-        return PartialSums(
-            self.sums.view(-1, head_dim)[used].view(*shape, head_dim), self.stats.view(-1, 2)[used].view(*shape, 2)
+            torch.empty((num_slots, num_heads, value_dim), dtype=torch.float32, device=device),
+            torch.empty((num_slots, num_heads, 2), dtype=torch.float32, device=device),
         )
 
 
@@ -295,7 +282,6 @@ def decode_attention(
         num_items=num_items,
         partial=partials.sums,
         partial_stats=partials.stats,
-        slot_rows=partials.slot_rows,
         q_row_stride=q.stride(0),
         group=q.shape[1] // geometry.num_kv_heads,
         window=0 if window is None else window,
@@ -311,20 +297,21 @@ def merge_splits(
     *,
     segments: Tensor,
     num_segments: int,
+    num_rows: int,
     geometry: CacheGeometry,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Fill the rows of `out [T, Q, Dv]` that belong to `segments` of several splits."""
+    """Fill the rows of `out [T, Q, Dv]` that belong to `segments` of several splits. None of the first `num_segments`
+    has more than `num_rows`, counted for a key head."""
     exponent_scale, _ = softmax_scales(scale, softcap)
     merge_configuration(out.dtype, geometry.value_dim, geometry.num_kv_heads, sinks is not None).launch(
-        (num_segments, partials.slot_rows, geometry.num_kv_heads),
+        (num_segments, num_rows, geometry.num_kv_heads),
         out=out,
         partial=partials.sums,
         partial_stats=partials.stats,
         segments=segments,
-        slot_rows=partials.slot_rows,
         group=out.shape[1] // geometry.num_kv_heads,
         scale=exponent_scale,
         sinks=sinks,

@@ -97,6 +97,7 @@ class DeviceWork:
     shared: int
     tiles: int
     merged: int  # segments
+    decode_rows: int  # of the widest of these, for a key head
 
     def attend(
         self,
@@ -136,8 +137,8 @@ class DeviceWork:
             )  # fmt: skip
         if self.merged:
             merge_splits(
-                out, partials, segments=segments, num_segments=self.merged, geometry=geometry, scale=scale,
-                softcap=softcap, sinks=sinks,
+                out, partials, segments=segments, num_segments=self.merged, num_rows=self.decode_rows,
+                geometry=geometry, scale=scale, softcap=softcap, sinks=sinks,
             )  # fmt: skip
         return out
 
@@ -149,12 +150,13 @@ def send_up(work: AttentionWork, shape: AttentionShape, device: torch.device) ->
     return DeviceWork(
         shape=shape,
         lists=_views(words, places),
-        partials=PartialSums.of(max(work.num_slots, 1), shape.operands.geometry, max(work.slot_rows, 1), device),
+        partials=PartialSums.of(max(work.num_slots, 1), shape.num_heads, shape.operands.geometry.value_dim, device),
         narrow=min(len(work.narrow) * heads, most),
         wide=min(len(work.wide) * heads, most),
         shared=min(len(work.shared) * heads, most),
         tiles=len(work.tiles),
         merged=work.num_decodes if work.num_slots else 0,
+        decode_rows=work.decode_rows,
     )
 
 
@@ -175,12 +177,13 @@ class DecodeBuffers:
         self.work = DeviceWork(
             shape=shape,
             lists=_views(self._words, places),
-            partials=PartialSums.of(self._num_splits, shape.operands.geometry, shape.group, device),
+            partials=PartialSums.of(self._num_splits, shape.num_heads, shape.operands.geometry.value_dim, device),
             narrow=0 if shape.batch_invariant else most,
             wide=0,  # see `of`
             shared=most if shares else 0,
             tiles=0,
             merged=limits.num_segments,
+            decode_rows=shape.group,
         )
 
     @property
@@ -196,10 +199,10 @@ class DecodeBuffers:
             if any(have > most for have, most in zip(words.shape, room.shape, strict=True)):
                 raise ValueError(f"a step has {words.shape} {name}, but its CUDA graph has room for {room.shape}")
             room[tuple(slice(0, have) for have in words.shape)] = words
-        if work.slot_rows > num_queries * self._shape.group:
+        if work.decode_rows > num_queries * self._shape.group:
             raise ValueError(f"a step's CUDA graph is for segments of up to {num_queries} queries")
-        if work.num_slots > self._num_splits // num_queries:
-            raise ValueError(f"a step has {work.num_slots} splits, but its CUDA graph has room for fewer")
+        if work.num_slots > self._num_splits:
+            raise ValueError(f"a step has {work.num_slots} partial sums, but its CUDA graph has room for fewer")
         packed, _ = _pack(lists)
         self._words.copy_(_pinned(packed, self._words.device), non_blocking=True)
 
@@ -212,7 +215,7 @@ class DecodeBuffers:
             self.work,
             merged=num_segments,
             shared=self.work.shared if num_segments > 1 else 0,
-            partials=self.work.partials.in_wider_slots(num_queries),
+            decode_rows=num_queries * shape.group,
             wide=self._most_programs if shape.batch_invariant or num_queries * shape.group > NARROW_ROWS else 0,
         )
 

@@ -190,7 +190,7 @@ def types_of(kernel: Any, dtype: torch.dtype, has_sinks: bool = False) -> Mappin
     types = dict.fromkeys(("q", "out", "cache"), element)
     types |= dict.fromkeys(("table", "segments", "tiles", "items", "num_items", "members"), "*i32")
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
-    types |= dict.fromkeys(("group", "window", "slot_rows"), "i32")
+    types |= dict.fromkeys(("group", "window"), "i32")
     types |= {"q_row_stride": "i64", "scale": "fp32", "squeeze": "fp32"}
     if has_sinks:
         types["sinks"] = "*fp32"

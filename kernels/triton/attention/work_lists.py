@@ -67,7 +67,7 @@ class AttentionWork:
     tiles: Words  # [.., 2] prefill's tiles: segment, first row
     num_decodes: int
     num_slots: int  # of partial sums
-    slot_rows: int
+    decode_rows: int  # of the widest of decode's segments, for a key head
 
     def lists(self) -> Mapping[str, Words]:
         """The lists by name; `counts` are what the device reads in place of a launch parameter."""
@@ -99,7 +99,7 @@ def plan_work(segments: Sequence[Segment], shape: AttentionShape) -> AttentionWo
         tiles=_tiles(records, num_decodes, shape),
         num_decodes=num_decodes,
         num_slots=num_slots,
-        slot_rows=max((segment.num_queries for segment in decodes), default=0) * shape.group,
+        decode_rows=max((segment.num_queries for segment in decodes), default=0) * shape.group,
     )
 
 
@@ -129,9 +129,9 @@ def _records(segments: list[Segment], shape: AttentionShape) -> tuple[Words, Wor
 
 
 def _give_slots(decodes: Words) -> int:
-    """Slots of partial sums for the splits of each segment that has several; returns how many."""
+    """Slots of partial sums for each query of the splits of a segment that has several; returns how many."""
     num_splits = decodes[:, SegmentField.NUM_SPLITS]
-    slots = np.where(num_splits > 1, num_splits, 0)
+    slots = np.where(num_splits > 1, num_splits * decodes[:, SegmentField.NUM_QUERIES], 0)
     stops = np.cumsum(slots)
     decodes[:, SegmentField.FIRST_SLOT] = stops - slots
     return int(stops[-1]) if len(stops) else 0
