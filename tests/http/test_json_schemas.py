@@ -371,6 +371,15 @@ def test_the_whole_is_one_however_it_is_spelled(llg: LLTokenizer) -> None:
     assert not takes(grammar, llg, {"kid": {"kid": {"n": "x"}}})
 
 
+def test_definitions_that_say_the_same_have_the_shortest_of_their_names() -> None:
+    names = ["longest" * 4, *["short"] * 3_000]
+    schema = {
+        "properties": {str(number): {"$ref": f"#/$defs/{name}"} for number, name in enumerate(names)},
+        "$defs": {name: {"type": "string", "maxLength": 5} for name in names},
+    }
+    assert len(for_llguidance(enforceable(schema))) <= len(_text(schema))
+
+
 @pytest.mark.parametrize(
     ("values", "definition"),
     [

@@ -313,7 +313,14 @@ async def test_grammars_that_wait_are_bounded_and_leave_room_for_other_tenants(
         many.pop(1).cancel()  # its client has left
         await asyncio.sleep(0)
         many.append(asyncio.create_task(ask(6, "many")))
-    assert len(set(await asyncio.gather(*many, *shared, other))) == 5
+        await asyncio.sleep(0)
+        monkeypatch.setattr(structured, "MAX_WAITING", 100)  # what waits is slow all at once, and too much of it
+        monkeypatch.setattr(structured, "MAX_SLOW", 2)
+        monkeypatch.setattr(structured, "QUICK_S", -1.0)
+        newcomer = asyncio.create_task(ask(7, "newcomer"))
+        with pytest.raises(OverloadedError, match="1 of them yours"):
+            await ask(8, "other")
+    assert len(set(await asyncio.gather(*many, *shared, other, newcomer))) == 6
 
 
 async def test_the_grammar_of_who_has_left_is_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,9 +330,10 @@ async def test_the_grammar_of_who_has_left_is_kept(tokenizer: Tokenizer, monkeyp
         await eventually(begun.is_set)
         leaving.cancel()
         await asyncio.wait({leaving})
-    await grammars.grammar_for(of_schema({"const": 2}), None)  # behind it
-    monkeypatch.delattr(grammars, "compiler")
-    assert await grammars.grammar_for(of_schema({"const": 1}), None)
+        again = asyncio.create_task(grammars.grammar_for(of_schema({"const": 1}), None))
+        await asyncio.sleep(0)
+        monkeypatch.delattr(grammars, "compiler")  # nothing is compiled any more
+    assert await again
 
 
 async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None:

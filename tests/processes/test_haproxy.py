@@ -68,6 +68,7 @@ async def turns(folder: Path) -> int:
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_does_not_have_it_run_in_circles(tmp_path: Path) -> None:
     """As it did until the answer was over, in millions of turns a second, if the body had come after the head."""
+    assert "abortonclose" in OPTIONS, "without it there is nothing to show"
     assert "splice-request" in OPTIONS, "Ray has left it out: so can `haproxy_on_loopback.sh`"
     asked, is_over = asyncio.Event(), asyncio.Event()
 

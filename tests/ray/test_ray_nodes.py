@@ -25,7 +25,7 @@ from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
-NUM_TOKENS = 64 if THOROUGH else 16
+NUM_TOKENS = 64 if THOROUGH else 32
 LANDED = "legato_worker_host_landings_total"
 HIT, MISSED = "legato_worker_prefix_hit_tokens_total", "legato_worker_prefix_missed_tokens_total"
 CONFIG: dict[str, Any] = {

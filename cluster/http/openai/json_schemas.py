@@ -576,7 +576,7 @@ class _Form:
     def _definition_of(self, part: _Part, taken: dict[str, Schema]) -> str:
         """The name of a definition, if the library's messages and URIs can have it; or else a number."""
         if part.references:
-            name = part.references[0].rpartition("/")[2]
+            name = min((reference.rpartition("/")[2] for reference in part.references), key=len)
             if _PLAIN_NAME.fullmatch(name) and name not in taken:
                 return name
         return next(name for number in count(len(taken)) if (name := str(number)) not in taken)

@@ -197,11 +197,13 @@ class Grammars:
         if found is None:
             turn = self._turns.setdefault(tenant, asyncio.Lock())
             with self._place_for(wanted, tenant):
-                async with turn, self._free:
-                    found = self._known.get(wanted)
-                    if found is None:  # kept also where who asked leaves meanwhile: it, or a copy, may come back
+                async with turn:
+                    await self._free.acquire()
+                    if (found := self._known.get(wanted)) is not None:
+                        self._free.release()
+                    else:  # is compiled, and the next one waits for it, also where who asked leaves meanwhile
                         compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, wanted)
-                        compiling.add_done_callback(partial(self._keep, wanted))
+                        compiling.add_done_callback(partial(self._end, wanted))
                         found = await asyncio.shield(compiling)
         self._remember(wanted, found)
         if isinstance(found, UnsupportedGrammarError):
@@ -214,7 +216,10 @@ class Grammars:
         if wanted not in self._waiting:
             taken, own = len(self._waiting), sum(tenants[0] == tenant for tenants in self._waiting.values())
             wait_s = taken * self._took_s
-            if own >= (MAX_WAITING if wait_s < QUICK_S else MAX_SLOW) - taken:
+            left = (MAX_WAITING if wait_s < QUICK_S else MAX_SLOW) - taken
+            if own >= max(
+                left, taken < MAX_WAITING
+            ):  # who has none waits also where others took all while it was quick
                 raise OverloadedError(
                     f"{taken} grammars wait to be compiled here already, {own} of them yours. Try again shortly.",
                     retry_after_s=wait_s,
@@ -239,7 +244,8 @@ class Grammars:
         )
         return UnsupportedGrammarError(answer.get("refused", too_complex))
 
-    def _keep(self, wanted: OutputConstraint, done: asyncio.Future[str | UnsupportedGrammarError]) -> None:
+    def _end(self, wanted: OutputConstraint, done: asyncio.Future[str | UnsupportedGrammarError]) -> None:
+        self._free.release()
         if not done.cancelled() and done.exception() is None:
             self._remember(wanted, done.result())
 

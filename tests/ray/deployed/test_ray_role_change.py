@@ -42,6 +42,7 @@ def cluster(newcomer: ServeRun, tmp_path_factory: pytest.TempPathFactory) -> Ite
         running.wait_for_workers(prefill=1, decode=2)
         yield running
         last, printed = ranks(running), len(newcomer.printed)
+        assert last
     wait_until(lambda: not any(map(is_alive, last)), what="processes of the group are left")
     assert newcomer.warnings(printed) == []
 
