@@ -24,9 +24,15 @@ doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0; and from 
 floating-point numbers of 8 bits (OCP 8-bit Floating Point Specification, E4M3)."""
 
 
+GROUP_MULTIPLE = 16
+"""A CPU's kernels round so many activations at once. Where a scale has not a multiple of so many inputs, they compute
+with the weight's values in bfloat16."""
+
+
 # Of a GPU's kernels, here for who reckons with them where there is no Triton.
 STEPS_OF_E4M3, STEPS = (128,), (128, 64, 32)
 """How many inputs they may multiply at once by numbers of E4M3, and by codes: so many have a scale in common."""
+
 VALUES_FROM_ROWS = 256
 """Of so many rows they multiply by a weight's values, which take memory for that time; see `expands` there."""
 

@@ -214,8 +214,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     if shape.experts is not None:
         chosen = shape.experts.per_token / shape.experts.num_experts
         if shards[0].expert_parallel:
-            own = [range(shape.experts.num_experts)[shard.experts(shape.experts.num_experts)] for shard in shards]
-            whole_experts = max(map(len, own))
+            whole_experts = max(len(shard.experts(shape.experts.num_experts)) for shard in shards)
             # Each process has room for all rows: a router may like none but its experts.
             shape = replace(shape, experts=replace(shape.experts, width=shape.experts.width * len(shards)))
     weights = round(sum(by_name.values()))

@@ -4,16 +4,18 @@ Cut as in Megatron-LM (arXiv 1909.08053, section 3): attention by heads and the 
 width, so that a layer takes two sums over the ranks, after attention's output projection and after the MLP's. With
 expert parallelism ranks have whole experts instead, and the second sum adds up what each rank's made of a row
 (decision 0041). The head is cut by the vocabulary; embedding, norms and the experts' router are whole on every rank.
-Where there are more ranks
-than key/value heads, ranks side by side have the same one. Heads that are normalised together are told to all ranks
-before that norm. A latent is one key for all heads: every rank makes all of it, by the same product of the same
-numbers, so to the same bits, and has its query heads' part of what is projected to and from it.
+Where there are more ranks than key/value heads, ranks side by side have the same one. Heads that are normalised
+together are told to all ranks before that norm. A latent is one key for all heads: every rank makes all of it, by the
+same product of the same numbers, so to the same bits, and has its query heads' part of what is projected to and from
+it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from kernels.quantised_weight import GROUP_MULTIPLE
 
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
@@ -69,9 +71,9 @@ class Shard:
         """How many ranks side by side have the same key/value heads."""
         return max(1, self.degree // num_kv_heads)
 
-    def experts(self, num_experts: int) -> slice:
+    def experts(self, num_experts: int) -> range:
         """Those of which this rank has something: all, or its own whole ones, shares as equal as can be."""
-        return self._share(num_experts) if self.expert_parallel else slice(0, num_experts)
+        return range(num_experts)[self._share(num_experts)] if self.expert_parallel else range(num_experts)
 
     def vocabulary(self, vocab_size: int) -> slice:
         """The rows of the vocabulary that this rank has: shares as equal as can be."""
@@ -112,8 +114,7 @@ class Shard:
         words = name.split(".")
         experts = config.layers[int(words[2])].experts
         assert experts is not None
-        own = self.experts(experts.num_experts)
-        return () if own.start <= int(words[5]) < own.stop else None
+        return () if int(words[5]) in self.experts(experts.num_experts) else None
 
     def _equal(self, count: int) -> slice:
         size = count // self.degree
@@ -125,10 +126,6 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
-
-
-_TOGETHER = 16
-"""Inputs of a quantised weight whose scale must be one, or a CPU's kernels compute with its values in bfloat16."""
 
 
 def shards_of(
@@ -189,7 +186,7 @@ def _divides(config: ModelConfig, degree: int, expert_parallel: bool | None) -> 
 
 def _cuts_experts_well(config: ModelConfig, degree: int, quantisation: Quantisation | None) -> bool:
     has_codes = quantisation is not None or (config.packing is not None and config.packing.stays_packed)
-    at_once = degree * (_TOGETHER if has_codes else 1)
+    at_once = degree * (GROUP_MULTIPLE if has_codes else 1)
     return all(width % at_once == 0 for width in _expert_widths(config)) or not _divides(config, degree, True)
 
 

@@ -457,7 +457,7 @@ class Model:
             correction=_tensor(weights, f"{name}.gate.e_score_correction_bias") if experts.corrected else None,
         )
         shard = WHOLE if self._ranks is None else self._ranks.shard
-        own = range(experts.num_experts)[shard.experts(experts.num_experts)]
+        own = shard.experts(experts.num_experts)
         routed = self._kernels.pack_experts(
             self._router(weights, f"{name}.gate", experts),
             [

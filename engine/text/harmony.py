@@ -52,7 +52,6 @@ class HarmonyParser(EventReader):
         super().__init__()
         self._functions, self._single, self._is_split = functions, single, is_split
         self._part: Literal["header", "text", "reasoning", "arguments", "dropped"] = "header"
-        self._is_empty = False  # a call, so far
         self._arguments: list[str] = []  # of the last call
         self._is_past_reasoning = False
         if reasons:
@@ -95,7 +94,6 @@ class HarmonyParser(EventReader):
             if self._part == "arguments":
                 self._tell("call", recipient[1], self.num_calls - 1)
                 self._arguments.clear()
-            self._is_empty = True
         elif is_thought and self._is_split and recipient is None:
             self._part, self.has_reasoned = "reasoning", True
         else:
@@ -119,13 +117,12 @@ class HarmonyParser(EventReader):
         return False
 
     def _end_message(self) -> None:
-        if self._part == "arguments" and self._is_empty:
+        if self._part == "arguments" and not self._arguments:
             self._say("{}")
 
     def _say(self, text: str) -> None:
         if not text or self._part == "header" or self._part == "dropped":
             return
-        self._is_empty = False
         if self._part == "arguments":
             self._arguments.append(text)
         self._tell(self._part, text, self.num_calls - 1 if self._part == "arguments" else 0)

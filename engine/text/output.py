@@ -43,9 +43,7 @@ class EventReader(ABC):
         self._buffer = ""  # not decided yet
         self._events: list[OutputEvent] = []
         self.num_calls = 0
-        self.is_cut = (
-            False  # the answer ended in the middle of a call's arguments: a stop string's doing, or the model's
-        )
+        self.is_cut = False  # the answer ended in the middle of a call's arguments, by a stop string or by itself
         self.has_reasoned = False
 
     @property

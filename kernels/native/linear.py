@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.huge_pages import PackingMemory, private_memory, whole_pages
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
-from kernels.quantised_weight import LOWEST_E4M3, ActivationBits, CodeFormat, QuantisedWeight
+from kernels.quantised_weight import GROUP_MULTIPLE, LOWEST_E4M3, ActivationBits, CodeFormat, QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,7 @@ def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = pri
     return NativeHeads(compute=compute, packed=packed, num_outputs=num_outputs)
 
 
-# What sums of 32 bits have room for, and how many activations are rounded at once.
-_LARGEST_GROUP, _GROUP_MULTIPLE = 256, 16
+_LARGEST_GROUP = 256  # what sums of 32 bits have room for
 _LAYOUT = [Size, Size, Size, Flag, Flag, Size]
 
 
@@ -165,7 +164,7 @@ class QuantisedLinear(NativeLinear):
 def can_pack_quantised(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     if dtype != torch.bfloat16 or weight.lowest == LOWEST_E4M3:
         return False
-    return CodeFormat.of([weight], _LARGEST_GROUP).group_size % _GROUP_MULTIPLE == 0
+    return CodeFormat.of([weight], _LARGEST_GROUP).group_size % GROUP_MULTIPLE == 0
 
 
 def pack_quantised(

@@ -208,14 +208,20 @@ def test_a_reservation_lands_on_the_host_where_the_device_is_full() -> None:
     bench.run()
 
 
+def _next_attempt(prompt: list[int], max_tokens: int) -> Sequence:
+    """Of the request "r", which has its first token."""
+    seq = sequence("r", prompt, max_tokens)
+    seq.attempt = 1
+    seq.output_token_ids = [next_token(prompt)]
+    return seq
+
+
 def test_a_renewed_reservation_keeps_its_place_on_the_host() -> None:
     bench = Bench(columns=2)
     seq = sequence("r", [2] * 12, 8)
     bench.scheduler.reserve(seq)
     assert seq.host_groups
-    newer = sequence("r", [2] * 12, 8)
-    newer.attempt = 1
-    newer.output_token_ids = [next_token([2] * 12)]
+    newer = _next_attempt([2] * 12, 8)
     assert bench.scheduler.renew(seq.key, newer)
     assert (seq.host_lease, newer.host_groups) == (None, frozenset(range(GROUPS)))
     bench.runner.receive(newer)
@@ -230,9 +236,7 @@ def test_a_reservation_on_the_host_that_its_renewal_makes_longer_than_the_ring_i
     seq = sequence("r", [3] * 15, 4)
     bench.scheduler.reserve(seq)
     assert seq.host_groups
-    longer = sequence("r", [3] * 15, 4)
-    longer.attempt = 1
-    longer.output_token_ids = [next_token([3] * 15)]
+    longer = _next_attempt([3] * 15, 4)
     assert not bench.scheduler.renew(seq.key, longer)
     assert bench.scheduler.state(seq.key) is DecodeState.RESERVED
     bench.scheduler.drop(seq.key)

@@ -217,9 +217,9 @@ class Grammars:
             taken, own = len(self._waiting), sum(tenants[0] == tenant for tenants in self._waiting.values())
             wait_s = taken * self._took_s
             left = (MAX_WAITING if wait_s < QUICK_S else MAX_SLOW) - taken
-            if own >= max(
-                left, taken < MAX_WAITING
-            ):  # who has none waits also where others took all while it was quick
+            if left < 1 and taken < MAX_WAITING:
+                left = 1  # who has none waits also where others took all while it was quick
+            if own >= left:
                 raise OverloadedError(
                     f"{taken} grammars wait to be compiled here already, {own} of them yours. Try again shortly.",
                     retry_after_s=wait_s,
