@@ -13,10 +13,11 @@ from llguidance import LLTokenizer
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
 from cluster.http.openai.structured import OutputConstraint, compiled
-from tests.support.schema_answers import drawn_answer, takes
+from tests.support.schema_answers import drawn_answer, takes, takes_text
 
 pytestmark = pytest.mark.model
 
+GUIDANCE: Final = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}  # what llguidance is told of JSON
 PERSON: Final = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 # Properties, all of them required; and other schemas of objects.
 ENDLESS: Final[dict[str, dict[str, Any]]] = {
@@ -241,7 +242,7 @@ def test_what_is_said_of_several_values_is_said_once(llg: LLTokenizer, instance:
 )
 def test_what_may_mean_something_else_elsewhere_stays_there(schema: dict[str, Any]) -> None:
     written = json.loads(for_llguidance(enforceable(schema)))
-    assert written.pop("x-guidance") == {"whitespace_flexible": False}
+    assert written.pop("x-guidance") == GUIDANCE
     assert written == schema
 
 
@@ -333,7 +334,7 @@ def test_definitions_with_references_stay_apart(llg: LLTokenizer) -> None:
 
 
 def _text(schema: dict[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}, separators=(",", ":"))
+    return json.dumps({**schema, "x-guidance": GUIDANCE}, separators=(",", ":"))
 
 
 def test_places_within_places_are_not_written_again_each(llg: LLTokenizer) -> None:
@@ -451,3 +452,92 @@ def test_a_property_that_cannot_be_is_left_out_wherever_it_stands(llg: LLTokeniz
 )
 def test_other_patterns_stay(schema: dict[str, Any]) -> None:
     assert "patternProperties" in json.loads(for_llguidance(enforceable(schema)))
+
+
+OPEN: Final = {"properties": {"a": {"type": "integer"}, "b/c": True}, "additionalProperties": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "taken"),
+    [
+        (OPEN, r'{"a":1,"b/c":2,"d":"x"}', True),
+        (OPEN, r'{"a":1,"\u0061":"x"}', False),
+        (OPEN, r'{"a":1,"\u0041":"x"}', False),
+        (OPEN, r'{"a":1,"b\/c":"x"}', False),
+        (OPEN, r'{"\n\t\b\f\r\"\\":"\n"}', True),
+        ({"properties": {"a": {"type": "integer"}}}, r'{"\u0061":"x"}', False),
+        ({"required": ["a"]}, r'{"\u0061":1,"a":1}', False),
+        ({"patternProperties": {"^[ab]": {"type": "integer"}}}, r'{"b":1,"\u0061":"x"}', False),
+        ({"items": {"anyOf": [{"type": "null"}, OPEN]}}, r'[{"\u0061":"x"}]', False),
+        ({"properties": {"é": {"type": "integer"}}}, r'{"\u00e9":"x"}', False),
+    ],
+)
+def test_a_name_has_one_spelling(llg: LLTokenizer, schema: dict[str, Any], text: str, taken: bool) -> None:
+    """Else an open object's value for another name would be one for a name that has a schema of its own."""
+    assert takes_text(_compiled({"type": ["object", "array"], **schema}, llg), llg, text) == taken
+
+
+CONTROL: Final[list[dict[str, Any]]] = [
+    {"const": "a\x01b"},
+    {"enum": [{"a": ["a\x7fb"]}]},
+    {"type": "string", "pattern": "^a\x01b$"},
+    {"type": "string", "pattern": r"^a\x01b$"},
+    {"type": "string", "pattern": r"^a\u0001b$"},
+    {"type": "string", "pattern": r"^a\x7Fb$"},
+    {"type": "string", "pattern": r"^a\ab$"},
+    {"type": "string", "pattern": r"^a[\x01]b$"},
+    {"type": "string", "pattern": r"^a[\x01-\x01]b$"},
+    {"type": "string", "pattern": "^a[\x01-\x01]b$"},
+    {"type": "string", "pattern": r"^a\vb$"},
+    {"type": "object", "patternProperties": {r"^a\x01$": {"type": "null"}}, "additionalProperties": False},
+    {"type": "object", "properties": {"a\x01": {}}, "required": ["a\x01"], "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", CONTROL)
+def test_control_characters_are_written(llg: LLTokenizer, schema: dict[str, Any]) -> None:
+    grammar = _compiled(schema, llg)
+    for seed in range(3):
+        answer = drawn_answer(grammar, llg, random.Random(seed), max_tokens=100)
+        if answer is not None:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(answer))
+    assert not takes(grammar, llg, "ab")
+
+
+@pytest.mark.parametrize(
+    "schema", [*CONTROL, {"pattern": r"^a\u{1}b$"}, {"pattern": r"^a\x{0001}b$"}, {"pattern": r"^a-\x01b$"}]
+)
+def test_control_characters_are_refused_beside_an_open_object(llg: LLTokenizer, schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedGrammarError, match="set additionalProperties to false"):
+        _compiled({"type": "object", "properties": {"it": schema}}, llg)
+    _compiled({"type": "object", "properties": {"it": schema}, "additionalProperties": False}, llg)
+
+
+@pytest.mark.parametrize("text", ["C:\\apps", "\\u0001", "é\n", "\U0001f600", "\u2028"])
+def test_other_characters_are_no_reason_to_refuse(llg: LLTokenizer, text: str) -> None:
+    grammar = _compiled({"type": "object", "properties": {"it": {"const": text}}, "required": ["it"]}, llg)
+    assert takes(grammar, llg, {"it": text})
+    assert not takes(grammar, llg, {"it": text[1:]})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^[\u4e00-\u9fa5\xa0]$",
+        r"^[\x00-\x7f\u4e00]$",
+        r"^[^\x00-\x1f\x7f-\x9f]$",
+        "^[^\x00-\x1f]$",
+        "^[^\u0000-\u007f]$",
+    ],
+)
+def test_ranges_of_control_characters_are_no_reason_to_refuse(llg: LLTokenizer, pattern: str) -> None:
+    schema = {"type": "object", "properties": {"it": {"type": "string", "pattern": pattern}}, "required": ["it"]}
+    grammar = _compiled(schema, llg)
+    assert takes(grammar, llg, {"it": "\u4e00"})
+    assert not takes(grammar, llg, {"it": ""})
+
+
+def test_values_of_a_wrong_kind_beside_a_control_character_are_refused(llg: LLTokenizer) -> None:
+    for name in ("properties", "patternProperties", "required", "enum", "pattern"):
+        with pytest.raises(UnsupportedGrammarError):
+            _compiled({"anyOf": [{"const": "\x01"}, {name: 5}]}, llg)

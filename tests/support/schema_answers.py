@@ -66,6 +66,11 @@ def drawn_answer(
 
 def takes(grammar: str, llg: LLTokenizer, instance: object) -> bool:
     """Whether the instance, as compact JSON, may be an answer."""
+    return takes_text(grammar, llg, json.dumps(instance, separators=(",", ":"), ensure_ascii=False))
+
+
+def takes_text(grammar: str, llg: LLTokenizer, text: str) -> bool:
+    """Whether the text may be an answer."""
     matcher = LLMatcher(llg, grammar, log_level=0, limits=LIMITS)
-    tokens = llg.tokenize_str(json.dumps(instance, separators=(",", ":"), ensure_ascii=False))
+    tokens = llg.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())

@@ -413,6 +413,17 @@ _MOVED: Final = re.compile(r"#(?:/definitions/[^/]+|/\$defs/[^/]{4,})+")
 _COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
 _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_COMPACT_JSON: Final = {"whitespace_flexible": False}
+_IN_ONE_SPELLING: Final = _COMPACT_JSON | {"json_allowed_escapes": 'nrbtf\\"'}
+# Control characters that JSON can only write as a number, `_AS_NUMBERS`: where the text of a schema may name some, what
+# of a pattern is one (or an escape for one), and what is a range of several characters.
+_MAY_NAME: Final = re.compile(r"\\u00(?:[01]|7f)|\\\\[avxuU]")
+_AS_NUMBERS: Final = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+_ONE_CONTROL: Final = re.compile(
+    rf"{_AS_NUMBERS}|\\(?:[av]|x(?:[01][0-9a-fA-F]|7[fF])|[uU]0*(?:[01]?[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])|[xuU]\{{)"
+)
+_CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_ITEM: Final = re.compile(r"\\x..|\\u[^{]...|\\.|[^\\]", re.DOTALL)
 
 
 def for_llguidance(schema: dict[str, Any]) -> str:
@@ -436,7 +447,63 @@ def for_llguidance(schema: dict[str, Any]) -> str:
 
 
 def _text_of(schema: dict[str, Any]) -> str:
-    return _COMPACT.encode({**schema, "x-guidance": {"whitespace_flexible": False}})
+    """The schema as text, with what llguidance is told of JSON in `x-guidance`.
+
+    Instances write no character as its number: in the names of an open object llguidance would take `\\u0061` for
+    another name than `a`, and readers of JSON take both for one. It would also leave out, without a word, characters
+    that only a number writes. Raises UnsupportedGrammarError where a schema has both.
+    """
+    text = _COMPACT.encode({**schema, "x-guidance": _IN_ONE_SPELLING})
+    if not _MAY_NAME.search(text) or not _names_control(schema):
+        return text
+    if _is_open_with_names(schema):
+        raise UnsupportedGrammarError(
+            "A control character in the schema cannot be enforced together with an object that names some properties"
+            " and allows others: set additionalProperties to false there, or leave the character out."
+        )
+    return _COMPACT.encode({**schema, "x-guidance": _COMPACT_JSON})
+
+
+def _directly_within(schema: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    _with_each(schema, "#", lambda _, inner, __: found.append(inner))
+    return found
+
+
+def _names_control(schema: Schema) -> bool:
+    """Whether a name, a value or a pattern in a schema has one certain character of `_AS_NUMBERS`."""
+    if not isinstance(schema, dict):
+        return False
+    named, matched = schema.get("properties"), schema.get("patternProperties")
+    said = [schema.get("const"), schema.get("enum"), schema.get("required"), [*named] if isinstance(named, dict) else 0]
+    patterns = _texts([schema.get("pattern"), *(matched if isinstance(matched, dict) else ())])
+    return (
+        bool(re.search(_AS_NUMBERS, _all_texts(said)))
+        or any(_ONE_CONTROL.search(_CLASS.sub(_without_ranges, pattern)) for pattern in patterns)
+        or any(map(_names_control, _directly_within(schema)))
+    )
+
+
+def _without_ranges(found: re.Match[str]) -> str:
+    items = _ITEM.findall(found[0])
+    ranges = {at for at, item in enumerate(items[1:-1], 1) if item == "-" and items[at - 1] != items[at + 1]}
+    return "".join(item for at, item in enumerate(items) if ranges.isdisjoint((at - 1, at, at + 1)))
+
+
+def _all_texts(value: object) -> str:
+    """All texts of a JSON value."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return "".join(map(_all_texts, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+
+
+def _is_open_with_names(schema: Schema) -> bool:
+    """Whether an object within says something of some names, and allows others."""
+    if not isinstance(schema, dict):
+        return False
+    named = any(map(schema.get, ("properties", "patternProperties", "required")))
+    is_open = named and schema.get("additionalProperties", True) is not False
+    return is_open or any(map(_is_open_with_names, _directly_within(schema)))
 
 
 class _StaysAsItIsError(Exception):
