@@ -76,7 +76,7 @@ test-clients: setup $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python $(TESTS)
 
 # What operators look at, by the programs that they look with; `make test` needs neither. On Debian, and without starting what they install as
-# services: apt-get install --no-install-recommends prometheus chromium chromium-driver
+# services: apt-get install --no-install-recommends prometheus chromium chromium-driver nginx
 test-operators: setup
 	$(BIN)/python -m pytest -v tests/operators
 

@@ -22,6 +22,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
+    "nginx": "nginx",
 }
 
 
