@@ -7,6 +7,7 @@ It exits with 0 if all went well, 1 if what was asked for cannot be done, 2 if t
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -88,7 +89,7 @@ def _environment(_: argparse.Namespace) -> int:
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
-        print(f"export {name}={value}")
+        print(f"export {name}={shlex.quote(value)}")
     return 0
 
 

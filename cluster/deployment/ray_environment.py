@@ -27,6 +27,8 @@ _FIRST_GATEWAY_PORT: Final = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
 # down, it goes to Serve's own proxy at the fallback's port.
 _OWN_PORTS: Final = (*HAPROXY_PORTS, "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", _FIRST_GATEWAY_PORT)
 
+_NO_SPLICING: Final = "no option splice-request"
+
 SERVE_ENVIRONMENT: Final = {
     # HAProxy in front instead of Serve's Python proxy, and gRPC between replicas: 5 to 8 times the requests per second.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -36,6 +38,11 @@ SERVE_ENVIRONMENT: Final = {
     # A client that sends half a request, or takes nothing of an answer, gives its connection back after a minute; Ray's
     # own value is an hour. Waiting for a worker does not count, so answers and their pauses may be longer.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    # Ray's own value, and two lines of HAProxy's `defaults` for which Ray's template (2.60), which takes any text here,
+    # has no settings. Where a request is spliced and its client leaves, HAProxy (2.8) does not tell the gateway and
+    # takes a whole core, until the answer begins or goes on (docs/log/gateway-http.md). Whoever sends no whole head is
+    # given up after half a minute.
+    "RAY_SERVE_HAPROXY_RETRY_ON": f"conn-failure\n    {_NO_SPLICING}\n    timeout http-request 30s",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     # Workers report every second what size their pool should have; by default Serve hears of it every ten.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
@@ -83,6 +90,14 @@ def unset() -> list[str]:
         sentences.append(
             "RAY_SERVE_ENABLE_HA_PROXY is not set: Serve's Python proxy stands in front, which passes on a fifth of the"
             " requests per second and adds 3 to 5 ms to each. Take `controller_options` from a file in ray_configs/."
+        )
+    elif os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and _NO_SPLICING not in os.environ.get(
+        "RAY_SERVE_HAPROXY_RETRY_ON", ""
+    ):
+        sentences.append(
+            f"RAY_SERVE_HAPROXY_RETRY_ON does not say `{_NO_SPLICING}`: where a client leaves, its gateway is not told,"
+            " and HAProxy takes a core, until the answer begins or goes on. Take `controller_options`"
+            " from a file in ray_configs/."
         )
     missing = [f"{name}={value}" for name, value in RAY_ENVIRONMENT.items() if name not in os.environ]
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -84,12 +85,15 @@ def test_another_process_computes_the_same() -> None:
 
 
 def test_the_command_prints_what_a_shell_takes() -> None:
+    """Values with line breaks, too."""
+    script = (
+        'eval "$("$0" -m cluster environment)" && exec "$0" -c "import json, os; print(json.dumps({**os.environ}))"'
+    )
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     printed = subprocess.run(
-        [sys.executable, "-m", "cluster", "environment"], capture_output=True, text=True, check=True, timeout=120
+        ["sh", "-c", script, sys.executable], env=outside, capture_output=True, text=True, check=True, timeout=120
     ).stdout
-    assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in RAY_ENVIRONMENT.items()}
-    assert set(printed.splitlines()) >= {f"export {name}={value}" for name, value in SERVE_ENVIRONMENT.items()}
-    assert "export RAY_AUTH_MODE=token" in printed
+    assert json.loads(printed).items() >= (RAY_ENVIRONMENT | SERVE_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}).items()
 
 
 def test_whoever_imports_the_messages_can_decode_all_of_them() -> None:

@@ -7,8 +7,12 @@ cluster can't hold is said in a sentence.
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,7 +22,7 @@ import yaml
 from cluster.config.load import load_config
 from cluster.deployment.capacity import needs
 from tests.cluster.deployment.test_capacity import CPU_FILES
-from tests.ray.deployed.serve_run import HANGS_S, ROOT, SAYS_WHERE, URL, ServeRun
+from tests.ray.deployed.serve_run import HANGS_S, PORT, ROOT, SAYS_WHERE, URL, ServeRun
 from tests.ray.served_cluster import MODEL, listening_sockets, post_job
 from tests.support.thoroughness import THOROUGH
 from tests.support.waiting import wait_until
@@ -45,6 +49,29 @@ def test_a_newcomer_s_file_answers_and_says_where(running: ServeRun) -> None:
     _answers_where_it_says(running, QUICKSTART)
     running.wait_for(r"Ray listens on \S+ whoever has its token")
     _nobody_runs_jobs_here(running)
+
+
+def test_a_client_that_leaves_before_its_first_token_ends_its_request(running: ServeRun) -> None:
+    """Its prompt takes many seconds to compute. Its body comes after the head and fits one buffer of HAProxy's, of
+    16 KiB: of such a one no gateway heard."""
+    running.serve(QUICKSTART)
+    body = json.dumps({"model": MODEL, "prompt": "a" + " a" * 6_500, "max_tokens": 4, "stream": True}).encode()
+    about = f"{URL}/cluster/requests/leaves"
+
+    def told(key: str) -> Any:
+        answer = httpx.get(about, timeout=60)
+        return answer.json()[key] if answer.status_code == 200 else None
+
+    with socket.create_connection(("127.0.0.1", PORT)) as client:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: here\r\nx-request-id: leaves\r\ncontent-type: application/json\r\n"
+        )
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+        time.sleep(0.1)
+        client.sendall(body)
+        wait_until(lambda: told("outcome") == "running", HANGS_S, "it does not run")
+    wait_until(lambda: told("outcome") == "cancelled", HANGS_S, "it goes on")
+    assert told("ttft_s") is None
 
 
 # Others than that one, than the one for nodes that fetch Legato from where it says, than those of which another one has
