@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -19,9 +20,21 @@ from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
-from engine.cost_model.roofline import H100_SXM, L40S, LLAMA_3_1_8B, LLAMA_3_1_70B
+from engine.cost_model.roofline import (
+    CPU_CORE,
+    H100_SXM,
+    L40S,
+    LLAMA_3_1_8B,
+    LLAMA_3_1_70B,
+    Device,
+    ModelShape,
+    roofline_cost,
+)
 from engine.cost_model.step_cost import StepCost
 from engine.model.config import LatentConfig
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "scaling.md"
+STREAMS, CONTEXT = 64, 2_000
 
 
 def needs(enough: Callable[[Layout], bool]) -> Callable[[Layout], float]:
@@ -197,6 +210,71 @@ def test_memory_adds_up_and_is_cut_among_devices() -> None:
     assert whole.unused_bytes == pytest.approx(8e9, abs=10**6)
     with pytest.raises(ValueError, match="use more devices"):
         predict_memory(LLAMA_3_1_70B, L40S, token_budget=2048, max_num_seqs=256)
+
+
+def shape(name: str, layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False) -> ModelShape:
+    """One of Qwen3's."""
+    return replace(
+        LLAMA_3_1_8B,
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        vocab_size=151_936,
+        tied_embeddings=tied,
+    )
+
+
+SMOLLM2 = replace(shape("SmolLM2-135M", 30, 576, 1536, 9, tied=True), num_kv_heads=3, head_dim=64, vocab_size=49_152)
+QWEN3 = [
+    shape("Qwen3-1.7B", 28, 2048, 6144, 16, tied=True),
+    shape("Qwen3-4B", 36, 2560, 9728, 32, tied=True),
+    shape("Qwen3-8B", 36, 4096, 12288, 32),
+    shape("Qwen3-14B", 40, 5120, 17408, 40),
+    shape("Qwen3-32B", 64, 5120, 25600, 64),
+]
+
+
+def room(model: ModelShape, gigabytes: int, num_devices: int = 1) -> int:
+    """Tokens of KV beside the weights, 0 where these do not fit."""
+    gpu = replace(H100_SXM, memory_bytes=gigabytes * 1e9)
+    with contextlib.suppress(ValueError):
+        return predict_memory(model, gpu, num_devices=num_devices, token_budget=2304, max_num_seqs=256).kv_tokens
+    return 0
+
+
+def speeds(model: ModelShape, device: Device, num_devices: int = 1) -> tuple[float, float, float]:
+    """Prompt tokens a second, and the ms of a step of one stream and of STREAMS."""
+    cost = roofline_cost(model, device, num_devices=num_devices)
+    prompt_s = cost.base_s + 2048 * cost.prefill_token_s + 2048**2 / 2 * cost.prefill_pair_s
+    one, many = (1e3 * (cost.base_s + n * (cost.decode_s + CONTEXT * cost.context_token_s)) for n in (1, STREAMS))
+    return 2048 / prompt_s, one, many
+
+
+def rounded(number: float) -> str:
+    """To two digits that count."""
+    return f"{float(f'{number:.2g}'):,g}"
+
+
+def row_of_the_guide(model: ModelShape) -> str:
+    """What is predicted of a model. On four H100 where one has no room for the streams."""
+    rooms = [room(model, 24), room(model, 48), room(model, 80), room(model, 141), room(model, 80, 4)]
+    number = 1 if rooms[2] >= STREAMS * CONTEXT else 4
+    prompt, one, many = map(rounded, speeds(model, H100_SXM, number))
+    told = [f"{tokens // 1000:,}" if tokens else "" for tokens in rooms]
+    sizes = f"{model.weight_bytes / 1e9:.1f} | {model.kv_bytes_per_token / 1e3:.0f}"
+    return f"| {model.name} | {sizes} | {' | '.join(told)} | {'four: ' * (number > 1)}{prompt} | {one}, {many} |"
+
+
+def test_the_guide_tells_what_is_predicted() -> None:
+    rows = [row_of_the_guide(model) for model in (*QWEN3, LLAMA_3_1_8B, LLAMA_3_1_70B)]
+    cores = [
+        f"{model.name}'s prompts at {prompt} tokens/s and a token in {one} ms"
+        for model, (prompt, one, _) in ((m, map(rounded, speeds(m, CPU_CORE))) for m in (SMOLLM2, QWEN3[0]))
+    ]
+    text = GUIDE.read_text(encoding="utf-8")
+    assert [told for told in (*rows, *cores) if told not in text] == []
 
 
 def test_activations_are_those_of_the_widest_moment() -> None:
