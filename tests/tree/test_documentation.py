@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from cluster.config.table import setting_rows
@@ -250,6 +251,14 @@ def test_every_page_of_the_log_is_listed_and_begins_with_what_is_known() -> None
         assert len(re.findall(r"^\* ", head, flags=re.MULTILINE)) == 3, f"{page.name} does not begin with three lines"
         dates = [entry[:10] for entry in entries]
         assert dates and dates == sorted(dates, reverse=True), f"{page.name} is not newest first"
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_what_the_guide_shows_as_yaml_is_yaml(page: Path) -> None:
+    for block in re.findall(
+        r"^ *```yaml\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    ):
+        assert [*yaml.safe_load_all(block)] != []
 
 
 def test_metrics_are_listed_and_no_others() -> None:
