@@ -53,7 +53,8 @@ class _Waiting:
 class Reservations:
     """Grants reservations in the order they came, as soon as the scheduler has room, and lets KV into them.
 
-    What finds no room within `wait_s` is refused. Later attempts of a request get the blocks of earlier ones.
+    What finds no room within `wait_s` is refused, and told when there may be some. Later attempts of a request get the
+    blocks of earlier ones.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Reservations:
         self._wait_s = wait_s
         self._listener = listener
         self._queue: deque[_Waiting] = deque()
+        self._granted: deque[tuple[float, int]] = deque()  # when, and tokens, since the first of those who wait came
         self._timer = DeadlineTimer(self.retry)
         self._key_of_lease: dict[int, SequenceKey] = {}
         self.receiver = KvReceiver(
@@ -104,6 +106,18 @@ class Reservations:
     def oldest_wait_s(self) -> float:
         """Since the first of those was asked for; 0 without any."""
         return max(0.0, time.monotonic() - self._queue[0].deadline + self._wait_s) if self._queue else 0.0
+
+    @property
+    def room_in_s(self) -> float:
+        """Predicted seconds until all who wait now have room: as fast as others got it while the first of them waited.
+        Where nobody did, `wait_s`, which is also the most: by then each of them has room or is refused. 0: nobody
+        waits."""
+        if not self._queue:
+            return 0.0
+        came = self._queue[0].deadline - self._wait_s
+        num_granted = sum(num_tokens for at, num_tokens in self._granted if at >= came)
+        num_waiting = sum(waiting.request.num_tokens for waiting in self._queue)
+        return min(self._wait_s, self.oldest_wait_s * num_waiting / num_granted) if num_granted else self._wait_s
 
     # --- what the worker wants ---
 
@@ -146,12 +160,16 @@ class Reservations:
             if self._scheduler.can_reserve(head.request.num_tokens):
                 self._queue.popleft()
                 self._grant(head.gateway, head.request)
+                self._granted.append((now, head.request.num_tokens))
             elif head.deadline <= now:
+                retry_after_s = self.room_in_s  # as if it were asked for again now, behind the others
                 self._queue.popleft()
                 reason = f"no room for its KV within {self._wait_s:g} s"
-                self._port.refuse(head.gateway, head.request, reason, self._wait_s)
+                self._port.refuse(head.gateway, head.request, reason, retry_after_s)
             else:
                 break
+        while self._granted and (not self._queue or self._granted[0][0] < self._queue[0].deadline - self._wait_s):
+            self._granted.popleft()
         self._timer.arm(self._queue[0].deadline if self._queue else None)
 
     def cancel(self, key: SequenceKey) -> None:

@@ -170,9 +170,16 @@ class DecodeWorker(Worker):
         if self._refused_as_leaving(gateway, SequenceKey(request.request_id, request.attempt)):
             return False
         if self._num_waiting >= self._config.max_waiting:
-            self._port.refuse(gateway, request, "the decode queue is full", self._config.reserve_wait_s)
+            self._port.refuse(gateway, request, "the decode queue is full", self._room_in_s)
             return False
         return True
+
+    @property
+    def _room_in_s(self) -> float:
+        """Predicted seconds until all who wait now have room. Who is to be computed here waits as long as those before
+        did, and not shorter than the prompts take."""
+        num_uncomputed = self.scheduler.num_uncomputed_tokens + self.prefix.num_loading_tokens
+        return max(self.reservations.room_in_s, self.scheduler.oldest_wait_s, self._queue_s(num_uncomputed))
 
     def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
         """Renew what an older attempt reserved, else reserve anew, else wait for room."""

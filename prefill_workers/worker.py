@@ -99,8 +99,7 @@ class PrefillWorker(Worker):
         if self._refused_adapter(gateway, request) or self._refused_as_leaving(gateway, key):
             return
         if not self.scheduler.can_add():
-            chunk_tokens = self._config.chunk_tokens  # of many prompts: whose tokens attend to no other's
-            queue_s = self.scheduler.num_uncomputed_tokens / chunk_tokens * self._prefill_s(chunk_tokens)
+            queue_s = self._queue_s(self.scheduler.num_uncomputed_tokens)
             self._port.refuse(gateway, request, "the prefill queue is full", queue_s)
             return
         seq = self._sequence(request, hands_over=True)

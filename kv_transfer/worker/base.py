@@ -319,6 +319,10 @@ class Worker(ABC):
         """Predicted, for computing so many tokens here."""
         return self.model.costs.prefill_s(num_tokens, self._step_tokens)
 
+    def _queue_s(self, num_tokens: int) -> float:
+        """Predicted, for computing so many tokens of many prompts, whose tokens attend to no other's."""
+        return num_tokens / self._step_tokens * self._prefill_s(self._step_tokens)
+
     def _step_loop(
         self,
         *,

@@ -13,9 +13,10 @@ import torch
 
 from decode_workers.reservations import Reservations
 from engine.sequence import SequenceKey
-from kv_transfer.messages.requests import Reserved
+from kv_transfer.messages.requests import RequestSpec, Reserved
 from kv_transfer.worker.sequences import sequence_of
 from tests.decode_workers.test_decode_rules import Bench
+from tests.kv_transfer.handoff.handoff_world.model import request_spec
 from tests.kv_transfer.handoff.handoff_world.scripted import PREFILL, ScriptedReceiver, request, slab
 
 
@@ -101,4 +102,36 @@ async def test_what_an_attempt_drains_is_not_taken_over_by_a_later_one() -> None
     reservations.receiver._do(machine.on_copy_failed(1, "the device refused it"))
     reservations.cancel(SequenceKey("r", 3))
     bench.pool.check_idle()
+    reservations.stop()
+
+
+async def test_who_found_no_room_is_told_when_there_may_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pace at which others got it while it waited; where nobody did, all that is known is how long that was."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("decode_workers.reservations.time", SimpleNamespace(monotonic=lambda: clock.now))
+    bench, port = Bench(max_num_seqs=1), Recorder()
+    told: list[tuple[str, float]] = []
+
+    def refuse(gateway: object, request: RequestSpec, reason: str, retry_after_s: float) -> None:
+        told.append((request.request_id, retry_after_s))
+
+    monkeypatch.setattr(port, "refuse", refuse, raising=False)
+    reservations = the_reservations(bench, port, Recorder())
+    gateway: Any = "gateway"
+    assert reservations.room_in_s == 0.0
+    for name in "abcd":
+        reservations.add(gateway, request_spec(name, 1, 10))
+    assert reservations.room_in_s == 60.0, "nobody has got room while they wait"
+    for now, name in ((20.0, "a"), (40.0, "b")):
+        clock.now = now
+        reservations.cancel(SequenceKey(name, 1))
+        reservations.retry()
+    assert reservations.room_in_s == 20.0, "d alone waits, and two had room within 40 s"
+    clock.now = 60.0
+    reservations.retry()
+    assert told == [("d", 30.0)]
+    reservations.add(gateway, request_spec("e", 1, 10))
+    clock.now = 120.0
+    reservations.retry()
+    assert told[1:] == [("e", 60.0)], "while e waited nobody had room"
     reservations.stop()

@@ -16,7 +16,7 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import brake, cluster_of
 from tests.support.clusters.mini_requests import PROMPT, busy, interrupted, sampled, tokens, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, eventually
 
 # --- exact tokens ---
 
@@ -130,6 +130,22 @@ async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallM
                 await cluster.generate("b", PROMPT, greedy())
             assert refused.value.retry_after_s == 0.2
         assert tokens_of(await first) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_a_full_queue_says_when_those_in_it_have_room(llama: SmallModel) -> None:
+    """Not how long a reservation may wait, which nobody in it is."""
+    async with cluster_of(
+        llama, num_prefill=0, decode=DecodeWorkerConfig(max_waiting=1, reserve_wait_s=10 * HANGS_S)
+    ) as cluster:
+        with brake(cluster.decodes[0].model.runner) as held:
+            others = [asyncio.create_task(cluster.generate("a", PROMPT, greedy()))]
+            await held.reached()
+            others.append(asyncio.create_task(cluster.generate("b", PROMPT, greedy())))
+            await eventually(lambda: cluster.decodes[0].scheduler.num_waiting == 1)
+            with pytest.raises(OverloadedError, match="the workers are full") as refused:
+                await cluster.generate("c", PROMPT, greedy())
+            assert refused.value.retry_after_s is not None and 0 < refused.value.retry_after_s < 10 * HANGS_S
+        assert [tokens_of(await other) for other in others] == [llama.local(PROMPT, greedy()).tokens] * 2
 
 
 async def test_a_request_that_no_worker_holds_is_refused_for_good(llama: SmallModel) -> None:
