@@ -427,7 +427,10 @@ class SchedulerSettings(Settings):
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
     )
     max_wait_s: float = Field(
-        60.0, gt=0, description="A request without a target for its first token waits this long for room, then 429."
+        60.0,
+        gt=0,
+        description="A request without a target for its first token waits this long for room, then 429; shorter than"
+        " `gateway.request_deadline_s`, which ends it with 504.",
     )
     decision_log: str | None = Field(
         None,
@@ -732,6 +735,17 @@ class LegatoConfig(ServedSettings):
                 " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
             )
         return tree
+
+    @model_validator(mode="after")
+    def _check_wait(self) -> Self:
+        wait_s, deadline_s = self.scheduler.max_wait_s, self.gateway.request_deadline_s
+        if wait_s >= deadline_s:
+            raise ValueError(
+                f"scheduler.max_wait_s is {wait_s:g}, but gateway.request_deadline_s ends a request after"
+                f" {deadline_s:g} s with 504, so that none would hear the 429 which says when to come back; set"
+                f" scheduler.max_wait_s below {deadline_s:g}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:

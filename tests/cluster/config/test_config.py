@@ -182,6 +182,10 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"decode": {"resources": {"gold": -1}}}, ("decode.resources.gold", "greater than or equal to 0")),
         ({"gateway": {"request_deadline_s": 7200}}, ("gateway.request_deadline_s", "less than or equal to 3600")),
         (
+            {"gateway": {"request_deadline_s": 30}},
+            ("scheduler.max_wait_s is 60", "gateway.request_deadline_s", "set scheduler.max_wait_s below 30"),
+        ),
+        (
             {"decode": {"tensor_parallel": 2, "num_gpus": 2}},
             ("decode.tensor_parallel is 2 with GPUs and kv.decode.host_memory", "set kv.decode.host_memory: 0"),
         ),
