@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         if config.models:
             print(f"{served.model.name}:")
         try:
+            _require_tuned(served)
             workers = _check_model(served, problems)
         except ValueError as error:
             problems.append(str(error))
@@ -64,6 +65,24 @@ def run(arguments: argparse.Namespace) -> int:
     for note in (*_storage_notes(config), *(_notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ())):
         print(f"Note: {note}")
     return _tell(list(dict.fromkeys(problems)))
+
+
+def _require_tuned(config: LegatoConfig) -> None:
+    """Raises ValueError where `tuning` names a field that there is not, or a value that it cannot have."""
+    if not config.tuning:
+        return
+    from cluster.config.build import decode_worker, engine_config, prefill_worker, tiers_config
+    from cluster.config.build_scheduler import scheduler_policy
+    from cluster.gateway.orchestrator import OrchestratorConfig
+    from cluster.http.api import HttpLimits
+
+    for make in (prefill_worker, decode_worker, scheduler_policy):
+        make(config)
+    for role in _roles(config):
+        engine_config(role, config)
+        tiers_config(role, config)
+    config.tuned(OrchestratorConfig())
+    config.tuned(HttpLimits())
 
 
 def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, WorkerBytes]:

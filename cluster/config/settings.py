@@ -18,14 +18,15 @@ refused; one that becomes a setting leaves it.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
@@ -665,13 +666,20 @@ class LegatoConfig(ServedSettings):
     )
 
     def tuned(self, component: T) -> T:
-        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks."""
+        """A component's config with what `tuning` says of its class. Raises ValueError for a field that it lacks, and
+        for a value that the field cannot have."""
         name = type(component).__name__
         changes = self.tuning.get(name, {})
-        known = {field.name for field in fields(component)}
+        if not changes:
+            return component
+        known = get_type_hints(type(component))
         if unknown := changes.keys() - known:
             raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
-        return replace(component, **changes)
+        typed = {field: _typed(f"tuning.{name}.{field}", known[field], value) for field, value in changes.items()}
+        try:
+            return replace(component, **typed)
+        except ValueError as error:
+            raise ValueError(f"tuning.{name}: {error}") from error
 
     @model_validator(mode="after")
     def _check_tuning(self) -> Self:
@@ -816,6 +824,16 @@ class LegatoConfig(ServedSettings):
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def _typed(path: str, hint: Any, value: object) -> Any:
+    """A value from a YAML file as a field of this type has it, a list as a tuple for example. Raises ValueError for one
+    of another type: a dataclass would take it, and a worker would fail of it later or do something else."""
+    try:
+        return TypeAdapter(hint).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{path}: {problem[0].lower()}{problem[1:]}, but it is {value!r}") from error
 
 
 def _check_group_on_gpus(name: str, pool: PoolSettings, kv: KvPoolSettings) -> None:

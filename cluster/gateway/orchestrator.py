@@ -32,6 +32,7 @@ from cluster.gateway.request_state import AttemptFailedError, RequestRun, Reques
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
+from kv_transfer.connections.connection import require_audible
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
     Cancel,
@@ -78,6 +79,9 @@ class OrchestratorConfig:
     max_attempts: int = 4
     retry_delay_s: float = 0.25
     silence_s: float = SILENCE_S
+
+    def __post_init__(self) -> None:
+        require_audible(self.silence_s)
 
 
 class Orchestrator:

@@ -51,6 +51,16 @@ class ConnectionConfig:
             )
 
 
+def require_audible(silence_s: float) -> None:
+    """Raises ValueError where every peer would count as silent after `silence_s`, however well it is."""
+    ping_interval_s = ConnectionConfig().ping_interval_s
+    if silence_s <= ping_interval_s:
+        raise ValueError(
+            f"silence_s is {silence_s:g}, but from a peer that is well nothing need come for {ping_interval_s:g} s,"
+            " from one ping to the next; give it several of these"
+        )
+
+
 class _FrameProtocol(asyncio.BufferedProtocol):
     """Frames over one asyncio transport, with flow control in both directions.
 

@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from engine.memory.devices import CPU, pinning_for
-from kv_transfer.connections.connection import ConnectionConfig
+from kv_transfer.connections.connection import ConnectionConfig, require_audible
 from kv_transfer.digest import DigestKind
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import CudaMemory, DeviceCarrier
@@ -75,6 +75,9 @@ class TransferConfig:
     num_connections: int = 2
     digest: Literal["auto", "xxh3_64", "row_sum_64"] = "auto"
     silence_s: float = SILENCE_S
+
+    def __post_init__(self) -> None:
+        require_audible(self.silence_s)
 
     def digest_kind(self, device: torch.device) -> DigestKind:
         """What a worker whose KV is on `device` would have for itself."""

@@ -97,6 +97,23 @@ def test_a_folder_or_a_file_that_is_not_there_cannot_be_fetched(
 
 
 @pytest.mark.parametrize(
+    ("tuning", "told"),
+    [
+        ("DecodeWorkerConfig: {reserve_wait_s: long}", "tuning.DecodeWorkerConfig.reserve_wait_s: input should be a"),
+        ("HttpLimits: {body_timeout: 5}", "tuning.HttpLimits has body_timeout, but the fields of HttpLimits are"),
+        ("OrchestratorConfig: {silence_s: 0.3}", "tuning.OrchestratorConfig: silence_s is 0.3, but"),
+    ],
+)
+def test_what_tuning_cannot_change_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tuning: str, told: str
+) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text(f"model: {{ref: nobody/has-this}}\ntuning: {{{tuning}}}\n")
+    assert checked(monkeypatch, str(path)) == 1
+    assert f"error: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("told", "is_noted"),
     [
         ("gateway: {replicas: 2}\nnetwork: {host: node}\n", True),

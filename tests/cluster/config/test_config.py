@@ -43,6 +43,7 @@ from cluster.slo.classes import NO_TARGETS, SloConfig
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape
 from engine.drafting.speculation import SpeculationConfig, drafters_of
 from kv_transfer.messages.requests import Endpoint
+from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.worker.replica import ReplicaSite
 
 ROOT = Path(__file__).parents[3]
@@ -481,6 +482,35 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
     assert (tiers.host_folder, tiers.load_timeout_s) == ("/mnt", 60) and transfer_config(config).silence_s == 60
     with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
         decode_worker(load_config({"tuning": {"DecodeWorkerConfig": {"reserve": 1}}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reserve_wait_s": "240"}, r"tuning\.DecodeWorkerConfig\.reserve_wait_s: .*number, but it is '240'"),
+        ({"max_waiting": 2.5}, r"tuning\.DecodeWorkerConfig\.max_waiting: .*integer"),
+        ({"overlap_steps": 1}, r"tuning\.DecodeWorkerConfig\.overlap_steps: .*boolean"),
+        ({"layerkv": {"max_in_flight": 0}}, r"tuning\.DecodeWorkerConfig\.layerkv: .*at least 1"),
+    ],
+)
+def test_tuning_takes_no_value_of_another_type(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        decode_worker(load_config({"tuning": {"DecodeWorkerConfig": changes}}))
+
+
+def test_tuning_makes_of_a_value_what_the_field_is_of() -> None:
+    config = load_config({"tuning": {"DecodeWorkerConfig": {"reserve_wait_s": 240, "overlap_steps": None}}})
+    assert repr(decode_worker(config).reserve_wait_s) == "240.0"
+    speculation = load_config({"tuning": {"SpeculationConfig": {"drafters": ["lookup"]}}})
+    assert decode_worker(speculation).speculation == SpeculationConfig(drafters=("lookup",))
+
+
+@pytest.mark.parametrize("config", [OrchestratorConfig(), transfer_config(load_config({}))])
+def test_nobody_who_is_well_counts_as_silent(config: OrchestratorConfig | TransferConfig) -> None:
+    """A peer pings every half second: with less than that every worker would be left by every request."""
+    name = type(config).__name__
+    with pytest.raises(ValueError, match=rf"tuning\.{name}: silence_s is 0\.5, but .* one ping to the next"):
+        load_config({"tuning": {name: {"silence_s": 0.5}}}).tuned(config)
 
 
 def test_who_guesses_tokens() -> None:
