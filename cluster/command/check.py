@@ -277,14 +277,12 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         return found
     sizes = size_tiers(layout, memory)
     columns, host_columns = (blocks // layout.num_layer_groups for blocks in (sizes.pool_blocks, sizes.host_blocks))
-    reached = min(host_columns, sizes.ring.num_blocks if sizes.ring else 0)
-    held = max(columns, reached) * layout.block_size
     return replace(
         found,
         kv_bytes=sizes.pool_blocks * layout.block_bytes * copies,
         kv_tokens=columns * layout.block_size,
         host_tokens=host_columns * layout.block_size,
-        context=context_length(config.model.max_model_len, made_for=made_for, held=held),
+        context=context_length(config.model.max_model_len, made_for=made_for, held=sizes.longest(layout)),
     )
 
 

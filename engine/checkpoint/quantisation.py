@@ -48,6 +48,14 @@ class Quantisation:
         """The output layer gets 8 bits, as in GGUF files: its errors go straight into logits."""
         return replace(self, name="int8")
 
+    def require_groups(self, num_inputs: int) -> None:
+        """Raises ValueError where the inputs of a weight do not divide into groups."""
+        if num_inputs % self.group_size:
+            raise ValueError(
+                f"a projection of {num_inputs} inputs cannot be quantised in groups of {self.group_size}; leave"
+                " model.quantization out, or name a checkpoint whose weights come quantised"
+            )
+
     def quantise(self, weight: Tensor) -> QuantisedWeight:
         """Quantise a weight `[out, in]`. Raises ValueError if its inputs do not divide into groups."""
         return self.quantise_part(weight, slice(None), slice(None))
@@ -56,11 +64,7 @@ class Quantisation:
         """What `quantise` makes of these outputs and inputs: of whole groups, whose scales all of their inputs have a
         part in. Raises as it does."""
         num_inputs = weight.shape[1]
-        if num_inputs % self.group_size:
-            raise ValueError(
-                f"a projection of {num_inputs} inputs cannot be quantised in groups of {self.group_size}; leave"
-                " model.quantization out, or name a checkpoint whose weights come quantised"
-            )
+        self.require_groups(num_inputs)
         start, stop, _ = columns.indices(num_inputs)
         first = start // self.group_size * self.group_size
         last = -(-stop // self.group_size) * self.group_size

@@ -166,6 +166,19 @@ def is_projection(name: str) -> bool:
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or name == _HEAD
 
 
+def require_roundable(folder: Path, config: ModelConfig, quantisation: Quantisation) -> None:
+    """Raises ValueError where the weights have codes already, or some have inputs that do not divide into groups. Reads
+    no weights."""
+    if (folder / GGUF_NAME).exists() or (config.packing is not None and config.packing.stays_packed):
+        raise ValueError(
+            f"the model in {folder} is quantised already, so model.quantization: {quantisation.name} would round it"
+            " twice; leave it out"
+        )
+    for name, shape in expected_shapes(config).items():
+        if is_projection(name):
+            quantisation.require_groups(shape[1])
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor that a checkpoint of this model must hold."""
     embedding = (config.vocab_size, config.hidden_size)
@@ -314,11 +327,8 @@ def _stored(
     gguf_file = folder / GGUF_NAME
     is_gguf = gguf_file.exists()
     packing = config.packing
-    if quantisation is not None and (is_gguf or (packing is not None and packing.stays_packed)):
-        raise ValueError(
-            f"the model in {folder} is quantised already, so model.quantization: {quantisation.name} would round it"
-            " twice; leave it out"
-        )
+    if quantisation is not None:
+        require_roundable(folder, config, quantisation)
     if is_gguf:
         from engine.checkpoint.gguf.checkpoint import (
             stored_gguf_tensors,  # takes seconds to import: only who reads such a file pays

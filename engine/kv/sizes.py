@@ -34,6 +34,12 @@ class KVSizes:
     def device_blocks(self) -> int:
         return self.pool_blocks + (self.ring.total_blocks if self.ring else 0)
 
+    def longest(self, layout: KVLayout) -> int:
+        """Tokens of the longest sequence that lies on the device alone, or in host memory alone."""
+        host_blocks = self.host_blocks // layout.num_layer_groups
+        staged = min(host_blocks, self.ring.num_blocks if self.ring else 0)
+        return max(self.pool_blocks // layout.num_layer_groups, staged) * layout.block_size
+
 
 def layers_per_group_for(num_layers: int) -> int:
     """The cut into 6 to 12 groups (one a layer, if there are fewer) that wastes the least; of equals, the finest.

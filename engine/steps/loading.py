@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from engine.checkpoint.adapters import largest_adapter_bytes
 from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import LoadProgress, Weights, load_weights
+from engine.checkpoint.weights import LoadProgress, Weights, load_weights, require_roundable
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
@@ -31,7 +32,7 @@ from engine.memory.devices import pinning_for, require_device
 from engine.memory.host import keep_freed_memory, map_private_memory
 from engine.model.adapters import AdapterPool, adapter_pool
 from engine.model.config import Backend, DecoderConfig, ModelConfig, read_config
-from engine.model.shards import WHOLE
+from engine.model.shards import WHOLE, check_degree
 from engine.model.transformer import Model
 from engine.parallel.leader import GroupLeader
 from engine.parallel.rank_devices import require_devices
@@ -123,6 +124,17 @@ def load_runner(
     kernels = kernels_for(device, batch_invariant=engine.batch_invariant, activation_bits=engine.activation_bits)
     require_devices(device, engine.tensor_parallel)
     require_whole_cache(device, engine.tensor_parallel, engine.host_bytes)
+    config, layout, memory, sizes = _planned(folder, engine)
+    _set_threads(engine.num_threads, engine.tensor_parallel)
+    keep_freed_memory()
+    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory, progress)
+    return _made_ready(loading, loading.runner(sizes))
+
+
+def _planned(folder: Path, engine: EngineConfig) -> tuple[DecoderConfig, KVLayout, KVMemory, KVSizes]:
+    """What a worker loads, and how large its caches are, or are to begin with where the device's memory has to be
+    measured. Raises ValueError where settings and model do not go together, as far as files of settings tell: before
+    any weight is read, which takes minutes."""
     config = served_config(folder, engine)
     layout = layout_of(config, engine, dtype_of(engine.dtype, folder))
     memory = KVMemory(
@@ -134,12 +146,11 @@ def load_runner(
     )
     if engine.kv_share is None:
         sizes = size_tiers(layout, memory)
+        held = sizes.longest(layout)
     else:
-        sizes = sizes_to_measure_with(layout, memory, engine.largest_step)
-    _set_threads(engine.num_threads, engine.tensor_parallel)
-    keep_freed_memory()
-    loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory, progress)
-    return _made_ready(loading, loading.runner(sizes))
+        sizes, held = sizes_to_measure_with(layout, memory, engine.largest_step), sys.maxsize
+    context_length(engine.max_model_len, made_for=config.max_position_embeddings, held=held)
+    return config, layout, memory, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +297,10 @@ def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
             f"adapters are set with tensor_parallel {engine.tensor_parallel}, whose ranks would each need a part of"
             " them, which is not built; leave one of the two out"
         )
+    if isinstance(config, ModelConfig):
+        check_degree(config, engine.tensor_parallel, engine.expert_parallel)
+        if engine.quantisation is not None:
+            require_roundable(folder, config, engine.quantisation)
     return config
 
 
@@ -542,6 +557,7 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
         own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
         alone = replace(alone, kv_bytes=config.kv_bytes * own // (own + others))
         config = replace(config, kv_bytes=config.kv_bytes - config.kv_bytes * own // (own + others))
+    _planned(folder, config)  # or it would be told after the other one is loaded
     return load_model(alone), config
 
 

@@ -172,6 +172,21 @@ def test_what_a_worker_would_refuse(
     assert err.startswith("error: a decode worker: ") and told in err and "The settings are valid" in out
 
 
+def test_weights_that_cannot_be_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the config alone, as a worker says it before it reads them."""
+    build_oracle("llama", tmp_path, intermediate_size=96)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = tmp_path / "tree.yaml"
+    path.write_text(f"model: {{ref: {tmp_path}, quantization: int8}}\n")
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 1
+    assert "error: a decode worker: a projection of 96 inputs cannot be quantised in groups of 64" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], str]:
     """What `legato check` says of a model that it refuses."""

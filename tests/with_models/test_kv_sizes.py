@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.checkpoint.quantisation import Quantisation
 from engine.kv.cache import KVLayout
 from engine.kv.sizes import KVMemory, KVSizes, layers_per_group_for, size_tiers
 from engine.steps.loading import EngineConfig, HostMemory, LoadedModel, load_model
@@ -96,6 +98,24 @@ def test_the_longest_sequence_is_that_of_either_tier(
     assert model.kv_cache.num_blocks == 40 + staging_blocks
     assert model.host_pool is not None
     assert model.host_pool.num_blocks == host_blocks
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"max_model_len": 100_000}, "max_model_len is 100000, but the model was made for"),
+        ({"max_model_len": 200}, "max_model_len is 200, but the KV memory holds 160 tokens"),
+        ({"quantisation": Quantisation(name="int8", group_size=48)}, "cannot be quantised in groups of 48"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_weights_are_read(
+    llama_folder: Path, tmp_path: Path, wanted: dict[str, Any], told: str
+) -> None:
+    """They take minutes where they are large, and here cannot be read at all."""
+    damaged = Path(shutil.copytree(llama_folder, tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=told):
+        load(damaged, **wanted)
 
 
 def test_a_loaded_model_computes_over_memory_that_others_read(llama_folder: Path) -> None:

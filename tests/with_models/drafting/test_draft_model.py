@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,23 @@ def drafter_of_engine(engine: LocalEngine) -> DraftModel:
     [drafter] = engine.speculation.drafters
     assert isinstance(drafter, DraftModel)
     return drafter
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_model_len": 100_000}, "max_model_len is 100000, but the model was made for"),
+        ({"tensor_parallel": 3}, "tensor_parallel is 3, but a model of"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_the_draft_model_is_read(
+    llama: SmallModel, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    """It is the first to be loaded, and here cannot be."""
+    damaged = Path(shutil.copytree(llama.folder, tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=told):
+        loaded(llama, damaged, **changes)
 
 
 def test_one_pass_draws_for_all_sequences(llama: SmallModel) -> None:
