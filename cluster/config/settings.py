@@ -774,6 +774,14 @@ class LegatoConfig(ServedSettings):
                 "scheduler.role_flips is on, but prefill.replicas is 0, so there is only one role; have prefill workers"
                 " or leave it off"
             )
+        for where, served in self._each_served():
+            without = [name for name, pool in served.pools.items() if not pool.num_gpus]
+            if self.scheduler.role_flips and not served.is_colocated and len(without) == 1:
+                raise ValueError(
+                    f"scheduler.role_flips is on, but {where}{without[0]}.num_gpus is 0 while the other pool has GPUs:"
+                    " a worker keeps its devices when it changes its role, and neither could do the other's work at its"
+                    " speed; give both pools GPUs, or neither, or leave it off"
+                )
         return self
 
     @model_validator(mode="after")

@@ -208,6 +208,17 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, ("prefill.autoscaling", "use 1")),
         ({"prefill": {"replicas": 0}, "scheduler": {"role_flips": True}}, ("scheduler.role_flips", "prefill.replicas")),
         (
+            {"prefill": {"num_gpus": 1}, "scheduler": {"role_flips": True}},
+            ("scheduler.role_flips is on, but decode.num_gpus is 0 while the other pool has GPUs", "leave it off"),
+        ),
+        (
+            {
+                "models": [{"model": "a"}, {"model": "b", "decode": {"num_gpus": 1}}],
+                "scheduler": {"role_flips": True},
+            },
+            ("scheduler.role_flips is on, but models.1.prefill.num_gpus is 0",),
+        ),
+        (
             {"decode": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}},
             ("decode.autoscaling", "min_replicas is 3", "max_replicas 2"),
         ),
