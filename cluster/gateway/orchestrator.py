@@ -223,8 +223,9 @@ class Orchestrator:
             if worker_id in self.connections.unresponsive():
                 self._lost_in_a_step(worker_id)
                 raise AttemptFailedError("the worker is silent", worker_id) from None
-            # Its steps go on, so the sequence waits there, for blocks or for its adapter's slot: nobody's fault.
-            if self._has_another(run, worker_id):
+            # Its steps go on, so the sequence waits there, for blocks or for its adapter's slot: nobody's fault. Where
+            # there is no room either, it would only lose its place, and all of its KV.
+            if self._has_another(run, worker_id) and await self._placer.has_room(run, worker_id) and not run.ended:
                 raise AttemptFailedError(
                     "it gets no token there, though the worker's steps go on", worker_id, "full"
                 ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from cluster.errors import DeadlineError, OverloadedError, UnavailableError
@@ -64,6 +65,12 @@ class Placer:
             if not self._connections.is_up(worker_id):
                 raise AttemptFailedError("the worker cannot be reached", worker_id, "full")
         return placement
+
+    async def has_room(self, run: RequestRun, worker_id: str) -> bool:
+        """Whether another worker has room now for a request that this one holds up."""
+        avoided = {worker_id} | self._connections.unresponsive()
+        query = run.place_query(prefer_decode=None, avoid=avoided)
+        return await self._scheduler.has_room(replace(query, attempt=run.attempt + 1, stays=True))
 
     async def _ask(self, run: RequestRun) -> Placement:
         while True:

@@ -147,6 +147,14 @@ class SchedulerClient:
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
+    async def has_room(self, request: Place) -> bool:
+        """Whether a worker that is not excluded has room now for a request which `stays` where it is otherwise. It is
+        counted there already, so that as many are told so as there is room for. False where nobody can be asked."""
+        try:
+            return isinstance(await self._asked_where(request), Placement)
+        except (TransportError, TimeoutError):
+            return False
+
     def first_token(self, request_id: str) -> None:
         self.post(FirstToken(request_id=request_id))
 
@@ -269,9 +277,19 @@ class SchedulerClient:
 
     async def _ask_where(self, request: Place) -> Placement | Unplaceable:
         """Ask the scheduler where to run an attempt; place it without where the scheduler is away, silent or late."""
+        try:
+            return await self._asked_where(request)
+        except TransportError:
+            return self._place_without_scheduler(request)
+        except TimeoutError:
+            self.ended(request.request_id)  # the scheduler must not count a placement that nobody waits for
+            return self._place_without_scheduler(request)
+
+    async def _asked_where(self, request: Place) -> Placement | Unplaceable:
+        """The scheduler's answer. Raises TransportError where it is away or silent, TimeoutError where it is late."""
         connection = self.connection
         if connection is None or connection.silent_s >= self._worker_connections.silence_s:
-            return self._place_without_scheduler(request)
+            raise TransportError("the scheduler cannot be asked")
         answer: asyncio.Future[Placement | Unplaceable] = asyncio.get_running_loop().create_future()
         key = (request.request_id, request.attempt)
         try:
@@ -279,11 +297,6 @@ class SchedulerClient:
                 self._awaiting_placement[key] = _Question(answer, patience)
                 await connection.post_large(request)  # it names every block of the prompt
                 return await answer
-        except TransportError:
-            return self._place_without_scheduler(request)
-        except TimeoutError:
-            self.ended(request.request_id)  # the scheduler must not count a placement that nobody waits for
-            return self._place_without_scheduler(request)
         finally:
             self._awaiting_placement.pop(key, None)
 

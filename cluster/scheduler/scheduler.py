@@ -19,6 +19,7 @@ from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.pick import Action
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.recovery import RecoveredRequests
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.fields import Role
@@ -135,7 +136,14 @@ class GlobalScheduler:
 
     def place(self, request: Place, now: float) -> PlacementAnswer | Queued:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
-        answer: see `answers`."""
+        answer: see `answers`. What `stays` where there is no room elsewhere is counted where it is."""
+        if request.stays and not self._admission.has_room(self._narrowed(request), now):
+            return Unplaceable(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reason="no other worker has room",
+                retry_after_s=MIN_RETRY_AFTER_S,
+            )
         self.ledger.ended(request.request_id, now)  # an earlier attempt
         self._recovered.ended(request.request_id)
         self._waiting.pop(request.request_id, None)

@@ -29,6 +29,7 @@ from cluster.scheduler.placement.pick import (
     pick,
     place_anyway,
     predict_later,
+    rank,
 )
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
@@ -114,6 +115,19 @@ class Admission:
         if verdict.decision.rows and query.ttft_s is not None:
             self._ledger.demand.observe(verdict.decision.best.prefill_s)
         return verdict
+
+    def has_room(self, query: Place, now: float) -> bool:
+        """Whether the worker that the request would go to now is none of the excluded and has room for it, as predicted
+        and as it reported last. Decides nothing."""
+        found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
+        candidates = rank(self._ledger, self._policy, query, found, now)
+        if candidates is None:
+            return False
+        best, predicted = candidates.order[0], candidates.predicted
+        decode = self._ledger.table.ids[predicted.decode[best]]
+        if decode in query.exclude or self._ledger.free_tokens(decode) <= query.num_tokens:
+            return False
+        return bool(predicted.forecast.room_s[best] <= self._policy.max_room_s)
 
     def ask_again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""

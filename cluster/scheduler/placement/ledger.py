@@ -83,6 +83,12 @@ class BookedWorker:
         return used // self.info.layer_groups * self.info.block_size
 
     @property
+    def free_tokens(self) -> int:
+        """The number of tokens that the worker's other blocks have room for, as it reported."""
+        free = min(self.snapshot.blocks_available, self.info.num_blocks)
+        return free // self.info.layer_groups * self.info.block_size
+
+    @property
     def queued_tokens(self) -> float:
         """Prompt tokens that are to be computed here: as booked, or as reported where that is more."""
         booked = sum(booking.uncached_tokens for booking in self.queue.values())
@@ -195,6 +201,10 @@ class Ledger:
     def queued_tokens(self, worker_id: str) -> float:
         """Prompt tokens that are to be computed there: as booked, or as reported where that is more."""
         return self._workers[worker_id].queued_tokens
+
+    def free_tokens(self, worker_id: str) -> int:
+        """See `BookedWorker`. What was placed there since is not in it."""
+        return self._workers[worker_id].free_tokens
 
     # --- requests ---
 

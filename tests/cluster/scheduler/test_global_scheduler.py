@@ -95,6 +95,28 @@ def test_draining_workers_get_nothing() -> None:
     assert refused(scheduler, "late").retry_after_s is not None
 
 
+def test_what_is_held_up_goes_elsewhere_only_where_there_is_room() -> None:
+    """It would lose its KV for another queue; and where one has the room, it is the next one's no more."""
+    scheduler = scheduler_of("d1", "d2")
+    homes = {}
+    for name in ("held up", "other"):
+        homes[name] = placed(scheduler, name, num_tokens=800, max_new_tokens=200).decode
+        scheduler.first_token(name, 0.0)
+    assert homes["held up"] != homes["other"]
+    asked = {"num_tokens": 801, "max_new_tokens": 199, "attempt": 1, "exclude": [homes["held up"]], "stays": True}
+    assert refused(scheduler, "held up", now=0.5, **asked).retry_after_s is not None
+    assert [b.query.request_id for b in scheduler.ledger.booked_on(homes["held up"])] == ["held up"], "it stays there"
+    scheduler.ended("other", 0.6)
+    scheduler.heartbeat(small_snapshot(homes["other"], 2, blocks_available=40), 0.7)
+    refused(scheduler, "held up", now=0.7, **asked)  # the worker knows better: it is not done with it
+    scheduler.heartbeat(small_snapshot(homes["other"], 3), 0.8)
+    assert placed(scheduler, "held up", now=0.8, **asked).decode == homes["other"]
+    assert not scheduler.ledger.booked_on(homes["held up"])
+    placed(scheduler, "third", now=0.8, num_tokens=800, max_new_tokens=200)
+    scheduler.first_token("third", 0.8)
+    refused(scheduler, "held up", now=0.9, **asked | {"exclude": [homes["other"]]})
+
+
 def test_workers_that_just_failed_the_request_are_avoided() -> None:
     scheduler = scheduler_of("p1", "p2", "d1", "d2")
     answer = placed(scheduler, attempt=1, exclude=["p1", "d1"])

@@ -12,11 +12,12 @@ import pytest
 
 from cluster.errors import DeadlineError, FailedError, PoisonRequestError
 from cluster.gateway.orchestrator import OrchestratorConfig
+from cluster.gateway.placing import Placer
 from cluster.gateway.request_state import RequestRun
-from decode_workers.worker import DecodeWorkerConfig
+from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.clusters.mini_cluster import brake, cluster_of
+from tests.support.clusters.mini_cluster import Brake, brake, cluster_of
 from tests.support.clusters.mini_requests import (
     PROMPT,
     broken,
@@ -149,6 +150,63 @@ async def test_who_gets_no_token_from_a_lively_worker_goes_on_elsewhere(
         found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), HANGS_S)
         assert found == llama.local(PROMPT, greedy(40)).tokens
         assert suspected and not any(suspected) and not any(faults)
+
+
+async def test_who_gets_no_token_stays_where_nobody_else_has_room(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until somebody has: it asks again whenever it has waited as long."""
+    next_attempt, has_room = RequestRun.next_attempt, Placer.has_room
+    answers: list[bool] = []
+    later: list[asyncio.Task[None]] = []
+
+    async def asked(placer: Placer, run: RequestRun, worker_id: str) -> bool:
+        if not answers:  # both workers have reported what they hold
+            reports = cluster.scheduler.scheduler.ledger.workers
+            await eventually(lambda: all(snapshot.blocks_available <= 8 for _, snapshot in reports()))
+        answer = await has_room(placer, run, worker_id)
+        if run.request_id == "interrupted":
+            answers.append(answer)
+        return answer
+
+    monkeypatch.setattr(Placer, "has_room", asked)
+    a_token_each = DecodeWorkerConfig(speculation=None)
+    async with (
+        cluster_of(llama, num_prefill=0, num_decode=2, decode=a_token_each, decode_engine={"kv_blocks": 18}) as cluster,
+        AsyncExitStack() as stack,
+    ):
+        gateway = cluster.orchestrator
+        patient = gateway._config
+        ballast = await stack.enter_async_context(aclosing(cluster.stream("ballast", PROMPT, greedy(100))))
+        await anext(ballast)
+        await anext(ballast)
+
+        async def hang() -> None:
+            held = [stack.enter_context(brake(worker.model.runner)) for worker in cluster.decodes]
+            gateway._config = replace(patient, stall_s=0.05)
+            later.append(asyncio.create_task(make_room(held)))
+
+        async def make_room(held: list[Brake]) -> None:
+            await eventually(lambda: any(answers) or len(answers) >= 3)
+            assert not any(answers) and gateway.runs["interrupted"].attempt == 0
+            full = next(n for n, worker in enumerate(cluster.decodes) if worker is not home())
+            held[full].release()
+            await ballast.aclose()
+
+        def home() -> DecodeWorker:
+            placement = gateway.runs["interrupted"].placement
+            assert placement is not None
+            return next(w for w in cluster.decodes if w.info.worker_id == placement.decode)
+
+        def elsewhere(run: RequestRun, *attempt: Any) -> None:
+            gateway._config = patient  # whoever goes on with it may be slow
+            next_attempt(run, *attempt)
+
+        monkeypatch.setattr(RequestRun, "next_attempt", elsewhere)
+        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), 2 * HANGS_S)
+        assert found == llama.local(PROMPT, greedy(40)).tokens
+        await asyncio.gather(*later)
+        assert answers.count(True) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
