@@ -94,7 +94,7 @@ def _environment(_: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from cluster.simulation.command import run  # with it comes torch, which takes seconds
+    from cluster.simulation.command import run
 
     try:
         run(arguments)

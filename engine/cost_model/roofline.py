@@ -7,9 +7,12 @@ as the seed of a fit: good for proportions, within some tens of percent in secon
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import DecoderConfig, ExpertsConfig, LatentConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from engine.model.config import DecoderConfig, ExpertsConfig, LatentConfig
 
 # Of the relative error to expect of such an estimate; a fit seeded with it believes its own steps soon.
 ROOFLINE_ERROR = 0.3
@@ -36,6 +39,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: DecoderConfig, *, bytes_per_value: int) -> ModelShape:
         """The shape of a model. A mixture that transformers computes counts as if it were dense."""
+        from engine.model.config import ModelConfig  # brings torch, which who simulates by shapes does without
+
         native = config if isinstance(config, ModelConfig) else None
         layers = native.layers if native else ()
         mixtures = [layer.experts for layer in layers if layer.experts is not None]

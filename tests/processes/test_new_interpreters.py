@@ -67,13 +67,14 @@ def test_help_is_there_at_once() -> None:
     [
         "cluster.app",
         "cluster.config.build_scheduler",
+        "cluster.simulation.plan.command",
         "cluster.simulation.whatif",
         "engine.checkpoint.store",
     ],
 )
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
-    """Whoever starts the application, gateways, the scheduler and who replays a log: torch takes 1.5 s of a core, in
-    each of them."""
+    """Whoever starts the application, gateways, the scheduler, who simulates and who replays a log: torch takes 1.5 s
+    of a core, in each of them."""
     program = f"import sys, {module}; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
     assert printed_by(program) == "set()"
 

@@ -27,7 +27,6 @@ from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, roofline_cost
-from engine.model.config import read_config
 
 _DEGREES: Final = (1, 2, 4, 8)
 _LOADS: Final = (0.8, 1.2)
@@ -288,6 +287,8 @@ def model_shape(name: str) -> ModelShape:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} is neither one of {', '.join(MODELS)} nor a folder with a config.json")
+    from engine.model.config import read_config  # brings torch, which takes seconds
+
     return ModelShape.of(read_config(folder), bytes_per_value=_BYTES_PER_VALUE)
 
 
