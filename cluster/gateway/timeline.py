@@ -290,6 +290,7 @@ class RequestTimeline:
     status: int | None = None  # HTTP's, once it was sent
     outcome: str = "cancelled"  # unless something else is known at the end
     slo_outcome: SloOutcome | None = SloOutcome.CANCELLED
+    retry_after_s: float | None = None  # where it was rejected: when its client was told to come back
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0

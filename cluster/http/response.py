@@ -127,6 +127,7 @@ class Answer(Response):
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         self._timeline.outcome, self._timeline.slo_outcome = error.code or "failed", slo_outcome_of(error)
+        self._timeline.retry_after_s = error.retry_after_s
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if not self._started:

@@ -8,8 +8,10 @@ the cluster is this gateway alone. The HTTP side says which requests to follow; 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -19,8 +21,11 @@ from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
+from engine.kv.prefix import HASH_BYTES
 
 PERIOD_S: Final = 1.0
+EARLY_S: Final = 1.0  # so long before its time somebody is back on time: clients round seconds, and clocks differ
+_MAX_TURNED_AWAY: Final = 10_000  # clients and questions that are remembered
 Scope = Literal["gateway", "cluster"]
 
 
@@ -50,6 +55,7 @@ class SloAccount:
         self._counts = {
             SeriesKey(slo_class.name, model, ""): Counts() for model in models for slo_class in classes.classes
         }
+        self._turned_away: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # see `_is_repeated`
         self._publish: Callable[[SloReport], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -72,6 +78,10 @@ class SloAccount:
         reader = self._readers.pop(id(timeline))
         if timeline.slo_outcome is None:
             return
+        if timeline.slo_outcome is not SloOutcome.REJECTED:
+            self._turned_away.pop(_question(timeline), None)
+        elif self._is_repeated(timeline):
+            timeline.slo_outcome = SloOutcome.REPEATED
         self._count_news([reader])
         slowest = timeline.slowest
         self._news.ended(
@@ -129,6 +139,22 @@ class SloAccount:
         self.publish_news()
         return self._trackers[scope].replicas(time.monotonic())
 
+    def _is_repeated(self, timeline: RequestTimeline) -> bool:
+        """Whether the same client was told for the same question to come back, and comes before that: else one that
+        tries again and again would use up the budget of all. Remembers whoever is told now. Clients without a name, and
+        prompts shorter than a block, are not told apart, and each counts."""
+        question, now = _question(timeline), time.monotonic()
+        if question is None or timeline.retry_after_s is None:
+            return False
+        told_at, until = self._turned_away.get(question, (math.inf, math.inf))
+        if told_at <= timeline.arrived_at < until - EARLY_S:
+            return True
+        self._turned_away[question] = now, now + timeline.retry_after_s
+        self._turned_away.move_to_end(question)
+        if len(self._turned_away) > _MAX_TURNED_AWAY:
+            self._turned_away.popitem(last=False)
+        return False
+
     def _count_news(self, readers: Iterable[_Reader]) -> None:
         """Add what came since the last call to the next report.
         All gaps of one worker are added at once, which is quickest."""
@@ -157,6 +183,15 @@ class SloAccount:
         while True:
             await asyncio.sleep(PERIOD_S)
             self.publish_news()
+
+
+def _question(timeline: RequestTimeline) -> Hashable:
+    """A key that is the same whenever the same client asks the same again. None: it cannot be told."""
+    first = timeline.sequences[0]
+    if not (timeline.terms.tenant and first.prefix_hashes):
+        return None
+    terms, last = timeline.terms, first.prefix_hashes[-HASH_BYTES:]
+    return (terms.tenant, terms.slo.name, terms.model, timeline.num_prompt_tokens, first.max_tokens, last)
 
 
 def slo_outcome_of(error: ApiError) -> SloOutcome | None:

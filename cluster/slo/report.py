@@ -7,7 +7,8 @@ What counts (all times as the client sees them, from arrival at the gateway):
 * A finished request met its promise if its first byte, its mean time per token and the gaps between its tokens were
   all in time; of the gaps one in a hundred may be late. Without targets there is nothing to miss.
 * A rejected or failed request that had targets missed its promise, and once more each time that it comes back and is
-  rejected again. One without targets is only counted as such.
+  rejected again. One without targets is only counted as such, and so is one that was rejected, and told when to come
+  back, and is asked again before that: it missed already, however often its client tries.
 * A cancelled request says nothing of the promise, unless its first byte was already late, or more of its gaps than
   may be, with the one that the client left in: else a service so slow that clients give up would look good. Its mean
   time per token might still have come right.
@@ -50,6 +51,7 @@ class SloOutcome(enum.Enum):
     FINISHED = "finished"
     FAILED = "failed"
     REJECTED = "rejected"
+    REPEATED = "repeated"  # rejected once more, before the time at which it was to come back
     CANCELLED = "cancelled"
 
 
@@ -144,6 +146,8 @@ def counts_of(
             )
         case SloOutcome.REJECTED:
             return Counts(missed=missed, rejected=1)
+        case SloOutcome.REPEATED:
+            return Counts(rejected=1)
         case SloOutcome.FAILED:
             return Counts(missed=missed, failed=1, tokens=num_tokens)
 

@@ -402,6 +402,58 @@ def test_where_the_start_is_not_known_no_queue_is_told() -> None:
     assert (world.count(Metric.TTFT), world.count(Metric.QUEUE)) == (1, 0)
 
 
+def rejected(
+    account: SloAccount,
+    tenant: str = "t",
+    *,
+    last_hash: bytes = b"h",
+    arrived_at: float | None = None,
+    slo_outcome: SloOutcome = SloOutcome.REJECTED,
+    retry_after_s: float | None = 600.0,
+) -> RequestTimeline:
+    """What a client asked just now, unless said otherwise, and was told to ask again in ten minutes."""
+    one = SequenceTimeline()
+    one.prefix_hashes = last_hash
+    at = time.monotonic() if arrived_at is None else arrived_at
+    timeline = RequestTimeline(
+        endpoint="",
+        terms=RequestTerms(slo=TERMS.slo, model="m", tenant=tenant, arrived_at=at),
+        sequences=[one],
+        slo_outcome=slo_outcome,
+        retry_after_s=retry_after_s,
+    )
+    timeline.ended()
+    account.follow(timeline)
+    account.ended(timeline)
+    return timeline
+
+
+def test_a_client_that_does_not_wait_to_be_served_uses_up_no_more_of_the_budget() -> None:
+    account, began = SloAccount(CLASSES, models=["m"]), time.monotonic()
+
+    def missed_and_rejected() -> tuple[int, int]:
+        counts = account.counts()[SeriesKey(TERMS.slo.name, "m", "")]
+        return counts.missed, counts.rejected
+
+    assert rejected(account).kept_promise is False
+    assert [rejected(account).kept_promise for _ in range(9)] == [None] * 9
+    assert missed_and_rejected() == (1, 10)
+    rejected(account, arrived_at=began)  # sent before anybody was told
+    rejected(account, last_hash=b"another prompt")
+    rejected(account, "another tenant")
+    assert missed_and_rejected() == (4, 13)
+    for _ in range(2):  # who is not told apart: each may be another client
+        rejected(account, "")
+        rejected(account, last_hash=b"")
+    assert missed_and_rejected() == (8, 17)
+    for _ in range(2):  # each time it is on time
+        rejected(account, last_hash=b"a third", retry_after_s=0.5)
+    assert missed_and_rejected() == (10, 19)
+    rejected(account, slo_outcome=SloOutcome.FINISHED, retry_after_s=None)  # served, though it came early
+    rejected(account)
+    assert missed_and_rejected() == (11, 20)
+
+
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
