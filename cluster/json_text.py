@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ _LONGEST_KEY: Final = 200  # characters of a client's words that an error repeat
 # What to do about each of the parser's complaints; the others are plain mistakes of syntax.
 _ADVICE: Final = {
     "recursion limit": "It is nested too deeply: at most 200 levels are read.",
+    "too large a number": "Numbers up to 1.7e308 are read; send a larger one as a text.",
     "number out of range": "A number in it has too many digits: at most 4300 are read.",
     "hex escape": r"An escape such as \ud83d is half of a character: send the other half with it, or leave it out.",
     "unicode code point": "It must be in UTF-8.",
@@ -48,11 +50,34 @@ def require_few_values(body: bytes) -> None:
 
 def parse_json(body: bytes) -> Any:
     """Parse a body in UTF-8. Raises InvalidRequestError, also for what two readers could read in two ways or nobody
-    could write again: a key that is there twice, half of a surrogate pair, NaN, a number of 5,000 digits."""
+    could write again: a key that is there twice, half of a surrogate pair, NaN, 1e999, a number of 5,000 digits."""
     try:
-        return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
+        return read_json(body)
     except ValueError as error:
         raise InvalidRequestError(_complaint(body, str(error)), code="invalid_json") from None
+
+
+def read_json(text: bytes) -> Any:
+    """Parse a text in UTF-8, of which `parse_json` says what is refused. Raises ValueError."""
+    value = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
+    if not is_finite(value):
+        raise ValueError("too large a number")
+    return value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether JSON can be made again of what was parsed: the parser reads numbers that are too large as infinite, also
+    where it takes no `Infinity`."""
+    waiting = [value]
+    for each in waiting:  # which grows meanwhile
+        kind = type(each)
+        if kind is list:
+            waiting += each
+        elif kind is dict:
+            waiting += each.values()
+        elif kind is float and math.isinf(each):
+            return False
+    return True
 
 
 def _complaint(body: bytes, found: str) -> str:
@@ -60,5 +85,5 @@ def _complaint(body: bytes, found: str) -> str:
         advice = "It must be in UTF-8, without a byte order mark."
     else:
         advice = next((advice for word, advice in _ADVICE.items() if word in found), "Send a JSON object in UTF-8.")
-    what, _, where = found.rpartition(" at line ")
-    return f"The body is no JSON: {what[:_LONGEST_KEY]} at line {where}. {advice}"
+    what, at, where = found.rpartition(" at line ")
+    return f"The body is no JSON: {what[:_LONGEST_KEY]}{at}{where}. {advice}"

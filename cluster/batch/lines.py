@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import jiter
-
 from cluster.errors import InvalidRequestError
-from cluster.json_text import require_few_values
+from cluster.json_text import read_json, require_few_values
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINES: Final = 50_000
@@ -123,7 +121,7 @@ def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
     """Read one line. Raises LineError if it is too long, is no JSON, or is not what a line of a batch must be."""
     try:
         require_few_values(text)
-        given = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
+        given = read_json(text)
     except InvalidRequestError as error:
         raise LineError(error.message, "line_too_large", line=number) from None
     except ValueError as error:

@@ -162,6 +162,7 @@ def test_a_line_is_asked_again_until_it_is_answered(
     [
         ([], "empty_file", None),
         (["no json"], "invalid_json_line", None),
+        ([json.dumps(line("a", x="?")).replace('"?"', "1e999")], "invalid_json_line", None),
         ([line("a"), line("a")], "duplicate_custom_id", "custom_id"),
         ([line("a", url="/v1/completions")], "invalid_line", "url"),
         ([{**line("a"), "method": "GET"}], "invalid_line", "method"),

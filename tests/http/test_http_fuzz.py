@@ -258,6 +258,8 @@ def test_a_slash_too_many_is_told_whatever_the_query_is(gateway: Gateway, query:
         (b'{"model": "M", "prompt": "\xff"}', "must be in UTF-8"),
         (b'{"model": "M", "prompt": "hi", "metadata": NaN}', "Send a JSON object"),
         (b'{"model": "M", "prompt": "hi", "temperature": Infinity}', "Send a JSON object"),
+        (b'{"model": "M", "prompt": "hi", "tools": [{"parameters": {"maximum": 1e999}}]}', "1.7e308"),
+        (b'{"model": "M", "prompt": "hi", "temperature": -1' + b"0" * 400 + b".0}", "1.7e308"),
     ],
 )
 def test_what_is_wrong_with_a_body_is_said(target: Target, body: bytes, said: str) -> None:
