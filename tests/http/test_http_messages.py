@@ -172,11 +172,16 @@ def test_a_whole_answer_has_the_blocks_of_a_stream(
     assert whole == streamed and len(whole) == 1
 
 
-def test_a_call_that_cannot_be_read_is_none(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
+@pytest.mark.parametrize(
+    "arguments", ["{place: Paris}", '{"days": NaN}', '{"days": [-Infinity]}', '{"a": {"days": 1e999}}']
+)
+def test_a_call_that_cannot_be_read_is_none(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, arguments: str
+) -> None:
     """Nor does the answer say that it waits for a result."""
-    generator.script.reply = '<tool_call>\n{"name": "weather", "arguments": {place: Paris}}\n</tool_call>'
+    generator.script.reply = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     answer = client.messages.create(**asked(tools=[WEATHER]))
-    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "weather({place: Paris})"}]
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": f"weather({arguments})"}]
     assert answer.stop_reason == "end_turn"
 
 

@@ -31,6 +31,7 @@ from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of
+from cluster.json_text import is_finite
 from engine.text.output import OutputEvent
 
 router = APIRouter(route_class=JsonRoute)
@@ -413,9 +414,9 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
     if kind in _TEXTS:
         return {**block, _TEXTS[kind]: text}
     try:
-        value = jiter.from_json(text.encode() or b"{}", partial_mode="trailing-strings")
+        value = jiter.from_json(text.encode() or b"{}", allow_inf_nan=False, partial_mode="trailing-strings")
     except ValueError:
         value = None
-    return (
-        {**block, "input": value} if isinstance(value, dict) else {"type": "text", "text": f"{block['name']}({text})"}
-    )
+    if isinstance(value, dict) and is_finite(value):
+        return {**block, "input": value}
+    return {"type": "text", "text": f"{block['name']}({text})"}
