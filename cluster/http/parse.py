@@ -232,8 +232,10 @@ def _with_calls(
     asked: Asked,
 ) -> list[int]:
     """The token ids of messages with tools, or with calls in them; `plain` are these messages without either."""
+    called: dict[str, str] = {}
     for told, message in zip(plain, messages, strict=True):
-        told.update(told_calls(message, asked.model.formats))
+        called.update((call.id, call.function.name) for call in message.tool_calls or ())
+        told.update(told_calls(message, asked.model.formats, called))
     plain, of_tools = with_tools(plain, tools, asked.model.formats)
     return _chat_token_ids(plain, {**variables, **of_tools}, template, asked)
 

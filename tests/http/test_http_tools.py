@@ -26,6 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.thinker import replace
 from tests.support.thinker import thinker as thinker_in
 from tests.support.waiting import wait_until
 
@@ -128,6 +129,48 @@ def test_the_model_is_told_of_its_tools(target: Target, generator: ScriptedGener
     told = prompt(tools=TOOLS, messages=history)
     assert f'assistant\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>' in told
     assert "user\n<tool_response>\nRain.\n</tool_response>" in told
+
+
+async def prompt_of(messages: list[Any], template: str, folder: Path) -> str:
+    """What the same model reads with another chat template."""
+    replace(thinker_in(folder) / "chat_template.jinja", template)
+    tokenizer = Tokenizer(folder)
+    asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
+    body = ChatBody.model_validate({"model": MODEL, "tools": TOOLS, "messages": messages})
+    job = await prepare_chat(body, asked, "auto", "")
+    return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
+
+
+def calling(*calls: tuple[str, str], **said: str) -> dict[str, Any]:
+    """An assistant's message that calls functions, each by an id."""
+    told = [{"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}} for id, name in calls]
+    return {"role": "assistant", "content": None, "tool_calls": told, **said}
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+# As FunctionGemma's, which refuses a result without a name. No client of OpenAI's sends one.
+NAMED_RESULTS: Final = """{{ tools | length }}<start_function_call>
+{%- for message in messages if message.role == "tool" %}
+{%- if message.name is not defined %}{{ raise_exception("Invalid tool response: 'name' must be provided.") }}{% endif %}
+{{- message.name }} said {{ message.content }};
+{%- endfor %}"""
+
+
+async def test_a_result_has_its_functions_name(tmp_path: Path) -> None:
+    """That of the newest call with this id, or the client's own word."""
+    messages = [
+        *MESSAGES,
+        calling(("1", "weather"), ("2", "time")),
+        result("2", "noon"),
+        {**result("1", "rain"), "name": "sky"},
+        calling(("1", "time")),
+        result("1", "dusk"),
+    ]
+    prompt = await prompt_of(messages, NAMED_RESULTS, tmp_path / "gemma")
+    assert prompt.endswith("time said noon;sky said rain;time said dusk;")
 
 
 def test_without_tools_nothing_is_a_call(target: Target, generator: ScriptedGenerator) -> None:

@@ -248,8 +248,9 @@ def told_tools(body: ChatBody) -> list[dict[str, Any]]:
     ]
 
 
-def told_calls(message: ChatMessage, formats: OutputFormats) -> dict[str, Any]:
-    """The members of a message that tell of calls, as chat templates know them: there, arguments are objects."""
+def told_calls(message: ChatMessage, formats: OutputFormats, called: Mapping[str, str]) -> dict[str, Any]:
+    """The members of a message that tell of calls, as chat templates know them: there, arguments are objects, and a
+    result has its function's name. `called`: the functions of the calls before, by the calls' ids."""
     members: dict[str, Any] = {}
     if message.tool_calls:
         members["tool_calls"] = [_told_call(call, formats) for call in message.tool_calls]
@@ -257,7 +258,7 @@ def told_calls(message: ChatMessage, formats: OutputFormats) -> dict[str, Any]:
             members["thinking"] = message.reasoning or message.reasoning_content
     if message.tool_call_id is not None:
         members["tool_call_id"] = _id(message.tool_call_id, formats)
-        members["name"] = message.name
+        members["name"] = message.name or called.get(message.tool_call_id)
     return members
 
 
