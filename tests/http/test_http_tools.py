@@ -26,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.thinker import replace
+from tests.support.thinker import HARMONY_TEMPLATE, replace
 from tests.support.thinker import thinker as thinker_in
 from tests.support.waiting import wait_until
 
@@ -171,6 +171,38 @@ async def test_a_result_has_its_functions_name(tmp_path: Path) -> None:
     ]
     prompt = await prompt_of(messages, NAMED_RESULTS, tmp_path / "gemma")
     assert prompt.endswith("time said noon;sky said rain;time said dusk;")
+
+
+# As Llama's, in what it refuses and how it writes.
+ONE_CALL: Final = """{{ tools | length }}<|python_tag|>
+{%- for message in messages %}
+{%- if message.tool_calls and message.tool_calls | length != 1 %}
+{{- raise_exception("This model only supports single tool-calls at once!") }}{% endif %}
+{{- message.role }} {{ message.tool_calls[0].function.name if message.tool_calls else message.content }};
+{%- endfor %}"""
+
+
+async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
+    """Where templates take one in a message, or tell one: each before its results, whatever their order."""
+    messages = [
+        {"role": "user", "content": "Now?"},
+        calling(("1", "weather"), ("2", "time"), ("3", "weather")),
+        result("2", "noon"),
+        result("1", "rain"),
+        result("none", "what?"),
+        {"role": "assistant", "content": "Rain."},
+        result("2", "late"),
+        calling(("2", "time")),
+        result("2", "dusk"),
+    ]
+    prompt = await prompt_of(messages, ONE_CALL, tmp_path / "llama")
+    assert prompt == (
+        "2<|python_tag|>user Now?;assistant weather;tool rain;assistant time;tool noon;assistant weather;tool what?;"
+        "assistant Rain.;tool late;assistant time;tool dusk;"
+    )
+    prompt = await prompt_of(messages, HARMONY_TEMPLATE, tmp_path / "gpt-oss")
+    told = [prompt.index(words) for words in ("to=functions.weather", "rain", "to=functions.time", "noon")]
+    assert told == sorted(told)
 
 
 def test_without_tools_nothing_is_a_call(target: Target, generator: ScriptedGenerator) -> None:

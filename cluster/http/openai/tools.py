@@ -284,6 +284,25 @@ def with_tools(
     messages: list[Message], tools: Sequence[Mapping[str, Any]], formats: OutputFormats
 ) -> tuple[list[Message], dict[str, Any]]:
     """The messages, and the variables for the chat template, that together tell a model of its tools."""
-    if formats.in_template:
-        return messages, {"tools": list(tools)} if tools else {}
-    return with_hermes_tools(messages, tools), {}
+    if not formats.in_template:
+        return with_hermes_tools(messages, tools), {}
+    if formats.tools.bare or formats.tools.body == "harmony":
+        messages = _one_call_each(messages)
+    return messages, {"tools": list(tools)} if tools else {}
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The messages with at most one call in each, followed by its results. Of several calls in one message Llama's
+    template refuses all, and gpt-oss's tells the first."""
+    groups: list[list[Message]] = [[]]  # messages that stay together
+    of_call: dict[str, list[Message]] = {}  # by the ids of the newest calls
+    for message in messages:
+        if message["role"] == "tool":
+            of_call.get(message["tool_call_id"], groups[-1]).append(message)
+            continue
+        calls = message.get("tool_calls", [])
+        parts = [{**message, "tool_calls": calls[:1]} if calls else message]
+        parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+        groups += [[part] for part in parts]
+        of_call = {call["id"]: group for call, group in zip(calls, groups[-len(parts) :], strict=False)}
+    return [message for group in groups for message in group]
