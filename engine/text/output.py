@@ -86,7 +86,8 @@ class EventReader(ABC):
 
 
 class OutputParser(EventReader):
-    """A space waits for what follows it: before a mark it is dropped. A call that has begun stays as far as it came.
+    """A space waits for what follows it: beside a call or a mark of reasoning it is dropped. A call that has begun
+    stays as far as it came.
 
     Without `tools` nothing is a call; a call is one only of the `functions`. With `single` all calls but the first are
     dropped. `reasons`: the prompt ends inside the reasoning.
@@ -187,13 +188,15 @@ class OutputParser(EventReader):
             return True
         opening = self._tools.opening
         if self._bare and begun[0] == "{":
-            self._calls, self._buffer = _Calls(self._tools, "", self._functions), begun
+            space = self._buffer[: -len(begun)]
+            self._calls, self._buffer = _Calls(self._tools, space, self._functions), begun
             return True
         self._bare &= opening.startswith(begun[: len(opening)])
         before, mark, after = self._buffer.partition(opening)
         if mark:
-            self._say("text", before.rstrip(_SPACE))
-            self._calls, self._buffer = _Calls(self._tools, mark, self._functions), after
+            text = before.rstrip(_SPACE)
+            self._say("text", text)
+            self._calls, self._buffer = _Calls(self._tools, before[len(text) :] + mark, self._functions), after
             return True
         self._say("text", self._certain(opening))
         return False
@@ -240,7 +243,7 @@ class _Calls:
     def __init__(self, tools: ToolFormat, opening: str, functions: Collection[str]) -> None:
         self._tools = tools
         self._functions = functions
-        self._held = [opening]  # that would be text if this were no call
+        self._held = [opening]  # that would be text if this were no call: a mark, and space before it
         self._told: list[tuple[str | None, list[str]]] = []
         self.in_arguments = False  # what is read is told as it comes
         self.num_opened = 0
