@@ -148,6 +148,17 @@ def test_a_conversation_of_calls_and_results(
     assert prompt.endswith("user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_what_is_said_around_calls_is_told_again(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Texts side by side are one; those that a call is between are lines."""
+    generator.script.reply = f"{CALLS} Then I say."
+    answer = client.messages.create(**asked(tools=[WEATHER]))
+    content = [*answer.content, {"type": "text", "text": " And now."}]
+    client.messages.create(**asked(messages=[*ASKED, {"role": "assistant", "content": content}, *ASKED]))
+    assert "assistant\nI will look.\nThen I say. And now.\n<tool_call>" in prompts(generator, tokenizer)[-1]
+
+
 def test_how_it_stopped(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     for answer in both(client, stop_sequences=["ra", "q"]):
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "ra")

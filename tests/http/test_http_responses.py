@@ -247,6 +247,17 @@ def test_a_conversation_of_calls_and_results(
     assert "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nWhere?\n</tool_response>" in first
 
 
+def test_what_is_said_around_calls_is_told_again(
+    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    generator.script.reply = f"{CALLS} Then I say."
+    answer = create(client, tools=[WEATHER])
+    texts = [item.content[0].text for item in answer.output if item.type == "message"]
+    assert texts == ["I will look.", "Then I say."]
+    create(client, input="Well?", previous_response_id=answer.id)
+    assert "assistant\nI will look.\nThen I say.\n<tool_call>" in prompts(generator, tokenizer)[-1]
+
+
 def test_events_of_calls_and_reasoning(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     generator.script.reply = f"<think>\nhm\n</think>\n\n{CALLS}"
     events = streamed(client, tools=[WEATHER])

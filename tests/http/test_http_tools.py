@@ -97,6 +97,15 @@ def test_calls_whole_and_streamed(target: Target, generator: ScriptedGenerator) 
     assert not any("tool_call>" in (chunk.choices[0].delta.content or "") for chunk in chunks)
 
 
+def test_texts_around_calls_are_one_content(target: Target, generator: ScriptedGenerator) -> None:
+    """Not run together: each is a line."""
+    generator.script.reply = f"{CALLS} Then I say.\n\n{CALLS[CALLS.index('<') :]}\nAnd now."
+    (whole,) = target.chat(tools=TOOLS).choices
+    (choice,), _ = streamed(target, tools=TOOLS)
+    for answer in (whole, choice):
+        assert answer.message.content == "I will look.\nThen I say.\nAnd now." and len(calls_of(answer.message)) == 4
+
+
 def test_arguments_are_streamed_as_they_come(target: Target, generator: ScriptedGenerator) -> None:
     generator.script.hang_after = len(target.tokenize(CALLS[: CALLS.index("Paris")]))
     stream = target.chat(tools=TOOLS, stream=True)

@@ -102,7 +102,7 @@ class ReadChatShape(ChatShape):
     def __init__(self, job: Job, reading: Reading, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
         self._reasons = reading.reasoning is not None and reading.tells_reasoning
-        self._choices = [ChoiceEvents(reading) for _ in job.choices]
+        self._choices = [ChoiceEvents(reading, one_text=True) for _ in job.choices]
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         members = chat_members(self._choices[index].read(delta))

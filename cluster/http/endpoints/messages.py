@@ -242,8 +242,9 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     """Yields the messages of a chat that one turn becomes: one for each result of a call, and one for the rest."""
     texts: list[str] = []
     members: dict[str, Any] = {}
+    before = kind = ""
     for block in turn.content:
-        kind = block["type"]
+        before, kind = kind, block["type"]
         if kind == "tool_result":
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]}
         elif kind == "tool_use":
@@ -252,7 +253,7 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
         elif kind == "thinking":
             members["reasoning"] = members.get("reasoning", "") + block["thinking"]
         elif kind == "text":
-            texts.append(block["text"])
+            texts.append("\n" + block["text"] if texts and before != "text" else block["text"])
     if texts or members or not turn.content:
         yield {"role": turn.role, "content": "".join(texts), **members}
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from cluster.http.openai.choice import Delta
 from engine.text.formats import ReasoningFormat, ToolFormat
 from engine.text.harmony import output_parser
-from engine.text.output import OutputEvent
+from engine.text.output import EventKind, OutputEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,10 @@ PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasonin
 
 
 class ChoiceEvents:
-    """Makes the events of one choice out of its deltas. Takes them in order, or the sum of all at once."""
+    """Makes the events of one choice out of its deltas. Takes them in order, or the sum of all at once. `one_text`: all
+    texts of the choice are told as one, in which those behind the first begin a new line."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, *, one_text: bool = False) -> None:
         self._parser = output_parser(
             tools=reading.tools,
             functions=reading.functions,
@@ -54,6 +55,9 @@ class ChoiceEvents:
             reasons=reading.reasons,
         )
         self._tells_reasoning = reading.tells_reasoning
+        self._one_text = one_text
+        self._has_said = False
+        self._last: EventKind = "text"
 
     @property
     def can_call(self) -> bool:
@@ -64,7 +68,17 @@ class ChoiceEvents:
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish()
+        if self._one_text:
+            self._part_texts(events)
         return events if self._tells_reasoning else [event for event in events if event.kind != "reasoning"]
+
+    def _part_texts(self, events: Sequence[OutputEvent]) -> None:
+        for event in events:
+            if event.kind == "text":
+                if self._has_said and self._last != "text":
+                    event.text = "\n" + event.text
+                self._has_said = True
+            self._last = event.kind
 
 
 def new_call_id() -> str:

@@ -482,4 +482,5 @@ def _add_to(turn: dict[str, Any], item: Item) -> None:
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     else:
-        turn["content"] = turn.get("content", "") + "".join(map(_text, item["content"]))
+        said = "".join(map(_text, item["content"]))
+        turn["content"] = "\n".join(filter(None, (turn.get("content"), said)))  # as a chat's answer has it
