@@ -219,6 +219,26 @@ def test_log_probabilities(client: openai.OpenAI, generator: ScriptedGenerator, 
         assert [entry.token for entry in deltas] == [entry.token for entry in logprobs]
 
 
+@pytest.mark.parametrize("burst", [1, 3])
+def test_log_probabilities_of_all_tokens_are_beside_the_first_text(
+    client: openai.OpenAI, generator: ScriptedGenerator, burst: int
+) -> None:
+    """Streamed, too, where most of them come when that text is over; those of later texts are told as they come."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    said = ["<think>hm</think>I look.", f"\n{call} Then I say.", f"\n{call}"]
+    generator.script = Script(reply="".join(said), burst=burst)
+    fields: dict[str, Any] = {"tools": [WEATHER], "top_logprobs": 1}
+    events: list[Any] = list(create(client, stream=True, **fields))
+    kept: Any = client.responses.retrieve(events[-1].response.id)
+    for answer in (create(client, **fields), events[-1].response, kept):
+        assert [item.type for item in answer.output] == ["reasoning", *["message", "function_call"] * 2]
+        first, later = (item.content[0].logprobs for item in answer.output if item.type == "message")
+        assert "".join(entry.token for entry in first) == "".join(said) and later == []
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    told = "".join(entry.token for logprobs in deltas for entry in logprobs)
+    assert told.startswith("".join(said[:2])) and "".join(said).startswith(told)
+
+
 def test_a_conversation_of_calls_and_results(
     client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
 ) -> None:

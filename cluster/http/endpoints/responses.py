@@ -333,8 +333,9 @@ class ResponsesShape(AnswerShape):
         self._output: list[Item] = []
         self._open: str | None = None  # the kind of events that the last item takes
         self._texts: list[str] = []  # the texts that were added to the last item
-        self._entries: list[TokenEntry] = []  # the log probabilities of the last item
-        self._waiting: list[TokenEntry] = []  # those of tokens that no item of text has yet
+        self._first_text: int | None = None  # the index of the item that tells of all log probabilities
+        self._entries: list[TokenEntry] = []  # those that were told
+        self._waiting: list[TokenEntry] = []  # those that came since the last event of text
         self._number = 0  # the number of the next event
         self._num_bytes = 0  # about how many bytes the output has
         self._completed_at: int | None = None
@@ -448,7 +449,17 @@ class ResponsesShape(AnswerShape):
             told.append(self._added(""))
         self.status = "incomplete" if delta.finish_reason == "length" else "completed"
         self._completed_at = int(time.time())
-        return told + self._closed(self.status if self._open != "arguments" or self._choice.can_call else "incomplete")
+        told += self._closed(self.status if self._open != "arguments" or self._choice.can_call else "incomplete")
+        self._tell_all_entries()
+        return told
+
+    def _tell_all_entries(self) -> None:
+        """Tell beside the first text, in the response itself, also of tokens that came when its item was closed."""
+        if self._first_text is None or self._first_text == len(self._output) - 1:
+            return
+        item = self._output[self._first_text]
+        part = _part("text", item["content"][0]["text"], self._logprobs([*self._entries, *self._waiting]))
+        self._output[self._first_text] = {**item, "content": [part]}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
@@ -467,6 +478,8 @@ class ResponsesShape(AnswerShape):
         self._output.append({**item, "status": "in_progress"})
         self._open = "arguments" if event.kind == "call" else event.kind
         index = len(self._output) - 1
+        if self._open == "text" and self._first_text is None:
+            self._first_text = index
         told: list[dict[str, Any]] = [
             {"type": "response.output_item.added", "output_index": index, "item": self._output[-1]}
         ]
@@ -493,7 +506,7 @@ class ResponsesShape(AnswerShape):
         """Close the last item, if it is open. Returns the events that tell of it."""
         if told := self._ending(status):
             self._output[-1] = told[-1]["item"]
-            self._open, self._texts, self._entries = None, [], []
+            self._open, self._texts = None, []
         return told
 
     def _ending(self, status: str) -> list[dict[str, Any]]:
@@ -501,9 +514,9 @@ class ResponsesShape(AnswerShape):
         The last event has the whole item."""
         if self._open is None:
             return []
-        text, logprobs = "".join(self._texts), self._logprobs(self._entries)
-        kind, item = _KINDS[self._open], self._output[-1]
+        text, kind, item = "".join(self._texts), _KINDS[self._open], self._output[-1]
         place = self._place()
+        logprobs = self._logprobs(self._entries) if place["output_index"] == self._first_text else []
         done: dict[str, Any] = {"type": f"{kind}.done", **place}
         if self._open == "arguments":
             told = [{**done, "name": item["name"], "arguments": text}]
