@@ -382,6 +382,8 @@ def test_stored_responses(client: openai.OpenAI, target: Target, generator: Scri
     with pytest.raises(openai.BadRequestError, match="no response") as gone:
         create(client, previous_response_id=third.id)
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+    own: list[Any] = list(client.responses.input_items.list(third.id))
+    assert [item.content[0].text for item in own] == ["Then?"]
     forgotten = create(client, store=False)
     assert forgotten.store is False
     with pytest.raises(openai.NotFoundError):

@@ -242,7 +242,13 @@ async def list_input_items(
 ) -> Response:
     owner = _owner(request, api)
     found = await _responses(api).kept.get(response_id, owner)
-    past = [] if found.previous is None else await _past(found.previous, owner, api)
+    past: list[StoredResponse] = []
+    if found.previous is not None:
+        try:
+            past = await _past(found.previous, owner, api)
+        except InvalidRequestError as error:
+            if error.code != "previous_response_not_found":
+                raise
     size = len(found.items) + sum(len(each.items) + len(each.response) for each in past)
 
     def page() -> str:
