@@ -390,6 +390,22 @@ def test_stored_responses(client: openai.OpenAI, target: Target, generator: Scri
         client.responses.retrieve(forgotten.id)
 
 
+def test_an_item_is_sent_once(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    """Nor is one sent that previous_response_id brings: who pages by ids would never come to an end."""
+    first = create(client)
+    asked: dict[str, Any] = {"role": "user", "content": "And now?"}
+    second = create(client, input=[{**asked, "id": "msg_1"}], previous_response_id=first.id)
+    for items, previous in (
+        ([{**asked, "id": "msg_1"}, {**asked, "id": "msg_1"}], openai.omit),
+        ([*first.output, asked], second.id),
+        ([{**asked, "id": "msg_1"}], second.id),
+    ):
+        with pytest.raises(openai.BadRequestError, match="twice") as refused:
+            create(client, input=items, previous_response_id=previous)
+        assert refused.value.param == "input"
+    assert create(client, input=[asked, asked], previous_response_id=second.id).status == "completed"
+
+
 def test_who_may_see_them(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     answer = create(client)
     other = client.with_options(api_key="another")

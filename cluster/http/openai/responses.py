@@ -408,6 +408,7 @@ def _told_tool(tool: ResponsesTool) -> dict[str, Any]:
 
 def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     """Translate the body into a chat, behind `history`, the items of the responses that it follows. Raises ApiError."""
+    _require_distinct(history, body.input)
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat["messages"] = list(_messages([*history, *body.input]))
     if body.instructions is not None:
@@ -431,6 +432,20 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         raise in_its_own_words(_refusal(error)) from None
+
+
+def _require_distinct(history: Sequence[Item], items: Sequence[Item]) -> None:
+    """Check that an item comes once, as at OpenAI: lists of items are paged by their ids. Raises
+    InvalidRequestError."""
+    known = {item["id"] for item in history}
+    for item in items:
+        if item["id"] in known:
+            raise InvalidRequestError(
+                f"The item {item['id']!r} is there twice. Send each item once, and none that previous_response_id"
+                " brings.",
+                param="input",
+            )
+        known.add(item["id"])
 
 
 def in_its_own_words(error: ApiError) -> ApiError:
