@@ -94,7 +94,7 @@ def _part(part: object, index: int) -> dict[str, str]:
     if not isinstance(part.get(name), str):
         raise _error(f"part {index} must have a `{name}` that is a text", "invalid_type")
     known = {"type", name, "annotations", "logprobs", "prompt_cache_breakpoint"}
-    if stranger := next((member for member in part if member not in known), None):
+    if stranger := next((member for member in part if member not in known and part[member] is not None), None):
         raise _error(f"part {index} has a member {str(stranger)[:40]!r}, which is not known here; leave it out")
     return {"type": "refusal" if kind == "refusal" else "text", name: part[name]}
 

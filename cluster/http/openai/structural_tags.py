@@ -384,7 +384,7 @@ def _tag(part: object) -> Format:
 
 
 def _refuse_unknown_keys(part: Format, known: set[str]) -> None:
-    stranger = next((name for name in part if name not in known), None)
+    stranger = next((name for name in part if name not in known and part[name] is not None), None)
     if stranger is not None:
         raise _refused(f"{stranger[:40]!r} is not known in the format {str(part.get('type', 'structural_tag'))[:40]!r}")
 

@@ -142,7 +142,7 @@ def _error(code: str, sentence: str) -> PydanticCustomError:
 
 
 def _refuse_unknown_keys(value: Mapping[Any, Any], known: set[str]) -> None:
-    stranger = next((name for name in value if name not in known), None)
+    stranger = next((name for name in value if name not in known and value[name] is not None), None)
     if stranger is not None:
         raise _error("invalid_value", f"{str(stranger)[:40]!r} is not known here; leave it out")
 
