@@ -471,7 +471,7 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError(
             "top_logprobs is only possible with logprobs: true. Set it, or leave top_logprobs out.",
             param="top_logprobs",

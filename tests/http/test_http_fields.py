@@ -261,6 +261,8 @@ def test_fields_out_of_bounds(
         ("/v1/chat/completions", {"response_format": {"type": "json_object", "json_schema": None}}),
         ("/v1/chat/completions", {"response_format": {"type": "structural_tag", "schema": None, "format": {
             "type": "plus", "content": {"type": "const_string", "value": "a", "pattern": None}, "max": None}}}),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 0}),
+        ("/v1/chat/completions", {"logprobs": None, "top_logprobs": 0}),
         ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": None}}}),
         ("/v1/responses", {"input": [
             {"role": "user", "content": [{"type": "input_text", "text": "x", "detail": None}]}]}),
@@ -269,7 +271,8 @@ def test_fields_out_of_bounds(
 def test_what_asks_for_nothing_is_taken(
     target: Target, generator: ScriptedGenerator, path: str, fields: dict[str, Any]
 ) -> None:
-    """Null in an object in a field, as clients write that have one type for several kinds of it."""
+    """Null in an object in a field, as clients write that have one type for several kinds of it; and 0 of what is not
+    wanted."""
     asked: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": MESSAGES}
     answer = target.http.post(path, json={"model": MODEL, **asked, **fields})
     assert answer.status_code == 200, answer.text
