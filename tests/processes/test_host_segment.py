@@ -333,7 +333,7 @@ class SegmentMachine(RuleBasedStateMachine):
         self.segment = open_segment(SHARED_MEMORY, self.scope)
         self.pool = restored_pool(self.segment)
         self.neighbours = PeerSegments(
-            SHARED_MEMORY, self.scope, FINGERPRINT, None, num_groups=1, rescan_s=0, follow_s=0
+            SHARED_MEMORY, self.scope, FINGERPRINT, None, num_groups=1, rescan_s=0, follow_s=0, clock=lambda: 0.0
         )
 
     @rule(target=leases, num_blocks=st.integers(0, 4), numbers=st.lists(st.integers(0, 11), min_size=4, max_size=4))

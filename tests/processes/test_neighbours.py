@@ -34,7 +34,10 @@ __all__ = ["scope"]
 
 
 def neighbours_of(scope: str, own_path: Path | None = None, fingerprint: str = FINGERPRINT) -> PeerSegments:
-    return PeerSegments(SHARED_MEMORY, scope, fingerprint, own_path, num_groups=1, rescan_s=0, follow_s=0)
+    """Those that look each time they are asked: on this clock nothing takes any time."""
+    return PeerSegments(
+        SHARED_MEMORY, scope, fingerprint, own_path, num_groups=1, rescan_s=0, follow_s=0, clock=lambda: 0.0
+    )
 
 
 def load(neighbours: PeerSegments, number: int) -> bool:

@@ -5,7 +5,8 @@ killed at any moment, so what `holds` says is a hint, and `load` verifies what i
 stays of use until it is adopted, and after that. Never writes, locks or removes anything.
 
 `holds` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
-called from any thread.
+called from any thread. Following large segments that change takes tens of milliseconds a time, so what asks for it gets
+it only now and then, and goes by what is known between.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ log = logging.getLogger(__name__)
 
 # A segment seen for the first time has changed in all of its records; some milliseconds of them at a time.
 _MAX_FOLLOWED_RECORDS: Final = 1024
+_PAUSE: Final = 10.0
+"""Of following, in times of what it took: a lookup asks for each of hundreds of columns, on the main loop."""
 
 
 class PeerSegments:
     """The segments of a scope and fingerprint, save the own one: a `ColumnSource`. `refresh` now and then, even if
     nobody asks.
+
+    `clock` is in seconds, as `time.monotonic`. Following is repeated after `follow_s`, or after `_PAUSE` times as long
+    as it took, if that is longer.
 
     A column may be put together from several peers. A segment that was removed keeps its memory while it is mapped
     here, hence until the next `refresh` or `holds`.
@@ -89,12 +95,13 @@ class PeerSegments:
         if now < self._follow_at or not self._lock.acquire(blocking=False):
             return
         try:
-            self._follow_at = now + self._follow_s
             if now >= self._rescan_at:
                 self._rescan_at = now + self._rescan_s
                 self._rescan()
             for segment in self._segments.values():
                 segment.follow()
+            ended = self._clock()
+            self._follow_at = ended + max(self._follow_s, _PAUSE * (ended - now))
         finally:
             self._lock.release()
 

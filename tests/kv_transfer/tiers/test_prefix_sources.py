@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,12 +88,30 @@ async def test_a_neighbour_that_lies_is_a_miss(tmp_path: Path) -> None:
         segment.close(unlink=True)
 
 
+def test_a_lookup_of_many_columns_follows_the_neighbours_once(tmp_path: Path) -> None:
+    """On a clock that goes on by a second each time it is read: following takes one, and then rests for ten."""
+    digests = hashes(2)
+    segment = neighbour(tmp_path, digests[:1])
+    ticks = itertools.count()
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None, num_groups=GROUPS, clock=lambda: float(next(ticks)))
+    try:
+        assert neighbours.holds(digests[0])
+        for group in range(GROUPS):
+            segment.stored(GROUPS + group, (digests[1], group))
+        assert [neighbours.holds(digests[1]) for _ in range(10)] == [False] * 9 + [True]
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
 def test_where_the_folder_cannot_be_listed_neighbours_are_as_they_were(tmp_path: Path) -> None:
     """Who asks is about to take a request in, and must not fail with it."""
     folder, digests = tmp_path / "host", hashes(1)
     folder.mkdir()
     segment = neighbour(folder, digests)
-    neighbours = PeerSegments(folder, SCOPE, "model", None, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0)
+    neighbours = PeerSegments(
+        folder, SCOPE, "model", None, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0, clock=lambda: 0.0
+    )
     try:
         assert neighbours.holds(digests[0])
         folder.rename(tmp_path / "away")

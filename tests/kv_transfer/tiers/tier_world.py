@@ -138,7 +138,14 @@ class Worker:
         self.host.pool.restore(self.segment.restored())
         self.host.pool.observe(self.segment)
         self.neighbours = PeerSegments(
-            SHARED_MEMORY, sizes.scope, "ghost", self.segment.path, num_groups=GROUPS, rescan_s=0.0, follow_s=0.0
+            SHARED_MEMORY,
+            sizes.scope,
+            "ghost",
+            self.segment.path,
+            num_groups=GROUPS,
+            rescan_s=0.0,
+            follow_s=0.0,
+            clock=lambda: 0.0,  # on which following takes no time, and is due at each call
         )
         self.disk = DiskTier(sizes.disk_folder, FORM, budget_bytes=sizes.disk_columns * FORM.file_bytes)
         sources: list[ColumnSource] = [self.neighbours, self.disk]
