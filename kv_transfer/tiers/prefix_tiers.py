@@ -52,7 +52,7 @@ class PrefixTiers:
         self._sources = tuple(sources)
         self.disk = sink if isinstance(sink, DiskTier) else None
         self.write_through = WriteThrough(device, host, sink, max_queued_blocks=max_queued_blocks, on_room=self._room)
-        self._up = Promoter(host, timeout_s=load_timeout_s, on_room=self._room)
+        self._up = Promoter(host, self._sources, timeout_s=load_timeout_s, on_room=self._room)
         self.loaded_columns = self._up.loaded_columns
         self.failed_columns = self._up.failed_columns
         for source in self._sources:  # told from the start: what begins with its first load shows no increase by it
@@ -118,10 +118,11 @@ class PrefixTiers:
     def _wanted(self, hashes: Sequence[bytes], num_ready: int) -> tuple[list[Wanted], int]:
         """Columns to load beyond the ready ones, up to the first that nobody has; and how far that reaches."""
         wanted: list[Wanted] = []
+        sources = [source for source in self._sources if not self._up.hangs(source)]
         for index in range(num_ready, len(hashes)):
             if self._is_ready(hashes[index]):
                 continue
-            source = next((source for source in self._sources if source.holds(hashes[index])), None)
+            source = next((source for source in sources if source.holds(hashes[index])), None)
             if source is None:
                 return wanted, index
             wanted.append((hashes[index], source))

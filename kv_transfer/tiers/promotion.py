@@ -1,8 +1,8 @@
 """Brings columns from peers' segments or disk into the own host tier, where they are ordinary prefix hits.
 
-Belongs to the main loop; loads run on a thread of their own, in the order asked for, so that they do not queue behind
-copies that nobody waits for. Blocks stay leased until the thread is done with them, whoever stopped waiting before.
-A load that fails or is too late means fewer columns, never an error.
+Belongs to the main loop; loads of each source run on a thread of their own, in the order asked for, so that they do not
+queue behind copies that nobody waits for, nor behind a source that hangs. Blocks stay leased until the thread is done
+with them, whoever stopped waiting before. A load that fails or is too late means fewer columns, never an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -41,7 +41,8 @@ class _Batch:
     lease: BlockLease
     columns: list[list[int]]  # host blocks of each column, by layer group
     waiting: set[Promotion] = field(default_factory=set)
-    abandoned: bool = False  # read by the I/O thread: nobody waits any more
+    load: Future[None] | None = None  # on its source's thread; can be recalled until that has begun it
+    abandoned: bool = False  # nobody waits any more
 
 
 class Promotion:
@@ -65,16 +66,22 @@ class Promotion:
 class Promoter:
     """`bytes_per_s(source)` is what loads have been measured at, smoothed. `on_room()`: blocks were given back."""
 
-    def __init__(self, host: TierMemory, *, timeout_s: float, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self, host: TierMemory, sources: Iterable[ColumnSource], *, timeout_s: float, on_room: Callable[[], None]
+    ) -> None:
         self._host = host
         self._on_room = on_room
         self._timeout_s = timeout_s
         self._batch_of: dict[bytes, _Batch] = {}  # those that can still be joined
-        self._num_queued = 0  # columns
+        self._num_queued: Counter[str] = Counter()  # columns, by source
+        self._begun_at: dict[str, float] = {}  # the load that a source's thread has in hand; written by that thread
         self._rates: dict[str, float] = {}
         self._home = HomeLoop()
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="promotion", initializer=work_alone)
+        self._threads = {
+            source.name: ThreadPoolExecutor(1, thread_name_prefix=f"promotion-{source.name}", initializer=work_alone)
+            for source in sources
+        }
         self._closed = False
         self.loaded_columns: Counter[SourceName] = Counter()  # into host memory, by where they came from
         self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not
@@ -83,13 +90,20 @@ class Promoter:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
 
     def predicted_s(self, wanted: Iterable[Wanted]) -> float:
-        """Seconds until these columns would be here, those that are queued before them included."""
-        seconds, slowest = 0.0, 0.0
+        """Seconds until these columns would be here, those that are queued before them included. Sources load side by
+        side."""
+        seconds: dict[str, float] = {}
         for _, source in wanted:
             column_s = self._host.column_bytes / self.bytes_per_s(source)
-            seconds += column_s
-            slowest = max(slowest, column_s)
-        return seconds + self._num_queued * slowest
+            seconds.setdefault(source.name, self._num_queued[source.name] * column_s)
+            seconds[source.name] += column_s
+        return max(seconds.values(), default=0.0)
+
+    def hangs(self, source: ColumnSource) -> bool:
+        """Whether it has been at one load for longer than anybody waits: nothing is to be had from it until that is
+        over."""
+        begun_at = self._begun_at.get(source.name)
+        return begun_at is not None and time.monotonic() - begun_at > self._timeout_s
 
     def start(self, wanted: Sequence[Wanted], keep: Iterable[int], on_settled: Callable[[], None]) -> Promotion:
         """Load columns, as many as there is room for. `keep`: cached host blocks that must stay until it is over.
@@ -122,11 +136,12 @@ class Promoter:
         self._on_room()
 
     def close(self) -> None:
-        """End the thread after the load in hand; blocks until then."""
+        """End the threads after the loads in hand; blocks until then."""
         self._closed = True
         for batch in list(self._batch_of.values()):
             self._abandon(batch)
-        self._thread.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
 
     def _batches(self, wanted: Sequence[Wanted]) -> list[_Batch]:
         """The batches that will bring the columns: under way already, or new ones."""
@@ -152,25 +167,27 @@ class Promoter:
         lease = self._host.pool.lease(count * groups)
         columns = [lease.blocks[start : start + groups] for start in range(0, count * groups, groups)]
         batch = _Batch(wanted[0][1], [prefix_hash for prefix_hash, _ in wanted[:count]], lease, columns)
+        self._num_queued[batch.source.name] += count
+        views = [self._host.views(column) for column in columns]
+        batch.load = self._threads[batch.source.name].submit(self._load, batch, views)
         self._batch_of.update(dict.fromkeys(batch.hashes, batch))
-        self._num_queued += count
-        self._thread.submit(self._load, batch, [self._host.views(column) for column in columns])
         return batch
 
     def _load(self, batch: _Batch, views: list[list[memoryview]]) -> None:
-        """Read a batch into the views, on the I/O thread."""
-        loaded, seconds = [False] * len(batch.hashes), 0.0
+        """Read a batch into the views, on its source's thread."""
+        loaded, seconds, name = [False] * len(batch.hashes), 0.0, batch.source.name
+        self._begun_at[name] = started = time.monotonic()
         try:
-            if not batch.abandoned:
-                started = time.perf_counter()
-                loaded = batch.source.load(batch.hashes, views)
-                seconds = time.perf_counter() - started
+            loaded = batch.source.load(batch.hashes, views)
+            seconds = time.monotonic() - started
         except Exception:  # the boundary of the thread: whatever a source suffers from, it is a miss
-            logger.exception("loading %d KV columns from %s failed", len(batch.hashes), batch.source.name)
+            logger.exception("loading %d KV columns from %s failed", len(batch.hashes), name)
+        finally:
+            del self._begun_at[name]
         self._home.run(self._finished, batch, loaded, seconds)
 
     def _finished(self, batch: _Batch, loaded: list[bool], seconds: float) -> None:
-        self._num_queued -= len(batch.hashes)
+        self._num_queued[batch.source.name] -= len(batch.hashes)
         self._forget(batch)
         self._measure(batch, sum(loaded), seconds)
         pool = self._host.pool
@@ -200,8 +217,12 @@ class Promoter:
                 self.leave(promotion)
 
     def _abandon(self, batch: _Batch) -> None:
+        """Nobody waits for it any more. What its thread has not begun is over at once, and its blocks are free."""
         batch.abandoned = True
         self._forget(batch)
+        assert batch.load is not None
+        if batch.load.cancel():
+            self._home.run(self._finished, batch, [False] * len(batch.hashes), 0.0)
 
     def _forget(self, batch: _Batch) -> None:
         for prefix_hash in batch.hashes:

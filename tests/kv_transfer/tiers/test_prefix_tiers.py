@@ -145,6 +145,8 @@ async def test_the_first_source_that_has_a_column_is_asked() -> None:
     digests = hashes(4)
     near, far = ScriptedSource(digests[1:3], "neighbours"), ScriptedSource(digests, "disk")
     async with opened(Tiers(near, far)) as bench:
+        side_by_side_s = 2 * bench.host.column_bytes / near.assumed_bytes_per_s
+        assert bench.tiers.missing(digests).load_s == pytest.approx(side_by_side_s)
         assert await bench.promote(digests) == 4
         assert (near.loads, far.loads) == (digests[1:3], [digests[0], digests[3]])
 
@@ -185,6 +187,42 @@ async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
         below.go.set()
         await bench.settled()
         assert all(holds(bench.host, digest) for digest in digests), "what has come is kept"
+
+
+async def test_a_source_that_hangs_holds_up_no_other_one() -> None:
+    near, far = ScriptedSource(hashes(2), "neighbours"), ScriptedSource(hashes(2, "far"), "disk")
+    async with opened(Tiers(near, far)) as bench:
+        far.go.clear()
+        hanging = asyncio.create_task(bench.promote(hashes(2, "far")))
+        await asyncio.sleep(0)
+        assert await bench.promote(hashes(2)) == 2
+        far.go.set()
+        assert await hanging == 2
+
+
+async def test_what_is_queued_behind_a_load_that_hangs_gives_its_room_back_with_the_last_who_waits() -> None:
+    digests = hashes(12)
+    below = ScriptedSource(digests)
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        promotion = bench.tiers.promote(digests, lambda _: pytest.fail("it was cancelled"))
+        assert below.begun.wait(HANGS_S)
+        assert bench.host.pool.num_held == 12 * GROUPS
+        promotion.cancel()
+        assert bench.host.pool.num_held == 8 * GROUPS, "the thread still writes into these"
+        below.go.set()
+
+
+async def test_of_a_source_that_hangs_nothing_is_wanted() -> None:
+    digests = hashes(4)
+    near, far = ScriptedSource(digests, "neighbours"), ScriptedSource(digests[:1], "disk")
+    async with opened(Tiers(near, far, load_timeout_s=0.1)) as bench:
+        near.go.clear()
+        assert bench.tiers.missing(digests).num_reachable == 4
+        assert await bench.promote(digests) == 0
+        await eventually(lambda: bench.tiers.missing(digests).num_reachable == 1, what="what hangs is asked")
+        near.go.set()
+        await eventually(lambda: bench.tiers.missing(digests).num_ready == 4)
 
 
 async def test_two_who_want_the_same_wait_for_one_load() -> None:
