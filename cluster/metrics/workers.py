@@ -360,7 +360,7 @@ _FAMILIES: Final = (
     _Family(
         CounterMetricFamily,
         "legato_worker_kv_load_failed_columns",
-        "Cached prefix blocks that could not be loaded: gone, damaged or unreadable",
+        "Cached prefix blocks that could not be loaded: gone, damaged, unreadable, or too late",
         ("source",),
         lambda snapshot: _by_source(snapshot.tiers.failed_columns),
     ),

@@ -83,7 +83,7 @@ class TiersReport:
     hit_tokens: dict[PrefixSource, Count] = field(default_factory=dict)  # of prompts computed here
     missed_tokens: Count = 0  # of the same prompts
     loaded_columns: dict[SourceName, Count] = field(default_factory=dict)  # into host memory
-    failed_columns: dict[SourceName, Count] = field(default_factory=dict)  # that a load did not bring
+    failed_columns: dict[SourceName, Count] = field(default_factory=dict)  # that a load did not bring in time
     host_stored_columns: Count = 0
     host_dropped_columns: Count = 0  # not copied to host memory: no room, or too many copies queued
     disk: DiskReport | None = None

@@ -84,7 +84,7 @@ class Promoter:
         }
         self._closed = False
         self.loaded_columns: Counter[SourceName] = Counter()  # into host memory, by where they came from
-        self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not
+        self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not, or not in time
 
     def bytes_per_s(self, source: ColumnSource) -> float:
         return self._rates.get(source.name, source.assumed_bytes_per_s)
@@ -211,6 +211,9 @@ class Promoter:
 
     def _settle(self, promotion: Promotion) -> None:
         if promotion.deadline is not None:
+            for batch in promotion.pending:  # the time is over
+                if batch.waiting == {promotion}:
+                    self.failed_columns[batch.source.name] += len(batch.hashes)
             try:
                 promotion.on_settled()
             finally:
@@ -230,10 +233,10 @@ class Promoter:
                 del self._batch_of[prefix_hash]
 
     def _measure(self, batch: _Batch, num_loaded: int, seconds: float) -> None:
+        """Also a load that came too late says how fast its source is, or the next ones would be awaited in vain."""
         self.loaded_columns[batch.source.name] += num_loaded
-        if batch.abandoned:
-            return
-        self.failed_columns[batch.source.name] += len(batch.hashes) - num_loaded
+        if not batch.abandoned:  # else it has failed already, or nobody wanted it
+            self.failed_columns[batch.source.name] += len(batch.hashes) - num_loaded
         if num_loaded and seconds > 0:
             old = self.bytes_per_s(batch.source)
             new = num_loaded * self._host.column_bytes / seconds

@@ -184,9 +184,27 @@ async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
         assert below.begun.wait(HANGS_S)  # and no time passes on the loop: what has not begun by then is not loaded
         assert await promotion == 0
         assert bench.host.pool.num_held == 4 * GROUPS, "the thread still writes into them"
+        assert (bench.tiers.loaded_columns["disk"], bench.tiers.failed_columns["disk"]) == (0, 4)
         below.go.set()
         await bench.settled()
         assert all(holds(bench.host, digest) for digest in digests), "what has come is kept"
+        assert (bench.tiers.loaded_columns["disk"], bench.tiers.failed_columns["disk"]) == (4, 4)
+
+
+async def test_a_load_that_comes_too_late_says_how_slow_its_source_is() -> None:
+    digests = hashes(8)
+    below = ScriptedSource(digests)
+    below.assumed_bytes_per_s = 1e12
+    async with opened(Tiers(below, load_timeout_s=0.1)) as bench:
+        believed_s = bench.tiers.missing(digests[4:]).load_s
+        below.go.clear()
+        promotion = asyncio.create_task(bench.promote(digests[:4]))
+        await asyncio.sleep(0)
+        assert below.begun.wait(HANGS_S)
+        assert await promotion == 0
+        below.go.set()
+        await bench.settled()
+        assert bench.tiers.missing(digests[4:]).load_s > believed_s
 
 
 async def test_a_source_that_hangs_holds_up_no_other_one() -> None:
