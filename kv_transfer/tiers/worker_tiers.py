@@ -67,10 +67,11 @@ class WorkerTiers:
             model.host_pool.observe(self.segment)
         return model
 
-    def open(self, model: LoadedModel, events: BlockEventLog) -> PrefixTiers | None:
+    async def open(self, model: LoadedModel, events: BlockEventLog) -> PrefixTiers | None:
         """The prefix cache over all tiers; None where there is but the device, or where prefixes are not kept.
 
-        On the worker's loop. `events` follows what the tiers hold from here on.
+        On the worker's loop, but what is on disk is looked through in a thread: that takes a minute of many small
+        files. `events` follows what the tiers hold from here on.
         """
         events.watch("device", model.block_pool)
         if model.host_cache is None or model.host_pool is None:
@@ -78,19 +79,20 @@ class WorkerTiers:
         events.watch("host", model.host_pool)
         if not model.prefix_caching:
             return None
+        fingerprint = await asyncio.to_thread(self._fingerprint, model.layout)  # it looks into each file of the model
         sources: list[ColumnSource] = []
         if self.segment is not None:
             self._peers = PeerSegments(
                 Path(self._config.host_folder),
                 self._scope,
-                self._fingerprint(model.layout),
+                fingerprint,
                 self.segment.path,
                 num_groups=model.layout.num_layer_groups,
             )
             self._following = asyncio.create_task(_follow(self._peers), name="peer-segments")
             sources.append(self._peers)
         if self._config.disk is not None:
-            self._disk = _open_disk(self._config.disk, self._fingerprint(model.layout), model.layout, events)
+            self._disk = await asyncio.to_thread(_open_disk, self._config.disk, fingerprint, model.layout, events)
             sources.append(self._disk)
         device = TierMemory(model.sequence_kv, model.block_pool)
         host = TierMemory(model.host_cache, model.host_pool)

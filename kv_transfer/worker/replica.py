@@ -122,7 +122,7 @@ class WorkerReplica:
             for masks in self.model.grammar_masks:
                 # Before anybody knows the worker: it is silent meanwhile, and who is silent for long counts as gone.
                 await asyncio.to_thread(masks.read_ahead)
-            self._lower = self._tiers.open(self.model, self._events)
+            self._lower = await self._tiers.open(self.model, self._events)
             self._load_s = time.monotonic() - wanted_at
             self._worker = await self._begin()
 

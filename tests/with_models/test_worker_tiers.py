@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine.kv.block_pool import PoolObserver
 from engine.memory.host import memory_bytes
 from engine.steps.loading import EngineConfig
-from kv_transfer.tiers.config import Budget, TiersConfig
+from kv_transfer.messages.fields import Tier
+from kv_transfer.tiers.block_events import BlockEventLog
+from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from tests.processes.host_segments import SHARED_MEMORY
 from tests.support.small_models import SmallModel
@@ -98,3 +102,32 @@ async def test_who_is_last_takes_along_what_killed_workers_left(llama: SmallMode
         await only.close()
         assert not left.exists()
         assert files(folder) == [stranger]
+
+
+class Told(BlockEventLog):
+    """Notes in which thread the disk tier is opened."""
+
+    opened_in: threading.Thread | None = None
+
+    def observer(self, tier: Tier, *, blocks_per_column: int | None = None) -> PoolObserver:
+        if tier == "disk":
+            self.opened_in = threading.current_thread()
+        return super().observer(tier, blocks_per_column=blocks_per_column)
+
+
+async def test_what_is_on_disk_is_not_looked_through_on_the_loop(llama: SmallModel, tmp_path: Path) -> None:
+    """That may take minutes, in which a worker would count as gone."""
+    engine = EngineConfig(model_ref=str(llama.folder), model_name="llama", dtype="float32", kv_blocks=16, num_threads=1)
+    disk = DiskConfig(folder=str(tmp_path), budget=Budget(num_bytes=2**20))
+    with TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        config = TiersConfig(host=Budget(num_bytes=2**20), host_folder=name, disk=disk)
+        tiers = WorkerTiers(config, engine, b"secret")
+        model = tiers.load()
+        events = Told("worker", layer_groups=model.layout.num_layer_groups)
+        prefix_tiers = await tiers.open(model, events)
+        try:
+            assert prefix_tiers is not None and prefix_tiers.disk is not None
+            assert events.opened_in not in (None, threading.current_thread())
+        finally:
+            model.runner.close()
+            await tiers.close()

@@ -155,13 +155,15 @@ class MiniCluster:
         assert await self.orchestrator.connections.wait_up(wanted, timeout_s), "the workers did not come up"
 
     async def add_prefill(self, **engine: str) -> PrefillWorker:
-        worker = PrefillWorker(self._load({**self.config.prefill_engine, **engine}, "prefill"), self.config.prefill)
+        worker = PrefillWorker(
+            await self._load({**self.config.prefill_engine, **engine}, "prefill"), self.config.prefill
+        )
         await worker.start()
         self.prefills.append(worker)
         return worker
 
     async def add_decode(self, **engine: str) -> DecodeWorker:
-        worker = DecodeWorker(self._load({**self.config.decode_engine, **engine}, "decode"), self.config.decode)
+        worker = DecodeWorker(await self._load({**self.config.decode_engine, **engine}, "decode"), self.config.decode)
         await worker.start()
         self.decodes.append(worker)
         return worker
@@ -274,7 +276,7 @@ class MiniCluster:
         """Of the scheduler that there is now."""
         return self.scheduler.endpoint
 
-    def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
+    async def _load(self, options: dict[str, object], role: Role) -> WorkerParts:
         defaults = EngineConfig(
             model_ref=self.config.model_ref,
             model_name=MODEL,
@@ -295,7 +297,7 @@ class MiniCluster:
             model = worker_tiers.load()
             identity = self._worker_identity(model, role)
             events = BlockEventLog(identity.worker_id, layer_groups=model.layout.num_layer_groups)
-            lower = worker_tiers.open(model, events)
+            lower = await worker_tiers.open(model, events)
         self.models.append(model)
         if lower is not None:
             self.tiers.append(lower)
