@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError, PoolObserver
 from kv_transfer.messages.fields import SourceName
@@ -39,6 +39,7 @@ _WARN_EVERY_S: Final = 60.0
 _TOUCH_EVERY_S: Final = 60.0
 _OUR_SHORTAGE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing of the file: it may be read another time."""
+_JobKind = Literal["write", "touch"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,9 @@ class DiskTier:
         self._changed = threading.Condition()
         self._closed = False
         self._file = aligned_buffer(form.file_bytes)  # what the writing thread writes
-        self._max_jobs = max(1, queue_bytes // form.column_bytes)
-        self._jobs: deque[Callable[[], None]] = deque()  # of the writing thread
+        self._max_queued = max(1, queue_bytes // form.column_bytes)  # of each kind of job
+        self._jobs: deque[tuple[_JobKind, Callable[[], None]]] = deque()  # of the writing thread
+        self._num_queued: Counter[_JobKind] = Counter()
         self._num_undone = 0  # jobs that are queued or in hand
         self._unwritten: set[bytes] = set()  # columns that are queued or being written
         self._writer = threading.Thread(target=self._work, name="legato-disk-writer", daemon=True)
@@ -131,7 +133,7 @@ class DiskTier:
             if self._health.writing_pauses:
                 self._health.count(dropped_paused=1)
                 return False
-            if not self._queue(partial(self._write, prefix_hash, column, on_done)):
+            if not self._queue("write", partial(self._write, prefix_hash, column, on_done)):
                 self._health.count(dropped_queue=1)
                 return False
             self._unwritten.add(prefix_hash)
@@ -142,9 +144,9 @@ class DiskTier:
 
         For prefixes that were found in a tier above, and after their last column was stored: columns are written head
         first, and without this the head would be evicted first. Takes effect after what `store` took before is written.
-        Dropped where too much waits.
+        Dropped where too many of these wait.
         """
-        self._queue(partial(self._touch_prefix, hashes))
+        self._queue("touch", partial(self._touch_prefix, hashes))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that `store` took is on disk or dropped, and touched. False if that took too long."""
@@ -292,11 +294,13 @@ class DiskTier:
 
     # --- the writing thread ---
 
-    def _queue(self, job: Callable[[], None]) -> bool:
+    def _queue(self, kind: _JobKind, job: Callable[[], None]) -> bool:
+        """In the order of all kinds, but each bounded by itself: hints are not to keep columns out."""
         with self._changed:
-            if self._closed or len(self._jobs) >= self._max_jobs:
+            if self._closed or self._num_queued[kind] >= self._max_queued:
                 return False
-            self._jobs.append(job)
+            self._jobs.append((kind, job))
+            self._num_queued[kind] += 1
             self._num_undone += 1
             self._changed.notify_all()
         return True
@@ -314,7 +318,11 @@ class DiskTier:
     def _next_job(self) -> Callable[[], None] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)  # a job, or `close`, which always comes
-            return self._jobs.popleft() if self._jobs else None
+            if not self._jobs:
+                return None
+            kind, job = self._jobs.popleft()
+            self._num_queued[kind] -= 1
+            return job
 
     def _write(self, prefix_hash: bytes, column: ColumnViews, on_done: Callable[[], None]) -> None:
         """Once the tier is closed, no more than that the blocks are not needed."""

@@ -176,6 +176,20 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
         assert tier.report().dropped_queue == 1
 
 
+def test_hints_that_wait_take_no_room_from_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, queued=2) as tier:
+        disk = SlowDisk(monkeypatch)
+        assert tier.store(hash_of(0), blocks_of(0), lambda: None)
+        assert disk.writing.wait(HANGS_S)
+        for _ in range(10):
+            tier.touch([hash_of(0)])
+        assert tier.store(hash_of(1), blocks_of(1), lambda: None)
+        disk.go_on.set()
+        assert tier.flush(HANGS_S)
+        assert load(tier, 0, 1) == [True, True]
+        assert tier.report().dropped_queue == 0
+
+
 def test_closing_gives_back_what_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(tmp_path, FORM, budget_bytes=budget(8))
     store(tier, 8)
