@@ -32,7 +32,11 @@ _ASSEMBLY_TIMEOUT_S: Final = 5.0
 
 
 class TcpLink:
-    """One end of a link. It is down as soon as one of its connections is."""
+    """One end of a link. It is down as soon as one of its connections is.
+
+    Slabs to send are made when the first is asked for, and those to receive into when the first arrives: of a worker's
+    links each end needs one kind.
+    """
 
     def __init__(self, peer: Hello, config: LinkConfig) -> None:
         """Use `open_link`."""
@@ -40,8 +44,8 @@ class TcpLink:
         self._peer = peer
         self._config = replace(config, slabs=slabs)
         self._loop = asyncio.get_running_loop()
-        self._slabs = SlabPool(private_arena(slabs), slabs)
-        self._staging = SlabPool(private_arena(slabs), slabs, on_free=self._read_on)
+        self._slabs: SlabPool[memoryview] | None = None
+        self._staging: SlabPool[memoryview] | None = None
         self._inbox = ReceiveQueue(config.connection.inbox_bytes, self._read_on)
         self._outgoing: asyncio.Queue[tuple[Message, PooledSlab[memoryview]]] = asyncio.Queue()
         self.connections: list[Connection] = []
@@ -75,6 +79,9 @@ class TcpLink:
         self._senders = [asyncio.create_task(self._send_slabs(stripe)) for stripe in self.connections[1:]]
 
     async def acquire(self, num_bytes: int) -> PooledSlab[memoryview]:
+        self._check_open()
+        if self._slabs is None:
+            self._slabs = SlabPool(private_arena(self._config.slabs), self._config.slabs)
         return await self._slabs.acquire(num_bytes)
 
     async def send(self, message: Message, slab: Slab | None = None) -> None:
@@ -115,6 +122,8 @@ class TcpLink:
                     slab.discard()
 
     def _allocate(self, message: Message, num_bytes: int) -> PooledSlab[memoryview] | None:
+        if self._staging is None:
+            self._staging = SlabPool(private_arena(self._config.slabs), self._config.slabs, on_free=self._read_on)
         return self._staging.try_acquire(num_bytes)
 
     def _read_on(self) -> None:
@@ -126,14 +135,16 @@ class TcpLink:
         self._num_gone += 1
         if self._num_gone == len(self.connections):
             self._inbox.close(reason)
-            self._staging.close(reason)
+            if self._staging is not None:
+                self._staging.close(reason)
 
     def _end(self, reason: str) -> None:
         """Send nothing any more. What the peer sent before its end may still be under way."""
         if self._closed_because is not None:
             return
         self._closed_because = reason
-        self._slabs.close(reason)
+        if self._slabs is not None:
+            self._slabs.close(reason)
         for task in self._senders:
             task.cancel()
         while not self._outgoing.empty():

@@ -87,8 +87,8 @@ MAKERS: dict[str, Callable[[Identity, SlabConfig], Transport]] = {
     "tcp": lambda identity, slabs: SocketTransport(identity, [TcpCarrier(identity, LinkConfig(slabs=slabs))]),
     "shm": lambda identity, slabs: SocketTransport(identity, [SharedMemoryCarrier(identity, LinkConfig(slabs=slabs))]),
 }
-# Of both ends: what they send from, what they receive into, and what they map of the other's.
-NUM_ARENAS = {"tcp": 4, "shm": 2}
+# Of both ends, where one sends: what it sends from, and what the other receives into or maps of it.
+NUM_ARENAS = {"tcp": 2, "shm": 2}
 
 
 def pair_of(kind: str, slabs: SlabConfig) -> Pair:
