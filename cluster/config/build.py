@@ -78,6 +78,7 @@ def prefill_worker(config: LegatoConfig) -> PrefillWorkerConfig:
             chunk_tokens=config.prefill.chunk_tokens,
             max_slab_bytes=transfer_config(config).slab_bytes,
             calibration_s=CALIBRATION_S,
+            kept_s=max(RESERVE_WAIT_S, decode_worker(config).reserve_wait_s),
         )
     )
 

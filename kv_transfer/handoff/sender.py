@@ -24,7 +24,7 @@ from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.event_loops import DeadlineTimer, HomeLoop, LoopThread, to_the_end
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.actions import Action, Fail, ReleaseSource, Send, SenderState, SendSlab
-from kv_transfer.handoff.sender_state import HandoffSender
+from kv_transfer.handoff.sender_state import KEPT_S, HandoffSender
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, copying_threads, fill_slab
 from kv_transfer.messages import Message
 from kv_transfer.messages.handoff import Verified
@@ -200,13 +200,14 @@ class KvSender:
         host_cache: SequenceKV | None = None,
         max_slab_bytes: int,
         digest_kind: DigestKind = "xxh3_64",
+        kept_s: float = KEPT_S,
         owner: SourceOwner,
     ) -> None:
         self.kv_cache = kv_cache
         self._host_cache = host_cache
         self.transport = transport
         self._thread = thread
-        self.machine = HandoffSender(digest_kind)
+        self.machine = HandoffSender(digest_kind, kept_s=kept_s)
         self._max_slab_tokens = max(1, max_slab_bytes // kv_cache.layout.bytes_per_token_layer)
         self._owner = owner
         self._handoffs: dict[SequenceKey, _HandOff] = {}

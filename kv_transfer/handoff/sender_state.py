@@ -109,10 +109,13 @@ class HandoffSender:
 
     What happens goes in, with the time in seconds where it matters, on any clock that does not go back. Out comes what
     the driver has to do, in order.
+
+    A prompt without a ticket is kept for `kept_s` after it was computed: no less than reservations wait for room.
     """
 
-    def __init__(self, digest_kind: DigestKind = "xxh3_64") -> None:
+    def __init__(self, digest_kind: DigestKind = "xxh3_64", *, kept_s: float = KEPT_S) -> None:
         self._digest_kind = digest_kind
+        self._kept_s = kept_s
         self._kept: dict[SequenceKey, _Kept] = {}
         self._outgoing: dict[SequenceKey, _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
@@ -203,7 +206,7 @@ class HandoffSender:
         if kept is not None:
             kept.is_computed, kept.first_token = True, first_token
             kept.num_cached_tokens, kept.waited_s = num_cached_tokens, waited_s
-            kept.deadline = now + KEPT_S
+            kept.deadline = now + self._kept_s
             return []
         out = self._live(key)
         if out is None:
@@ -244,7 +247,7 @@ class HandoffSender:
         """Fail what decode let wait for too long; send the keep-alives that are due."""
         actions: list[Action] = []
         for key in [k for k, kept in self._kept.items() if kept.deadline is not None and kept.deadline <= now]:
-            actions += [Fail(key, f"no decode worker had room for it within {KEPT_S:g} s"), self._forget(key)]
+            actions += [Fail(key, f"no decode worker had room for it within {self._kept_s:g} s"), self._forget(key)]
         for out in list(self._outgoing.values()):
             if out.is_live and out.deadline is not None and out.deadline <= now:
                 actions += self._fail(out, _overdue(out))

@@ -28,6 +28,7 @@ from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.layer_stream import LayerStream
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender
+from kv_transfer.handoff.sender_state import KEPT_S
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
 from kv_transfer.messages.requests import Endpoint, FailureCause, RequestSpec
@@ -75,6 +76,7 @@ class WorkerConfig:
     `calibration_s`: how long steps are tried out before the worker takes requests, unless it is known what they cost;
     0: they are learnt from requests.
     `overdue_s`: see `StepLoop`; gateways are told.
+    `kept_s`: how long a prompt is kept that was computed here while its reservation waits for room at decode.
     """
 
     max_waiting: int = 256
@@ -82,6 +84,7 @@ class WorkerConfig:
     heartbeat_s: float = 0.5
     calibration_s: float = 0.0
     overdue_s: float = OVERDUE_S
+    kept_s: float = KEPT_S
 
 
 def block_allocator(model: LoadedModel) -> BlockAllocator:
@@ -170,6 +173,7 @@ class Worker(ABC):
             host_cache=self.model.host_cache,
             max_slab_bytes=self._config.max_slab_bytes,
             digest_kind=self.parts.digest_kind,
+            kept_s=self._config.kept_s,
             owner=self,
         )
         self._stream = LayerStream(

@@ -15,6 +15,7 @@ import pytest
 
 from decode_workers.worker import DecodeWorkerConfig
 from engine.sequence import StepPlan
+from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import Brake, MiniCluster, brake, cluster_of
 from tests.support.clusters.mini_requests import PROMPT, cancel, tokens, tokens_of
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -30,9 +31,11 @@ def decodes(plan: StepPlan) -> bool:
 
 
 @asynccontextmanager
-async def full(llama: SmallModel) -> AsyncIterator[tuple[MiniCluster, Brake]]:
+async def full(llama: SmallModel, kept_s: float = HANGS_S) -> AsyncIterator[tuple[MiniCluster, Brake]]:
     """Decode is held in a step of one request; nobody else has room."""
-    async with cluster_of(llama, decode_engine=FULL, decode=PATIENT) as cluster:
+    async with cluster_of(
+        llama, decode_engine=FULL, decode=PATIENT, prefill=PrefillWorkerConfig(kept_s=kept_s)
+    ) as cluster:
         with brake(cluster.decodes[0].model.runner, decodes) as held:
             first = asyncio.create_task(tokens(cluster, "first", PROMPT, greedy()))
             await held.reached()
@@ -79,6 +82,16 @@ async def test_a_prompt_that_waits_for_room_too_long_goes_on_elsewhere(llama: Sm
         held.release()
         found = await second
         assert found == llama.hugging_face(OTHER, len(found))
+
+
+async def test_a_prompt_is_kept_for_as_long_as_its_worker_was_told(llama: SmallModel) -> None:
+    """It is told the longest that a reservation waits for room."""
+    async with full(llama, kept_s=4 * HANGS_S) as (cluster, _):
+        second = asyncio.create_task(cluster.generate("second", OTHER, greedy()))
+        await kept(cluster)
+        machine = cluster.prefills[0].sender.machine
+        await eventually(lambda: (machine.next_deadline() or 0.0) > time.monotonic() + 2 * HANGS_S)
+        await cancel(second)
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])

@@ -466,6 +466,7 @@ def test_constants_are_as_the_refusal_says() -> None:
     assert (decode.lease_ttl_s, decode.reserve_wait_s, decode.calibration_s, decode.max_waiting) == (10, 60, 2, 256)
     prefill = prefill_worker(load_config({}))
     assert (prefill.calibration_s, prefill.max_waiting, prefill.heartbeat_s, decode.heartbeat_s) == (2, 256, 0.5, 0.5)
+    assert prefill.kept_s == 60
     assert decode.overlap_steps is None and decode.layerkv is not None and decode.layerkv.max_in_flight == 256
     wide = decode_worker(load_config({"decode": {"max_num_seqs": 300}}))
     assert wide.layerkv is not None and wide.layerkv.max_in_flight == 300
@@ -489,6 +490,7 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
     config = load_config({"tuning": tuning})
     assert pickle.loads(pickle.dumps(config)) == config
     assert decode_worker(config).reserve_wait_s == 240 and decode_worker(config).lease_ttl_s == 10
+    assert prefill_worker(config).kept_s == 240, "a prompt is kept for as long as its reservation waits"
     tiers = tiers_config("prefill", config)
     assert (tiers.host_folder, tiers.load_timeout_s) == ("/mnt", 60) and transfer_config(config).silence_s == 60
     with pytest.raises(ValueError, match=r"tuning\.DecodeWorkerConfig has reserve, but the fields"):
