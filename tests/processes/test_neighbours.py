@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.kv.block_pool import BlockPool
@@ -233,11 +234,20 @@ def test_a_large_segment_is_taken_in_bit_by_bit(scope: str, monkeypatch: pytest.
     neighbours = PeerSegments(
         SHARED_MEMORY, scope, FINGERPRINT, None, num_groups=1, rescan_s=0, follow_s=1.0, clock=lambda: now
     )
+    compared: list[SegmentIndex] = []
+    versions = SegmentIndex.versions
+
+    def noted_versions(index: SegmentIndex) -> npt.NDArray[np.uint64]:
+        compared.append(index)
+        return versions(index)
+
+    monkeypatch.setattr(SegmentIndex, "versions", noted_versions)
     counts = []
     for _ in range(4):
         now += 1.0  # the first look of a second takes some in
         counts.append(sum(neighbours.holds(hash_of(number)) for number in range(NUM_BLOCKS)))
     assert counts == [3, 6, 8, 8]
+    assert len(compared) == 1, "what takes longest of a large segment"
     fill(segment, pool, 20)
     now += 1.0
     assert [load(neighbours, number) for number in (0, 1, 20)] == [False, True, True]

@@ -156,24 +156,24 @@ class _Segment:
         self._key_of: dict[int, BlockKey] = {}
         self._changes = -1
         self._versions = np.zeros(index.shape.num_blocks, dtype=np.uint64)
+        self._outdated = np.zeros(0, dtype=np.intp)  # blocks that are still to be looked at since the last comparison
 
     def follow(self) -> None:
         """Bring `block_of` up to date, or nearer to it. What changes meanwhile shows in the counter the next time."""
-        changes = self._index.changes
-        if changes == self._changes:
-            return
-        versions = self._index.versions()
-        outdated = np.flatnonzero(versions != self._versions)
-        now = outdated[:_MAX_FOLLOWED_RECORDS]
+        if not len(self._outdated):
+            changes = self._index.changes
+            if changes == self._changes:
+                return
+            self._changes = changes
+            self._outdated = np.flatnonzero(self._index.versions() != self._versions)
+        now, self._outdated = np.split(self._outdated, [_MAX_FOLLOWED_RECORDS])
         for block in now.tolist():
             self._forget(block)
             record = self._index.record(block)
             if record.is_valid:
                 self._key_of[block] = record.key
                 self.block_of[record.key] = block
-        self._versions[now] = versions[now]
-        if len(now) == len(outdated):
-            self._changes = changes
+            self._versions[block] = record.version
 
     def read(self, key: BlockKey, destination: memoryview) -> bool:
         if destination.nbytes != self._index.shape.block_bytes:
