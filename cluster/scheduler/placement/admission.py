@@ -36,6 +36,7 @@ from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MI
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
+_NEVER_EMPTY_AT: Final = 0.5  # of the full lack: workers are not seen without anybody, as others come before that
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
@@ -259,7 +260,7 @@ class Admission:
         arrived_at = now - query.waited_s
         latest_start = arrived_at + query.ttft_target_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        later = predict_later(self._ledger, query, candidates, now)
+        later = predict_later(self._ledger, query, candidates, now, empties=self._lack() < _NEVER_EMPTY_AT)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
             wait_s = first_good_s(
