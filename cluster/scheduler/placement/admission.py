@@ -229,7 +229,7 @@ class Admission:
         policy = self._idle_policy if goes_at_once else self._policy
         decision, candidates = pick(self._ledger, policy, query, found, now, share=share)
         # Where nothing runs, time improves nothing; and a wrong cost model would never be put right.
-        goes_anyway = goes_at_once or query.attempt > 0 or self._ledger.table.is_idle()
+        goes_anyway = goes_at_once or query.attempt > 0 or self._ledger.is_idle
         if decision.action is Action.DEFER and goes_anyway:
             decision = place_anyway(decision)
         return decision, candidates

@@ -214,6 +214,11 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._bookings)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is placed anywhere, and no worker reports what nobody placed."""
+        return not self._bookings and not self.table.facts[Fact.EXTRA_DECODES].any()
+
     def bookings(self) -> Iterable[Booking]:
         return self._bookings.values()
 

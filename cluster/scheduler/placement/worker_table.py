@@ -119,10 +119,6 @@ class WorkerTable:
         """Whether it is a decode worker."""
         return self._row_of[worker_id] >= self.num_prefills
 
-    def is_idle(self) -> bool:
-        """Nothing is placed anywhere, and no worker reports what nobody placed."""
-        return not self.facts[Fact.BOOKED].any() and not self.facts[Fact.EXTRA_DECODES].any()
-
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)

@@ -246,6 +246,20 @@ def test_whoever_is_late_only_for_those_who_decode_comes_back_when_they_have_end
     assert _ask(admission, now=verdict.retry_after_s).outcome is AdmissionOutcome.PLACED
 
 
+@pytest.mark.parametrize("targets", [BATCH, {}])
+def test_many_embeddings_do_not_shut_others_out(targets: dict[str, Any]) -> None:
+    """Nobody decodes, and yet the cluster is not idle."""
+    ledger = ledger_of("p1", "d1")
+    admission = _admission(ledger)
+    embedding: dict[str, Any] = {"max_new_tokens": 0, "tpot_s": None}
+    assert _ask(admission, "first", **embedding).outcome is AdmissionOutcome.PLACED
+    verdicts = [_ask(admission, f"r{number}", **embedding | targets) for number in range(10)]
+    assert AdmissionOutcome.PLACED not in {verdict.outcome for verdict in verdicts[2:]}
+    newcomer = _ask(admission, "short", num_tokens=100, max_new_tokens=10)
+    assert newcomer.outcome is AdmissionOutcome.PLACED
+    assert newcomer.decision.best.ttft_s < 2.0
+
+
 # --- overload ---
 
 
