@@ -216,7 +216,7 @@ class DemandMonitor:
         )
 
     def _count(self, query: Place, verdict: Verdict, now: float) -> None:
-        """Add the work of a request to the pools whose workers would do it."""
+        """Add the work of a request to the pools whose workers would do it; of targets, what the verdict left."""
         best, table, uncached = verdict.decision.best, self._ledger.table, verdict.decision.uncached_tokens
         computing, decoding = table.row(best.computing), table.row(best.decode)
         prompt_s = prefill_work_s(
@@ -234,7 +234,7 @@ class DemandMonitor:
             *(table.cost(decoding), kv_tokens, max_num_seqs),
             num_tokens=query.num_tokens,
             num_output=expected,
-            tpot_s=query.tpot_target_s,
+            tpot_s=verdict.decision.query.tpot_target_s,
         )
         self._decode.add(now, decode_s)
 

@@ -85,14 +85,13 @@ def filter_workers(
         adapter_s = table.adapter_s(query.adapter)
         slower = {name: getattr(prompt, name) + adapter_s for name in ("work_s", "first_s", "idle_s")}
         prompt = replace(prompt, **slower)
-    facts = table.facts[:, decodes]
-    alone_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] + facts[Fact.CONTEXT_TOKEN_S] * query.num_tokens
+    alone_tpot_s = table.alone_s(decodes, query.num_tokens) / table.facts[Fact.TOKENS_PER_STEP, decodes]
     return Filtered(
         prompt=prompt,
         ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
         decodes=bool(allowed[decodes].any()) or (query.is_pooled and bool(allowed.any())),
         shortest_s=float(prompt.idle_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
-        shortest_tpot_s=float((alone_s / facts[Fact.TOKENS_PER_STEP])[allowed[decodes]].min(initial=np.inf)),
+        shortest_tpot_s=float(alone_tpot_s[allowed[decodes]].min(initial=np.inf)),
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
 from cluster.scheduler.placement.worker_table import Fact, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
-from kv_transfer.messages.scheduling import Place
+from kv_transfer.messages.scheduling import NO_TARGET, Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
 
@@ -381,11 +381,19 @@ class Ledger:
         self._bookings[query.request_id] = booking
         decoding.decoding.append(booking)
         expected = self.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
-        most, tpot_s, gap_s = max(1, query.max_new_tokens), query.tpot_target_s, query.gap_target_s
+        most, (tpot_s, gap_s) = max(1, query.max_new_tokens), self._kept_pace(query, row)
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight, gap_s)
         self.table.facts[Fact.BOOKED_CONTEXT, row] += query.num_tokens
         self.table.predict_step(row, now)
         return booking
+
+    def _kept_pace(self, query: Place, row: int) -> tuple[float, float]:
+        """The targets of TPOT and gap that others there are to heed. One that the worker could not keep with nobody
+        else holds nobody up, as it does not there (`decode_workers.pacing`)."""
+        alone_s = float(self.table.alone_s(row, query.num_tokens))
+        tpot_s, gap_s = query.tpot_target_s, query.gap_target_s
+        num_tokens = float(self.table.facts[Fact.TOKENS_PER_STEP, row])
+        return tpot_s if tpot_s * num_tokens >= alone_s else NO_TARGET, gap_s if gap_s >= alone_s else NO_TARGET
 
     def _join_queue(self, computing: BookedWorker, booking: Booking, now: float) -> bool:
         """Put a prompt behind all others. Returns whether there are none."""

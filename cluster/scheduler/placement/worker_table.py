@@ -168,6 +168,12 @@ class WorkerTable:
 
     # --- the pace of a worker's decode steps ---
 
+    def alone_s(self, rows: int | slice, num_tokens: int) -> Floats:
+        """Seconds of the workers' steps with nothing but one sequence of so many tokens, which decodes."""
+        facts = self.facts[:, rows]
+        seconds: Floats = facts[Fact.BASE_S] + facts[Fact.DECODE_S] + facts[Fact.CONTEXT_TOKEN_S] * num_tokens
+        return seconds
+
     def advance(self, row: int, now: float) -> None:
         """Count the decode steps that were done since."""
         facts = self.facts[:, row]

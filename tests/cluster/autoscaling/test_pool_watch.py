@@ -21,7 +21,7 @@ from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
-from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
@@ -123,6 +123,21 @@ def test_all_choices_of_a_request_ask_for_something() -> None:
         assert door.ask(query, now).outcome is AdmissionOutcome.REJECTED
         demands.append(demand(watch, 1.0))
     assert demands == pytest.approx([(choice + 1) * demands[0] for choice in range(20)], rel=0.3)
+
+
+def test_a_pace_that_no_worker_could_keep_orders_none() -> None:
+    """Neither by those who ask for it nor by those who decode and were promised it elsewhere."""
+    plan, demands = PoolsPlan(prefill=SCALING, decode=SCALING), []
+    for tpot_s in (0.001, None):
+        ledger = ledger_of("p1", "d1")
+        watch = DemandMonitor(ledger, plan, 0.0)
+        door = Door(ledger, watch)
+        for number in range(20):
+            door.ask(query_of(f"r{number}", ttft_s=None, tpot_s=tpot_s), 10.0)
+        for number in range(20):
+            decoding(ledger, f"standing-{number}", 10.0, ttft_s=None, tpot_s=tpot_s)
+        demands.append((watch.forecasts(20.0), watch.views(200.0, BurnAlerts())[1].demand))
+    assert demands[0] == demands[1]
 
 
 def demand(watch: DemandMonitor, now: float) -> float:

@@ -99,8 +99,19 @@ def test_a_prompt_gets_on_as_fast_as_those_who_decode_there_can_bear() -> None:
 
 def test_who_can_hardly_keep_the_pace_does_not_hold_prompts_up_for_ever() -> None:
     ledger = ledger_of("p1", "d1")
-    decoding(ledger, "late", tpot_s=0.011)
+    decoding(ledger, "late", tpot_s=0.0121)
     assert _prompt(ledger, "d1").work_s[0] == pytest.approx(1.0 + 10.0)
+
+
+def test_who_could_not_keep_the_pace_alone_holds_nobody_up_and_loses_nothing_by_others() -> None:
+    """A step of its own takes 12 ms. Whatever it was promised: what clients send is not for others to pay."""
+    found = []
+    for changes in ({"tpot_s": 0.001, "gap_s": 0.001}, {"tpot_s": None, "gap_s": None}):
+        ledger = ledger_of("p1", "d1")
+        decoding(ledger, "hasty", **changes)
+        found.append((_prompt(ledger, "d1").work_s[0], _decode(ledger).slo_loss[0], ledger.table.has_targets()))
+    assert found[0] == found[1]
+    assert found[0][1:] == (0.0, False)
 
 
 def test_the_shortest_that_a_prompt_could_take_is_what_an_idle_worker_takes() -> None:
