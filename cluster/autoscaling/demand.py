@@ -190,8 +190,8 @@ class DemandMonitor:
         )
 
     def views(self, now: float, burning: BurnAlerts) -> tuple[PoolView, PoolView]:
-        """How the pools of prefill and of decode stand now.
-        What is not one pool's fault is blamed on the busier one."""
+        """How the pools of prefill and of decode stand now. What is not one pool's fault is blamed on the busier one;
+        first tokens that are late on decode, where there is no pool for prefill."""
         table = self._ledger.table
         num_prefill, num_decode = (int((table.facts[Fact.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
         fresh = -math.expm1((self._held_at - now) / (self._plan.decode.hold_s / 2))
@@ -200,6 +200,7 @@ class DemandMonitor:
         decode = max(decode, self._held)
         prefill_is_busier = prefill * num_decode > decode * num_prefill
         least, most = self._decode.bounds(now)
+        decode_computes = self._plan.prefill.max_workers == 0
         return (
             PoolView(
                 demand=prefill,
@@ -210,7 +211,9 @@ class DemandMonitor:
             PoolView(
                 demand=decode,
                 bounds=(max(self._held, least), max(self._held, most)),
-                burns=burning.tpot or (burning.other and not prefill_is_busier),
+                burns=burning.tpot
+                or (burning.ttft and decode_computes)
+                or (burning.other and not prefill_is_busier),
                 live=num_decode,
             ),
         )

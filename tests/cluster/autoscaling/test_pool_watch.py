@@ -30,6 +30,7 @@ SLO = SloConfig(
 )
 SCALING = PoolRules(max_workers=8)
 FIXED = PoolRules(min_workers=0, max_workers=8, scales=False)
+NO_POOL = PoolRules(min_workers=0, initial=0, max_workers=0, scales=False)
 
 
 class Door:
@@ -217,6 +218,32 @@ def test_rejections_are_blamed_on_the_busier_pool() -> None:
         door.ask(query_of(f"r{i}", max_new_tokens=2, waited_s=float(i)), float(i))
     prefill, decode = watch.views(30.0, BurnAlerts(other=True))
     assert (prefill.burns, decode.burns) == (True, False)
+
+
+@pytest.mark.parametrize(("prefill", "blamed"), [(SCALING, (True, False)), (NO_POOL, (True, True))])
+def test_late_first_tokens_are_blamed_on_whoever_computes_prompts(
+    prefill: PoolRules, blamed: tuple[bool, bool]
+) -> None:
+    watch = DemandMonitor(ledger_of("d1", "d2"), PoolsPlan(prefill=prefill, decode=SCALING), 0.0)
+    assert tuple(view.burns for view in watch.views(1.0, BurnAlerts(ttft=True))) == blamed
+    assert tuple(view.burns for view in watch.views(1.0, BurnAlerts())) == (False, False)
+
+
+def test_a_pool_that_does_both_grows_when_first_tokens_are_late() -> None:
+    ledger, slo = ledger_of("d1", "d2"), tracker()
+    sizing = Autoscaler(ledger, PoolsPlan(prefill=NO_POOL, decode=replace(SCALING, initial=2)), slo, 0.0)
+    door = Door(ledger, sizing.watch)
+    for second in range(120):
+        now = float(second)
+        door.ask(query_of(f"r{second}", max_new_tokens=2), now)  # of a second's work, so half of the time is unused
+        ledger.first_token(f"r{second}", now)
+        ledger.ended(f"r{second}", now)
+        news = SloReport()
+        ended(news, 3, SloOutcome.FINISHED)
+        ended(news, 1, SloOutcome.FINISHED, ttft_s=9.0)
+        slo.absorb(now, news)
+        list(sizing.orders(now + 0.5))
+    assert sizing.targets == {"prefill": 0, "decode": 3}
 
 
 # --- orders ---
