@@ -211,9 +211,7 @@ class DemandMonitor:
             PoolView(
                 demand=decode,
                 bounds=(max(self._held, least), max(self._held, most)),
-                burns=burning.tpot
-                or (burning.ttft and decode_computes)
-                or (burning.other and not prefill_is_busier),
+                burns=burning.tpot or (burning.ttft and decode_computes) or (burning.other and not prefill_is_busier),
                 live=num_decode,
             ),
         )

@@ -143,7 +143,7 @@ class SchedulerClient:
             raise RequestTooLargeError(
                 f"This request cannot be served: {answer.reason}. Shorten the prompt or max_tokens."
             )
-        if not self._live("decode", request.model):
+        if not self._able_to_decode(request):
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
@@ -326,14 +326,18 @@ class SchedulerClient:
 
         Whoever holds a reservation for it; else a prefill worker, as decode workers have others to answer; else anyone;
         and one that should be avoided only where there is nobody else."""
-        live = self._live("decode", request.model)
-        if request.is_pooled:
-            live += self._live("prefill", request.model)
-        able = [info for info in live if info.max_model_len >= request.num_tokens + request.max_new_tokens]
+        able = self._able_to_decode(request)
         reserved = [info for info in able if info.worker_id == request.prefer_decode]
         welcome = [info for info in able if info.worker_id not in request.exclude]
         prefills = [info for info in welcome if info.role == "prefill"]
         return self._better_of_two(reserved or prefills or welcome or able)
+
+    def _able_to_decode(self, request: Place) -> list[WorkerInfo]:
+        """The live workers that are long enough to decode it, or where it is pooled, to compute it."""
+        live = self._live("decode", request.model)
+        if request.is_pooled:
+            live += self._live("prefill", request.model)
+        return [info for info in live if info.max_model_len >= request.num_tokens + request.max_new_tokens]
 
     def _pick_prefill(self, request: Place, decode: WorkerInfo) -> WorkerInfo | None:
         """Who computes the prompt and hands it over to `decode`. None: nobody can."""

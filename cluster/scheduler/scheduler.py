@@ -233,7 +233,10 @@ class GlobalScheduler:
         longest = max((info.max_model_len for info, _ in self.ledger.workers() if info.role == "decode"), default=0)
         if verdict.retry_after_s is None:
             return f"no decode worker holds more than {longest} tokens"
-        return "no decode worker is ready"
+        query = verdict.decision.query
+        too_short = f" that holds more than {longest} tokens"
+        is_too_long = 0 < longest < query.num_tokens + query.max_new_tokens
+        return f"no decode worker{too_short if is_too_long else ''} is ready"
 
     def _room_may_have_come(self, now: float) -> None:
         """Note that there may be room, not each time: a busy cluster tells of room hundreds of times a second."""

@@ -178,7 +178,7 @@ class Admission:
             return self._place(decision, now)
         if candidates is None:
             come_back = None
-            if may_ever_fit(self._ledger.table, query):
+            if may_ever_fit(self._ledger, query, now):
                 joins_at = self._ledger.joins_at
                 come_back = max(MIN_RETRY_AFTER_S, joins_at - now if joins_at < math.inf else 0.0)
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)

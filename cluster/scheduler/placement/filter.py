@@ -132,11 +132,14 @@ def _for_pooling(table: WorkerTable, query: Place, wanted: NDArray[np.bool_]) ->
     return chosen
 
 
-def may_ever_fit(table: WorkerTable, query: Place) -> bool:
-    """Whether it may fit once workers are there, or are not leaving: not if those that are there are all too small."""
-    _, decodes = table.pools()
-    longest = table.facts[Fact.MAX_MODEL_LEN, slice(0, len(table)) if query.is_pooled else decodes]
-    return not len(longest) or bool(longest.max() >= query.num_tokens + query.max_new_tokens)
+def may_ever_fit(ledger: Ledger, query: Place, now: float) -> bool:
+    """Whether it may fit once workers are there, or are not leaving: not if those that are there, or left lately and
+    are replaced, are all too small. What has begun did fit."""
+    _, decodes = ledger.table.pools()
+    lengths = ledger.table.facts[Fact.MAX_MODEL_LEN, slice(0, len(ledger.table)) if query.is_pooled else decodes]
+    longest = max(lengths.max(initial=0.0), ledger.longest_gone(now))
+    is_any_there = len(lengths) > 0
+    return query.attempt > 0 or not is_any_there or bool(longest >= query.num_tokens + query.max_new_tokens)
 
 
 def forecast_prompt(

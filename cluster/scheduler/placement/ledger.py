@@ -23,6 +23,9 @@ from kv_transfer.messages.scheduling import NO_TARGET, Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
 
+REPLACED_S: Final = (
+    600.0  # after this a worker that left has been replaced, or will not be: large models load for minutes
+)
 # Of a worker that reports none. What a sequence adds to a step, and a token of its context, is wrong by as much as you
 # like, but with nothing at all, workers would look the same however many decode there.
 _ASSUMED_COST: Final = StepCost(
@@ -127,6 +130,7 @@ class Ledger:
         self._workers: dict[str, BookedWorker] = {}
         self._bookings: dict[str, Booking] = {}
         self.joins_at = math.inf
+        self._gone: dict[int, float] = {}  # by decode workers' `max_model_len`: when the last one left
 
     # --- workers ---
 
@@ -158,7 +162,9 @@ class Ledger:
             return False
         for booking in self.booked_on(worker_id):
             self.ended(booking.query.request_id, now)
-        del self._workers[worker_id]
+        info = self._workers.pop(worker_id).info
+        if info.role == "decode":
+            self._gone[info.max_model_len] = now
         self.table.remove(worker_id)
         return True
 
@@ -179,6 +185,12 @@ class Ledger:
             np.maximum(slots[Slot.FIRST_AT], now) + np.maximum(slots[Slot.OUTPUT] - emitted, 1.0) * facts[Fact.STEP_S]
         )
         return max(now, float(facts[Fact.DRAINED_AT]), float(ends.max(initial=now)))
+
+    def longest_gone(self, now: float) -> int:
+        """The most tokens that a decode worker could hold which left lately, so that another like it may be on its way;
+        0: none did."""
+        self._gone = {longest: at for longest, at in self._gone.items() if now - at <= REPLACED_S}
+        return max(self._gone, default=0)
 
     def or_joined(self, at: float, now: float) -> float:
         """`at`, or when a worker joins that is on its way here, if that is sooner."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.scheduler.placement.admission import AdmissionOutcome, AdmissionPolicy
+from cluster.scheduler.placement.ledger import REPLACED_S
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
 from engine.kv.prefix import block_hashes
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexSnapshot
@@ -183,6 +184,23 @@ def test_what_no_worker_can_hold_never_comes_back() -> None:
     assert "1000" in answer.reason
     scheduler.register(small_info("big", max_model_len=2000), small_snapshot("big"), 0.0)
     assert placed(scheduler, num_tokens=990, max_new_tokens=11).decode == "big"
+
+
+def test_what_only_a_worker_can_hold_that_is_gone_is_told_to_come_back_until_it_must_have_been_replaced() -> None:
+    """And what has begun, for ever: it would end otherwise, in the middle of its stream."""
+    scheduler, long = scheduler_of("d1"), {"num_tokens": 990, "max_new_tokens": 11}
+    scheduler.register(small_info("big", max_model_len=2000), small_snapshot("big"), 0.0)
+    assert placed(scheduler, "r", **long).decode == "big"
+    scheduler.unregister("big", 1.0)
+    for now in (1.0, 1.0 + REPLACED_S):
+        answer = refused(scheduler, "new", now, **long)
+        assert (answer.retry_after_s, "1000" in answer.reason) == (1.0, True)
+    assert refused(scheduler, "longer", 1.0, num_tokens=2000, max_new_tokens=1).retry_after_s is None
+    late = 2.0 + REPLACED_S
+    assert refused(scheduler, "new", late, **long).retry_after_s is None
+    assert refused(scheduler, "r", late, attempt=1, **long).retry_after_s == 1.0
+    scheduler.register(small_info("big.1", max_model_len=2000), small_snapshot("big.1"), late)
+    assert placed(scheduler, "r", late, attempt=1, **long).decode == "big.1"
 
 
 def test_too_long_a_queue_turns_away_and_says_for_how_long() -> None:

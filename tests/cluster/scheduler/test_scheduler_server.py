@@ -216,6 +216,10 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
         with pytest.raises(OverloadedError) as overloaded:
             await client.place(place())
         assert overloaded.value.retry_after_s == pytest.approx(4.99, rel=0.01)
+        server.scheduler.register(small_info("big", max_model_len=3000), small_snapshot("big"), time.monotonic())
+        server.scheduler.unregister("big", time.monotonic())
+        with pytest.raises(UnavailableError):  # the only worker that is long enough is away
+            await client.place(place(num_tokens=2000))
 
 
 # --- several models ---
