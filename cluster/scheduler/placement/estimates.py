@@ -94,8 +94,8 @@ class Overhead:
     """Seconds from a placement to its first token, beyond what was predicted for its prompt (messages, reservation,
     gateway): the median of lately.
 
-    Only of prompts that nobody was ahead of and nobody came after: else it would learn how far predicted queues are
-    off, and what it costs to share a step.
+    Only of prompts that nobody was ahead of and nobody came after, and that had not to wait for memory or a slot: else
+    it would learn how far predicted queues are off, and what it costs to share a step.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Booking:
     computed_at: float
     rest_tokens: float = 0.0
     rest_s: float = 0.0
-    is_first: bool = False  # nobody was ahead of it there
+    is_first: bool = False  # nobody was ahead of it there, and it had not to wait for room
     reported: bool = False  # the computing worker's snapshots include it by now
 
 

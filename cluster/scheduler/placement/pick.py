@@ -265,7 +265,7 @@ def bind(ledger: Ledger, decision: Decision) -> None:
     assert decision.action is Action.PLACE, decision
     best = decision.best
     rest_tokens = decision.query.num_tokens - best.split_at if best.split_at else 0
-    ledger.book(
+    booking = ledger.book(
         decision.query,
         prefill=best.prefill,
         decode=best.decode,
@@ -276,6 +276,7 @@ def bind(ledger: Ledger, decision: Decision) -> None:
         rest_tokens=rest_tokens,
         rest_s=best.rest_s,
     )
+    booking.is_first = booking.is_first and best.wait_s == 0.0  # also of memory and slots
 
 
 def _relative(seconds: Floats, target_s: float | None, assumed_s: float) -> Floats:

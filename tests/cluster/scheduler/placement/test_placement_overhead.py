@@ -7,7 +7,7 @@ import pytest
 from cluster.scheduler.placement.estimates import Overhead
 from cluster.scheduler.placement.filter import filter_workers
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.pick import rank
+from cluster.scheduler.placement.pick import bind, pick, rank
 from cluster.scheduler.placement.policy import DecisionPolicy
 from tests.cluster.scheduler.placement.placement_world import book, ledger_of, query_of
 
@@ -67,3 +67,26 @@ def test_those_who_may_have_shared_their_step_teach_nothing() -> None:
         ledger.first_token(f"first-{number}", 10.0 * number + 2.0)
         ledger.first_token(f"next-{number}", 10.0 * number + 2.0)
     assert ledger.overhead.seconds == 0.0
+
+
+def test_those_who_waited_for_room_teach_nothing() -> None:
+    """The worker holds one sequence at a time, and its prompts are computed at once."""
+    ledger, policy = ledger_of("d1", max_num_seqs=1), DecisionPolicy()
+    for number in range(8):
+        now, query = 10.0 * number, query_of(f"r{number}", attempt=1)
+        before = query_of(f"before-{number}")
+        ledger.book_decoding(before, prefill=None, decode="d1", num_emitted=1, first_at=now, weight=1.0, now=now)
+        decision, _ = pick(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)
+        assert decision.best.wait_s > 1.0
+        bind(ledger, decision)
+        ledger.ended(before.request_id, now + 3.0)
+        ledger.first_token(query.request_id, now + 5.0)
+        ledger.ended(query.request_id, now + 6.0)
+    assert ledger.overhead.seconds == 0.0
+    query = query_of("alone")
+    for number in range(8):
+        now = 100.0 + 10.0 * number
+        bind(ledger, pick(ledger, policy, query, filter_workers(ledger, policy, query, {}, now), now)[0])
+        ledger.first_token("alone", now + 1.51)
+        ledger.ended("alone", now + 2.0)
+    assert ledger.overhead.seconds == pytest.approx(0.5)
