@@ -172,14 +172,16 @@ class DemandMonitor:
         self._held, self._held_at = 0.0, now  # see `_held_by_those_who_decode`, smoothed
         self._turned_away: OrderedDict[Hashable, _TurnedAway] = OrderedDict()  # by question
 
-    def asked(self, query: Place, verdict: Verdict, now: float) -> None:
+    def asked(self, query: Place, verdict: Verdict, now: float, has_waited: bool) -> None:
         """Count a request, if it is its first attempt, by the verdict on it. One that waits counts like one that was
-        placed. One that was turned away counts as well, so its client's return does not, nor does what it asks before
-        its time, but for a few (see `_MAX_ALIKE`)."""
+        placed, and not again by the verdict after that (`has_waited`). One that was turned away counts as well, so its
+        client's return does not, nor does what it asks before its time, but for a few (see `_MAX_ALIKE`)."""
         if query.attempt > 0 or not verdict.decision.rows:
             return
         refused_for_s = verdict.retry_after_s if verdict.outcome is AdmissionOutcome.REJECTED else None
-        if not self._is_counted(query, refused_for_s, now):
+        if has_waited and refused_for_s is None:
+            return
+        if not self._is_counted(query, refused_for_s, now) and not has_waited:
             self._count(query, verdict, now)
 
     def forecasts(self, now: float) -> tuple[float, float]:

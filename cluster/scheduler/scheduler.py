@@ -48,7 +48,8 @@ class SchedulerPolicy:
 
 class GlobalScheduler:
     """Of one model's workers. `now` never goes back. `log`: the newest decisions, which several may share. `on_verdict`
-    hears each as it is made, `ledger` is to read: for those who size the pools."""
+    hears each as it is made, and whether its request was told before that it waits; `ledger` is to read: for those who
+    size the pools."""
 
     def __init__(self, policy: SchedulerPolicy, log: DecisionLog | None = None) -> None:
         self._policy = policy
@@ -60,7 +61,7 @@ class GlobalScheduler:
         self._wake_at = float("inf")
         self._woken_at = float("-inf")
         self.log = DecisionLog(policy.log_size) if log is None else log
-        self.on_verdict: Callable[[Place, Verdict, float], None] = lambda query, verdict, now: None
+        self.on_verdict: Callable[[Place, Verdict, float, bool], None] = lambda query, verdict, now, has_waited: None
 
     # --- what workers report ---
 
@@ -149,7 +150,7 @@ class GlobalScheduler:
         self._waiting.pop(request.request_id, None)
         query = self._narrowed(request)
         verdict = self._admission.ask(query, now)
-        self.on_verdict(query, verdict, now)
+        self.on_verdict(query, verdict, now, False)
         if verdict.outcome is not AdmissionOutcome.WAITING:
             return self._answer(request, verdict)
         self._waiting[request.request_id] = request
@@ -163,10 +164,10 @@ class GlobalScheduler:
         if self._wake_at <= now:
             self._wake_at, self._woken_at = float("inf"), now
             self._admission.wake(now, WAKE_COUNT)
-        answers = [
-            self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict)
-            for verdict in self._admission.ask_again(now)
-        ]
+        answers: list[PlacementAnswer] = []
+        for verdict in self._admission.ask_again(now):
+            self.on_verdict(verdict.decision.query, verdict, now, True)
+            answers.append(self._answer(self._waiting.pop(verdict.decision.query.request_id), verdict))
         if any(isinstance(answer, Placement) for answer in answers):
             self._room_may_have_come(now)
         return answers

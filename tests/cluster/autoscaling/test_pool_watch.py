@@ -19,9 +19,10 @@ from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Served, SloOutcome, SloReport
 from cluster.slo.tracker import SloTracker
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.scheduling import Place
+from kv_transfer.messages.scheduling import Place, Queued, Unplaceable
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
+from tests.cluster.scheduler.scheduler_world import measured, place
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 SLO = SloConfig(
@@ -42,7 +43,7 @@ class Door:
 
     def ask(self, query: Place, now: float) -> Verdict:
         verdict = self._admission.ask(query, now)
-        self._watch.asked(query, verdict, now)
+        self._watch.asked(query, verdict, now, False)
         return verdict
 
 
@@ -83,6 +84,27 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
         before = demand(watch, now)
         door.ask(replace(query, request_id=f"{query.request_id} again"), now)
         assert demand(watch, now) == before
+
+
+def test_a_client_that_is_turned_away_after_it_waited_and_comes_back_asks_for_nothing_new() -> None:
+    scheduler = measured("p1", "d1", admission=AdmissionPolicy(max_wait_s=5.0))
+    watch = DemandMonitor(scheduler.ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    scheduler.on_verdict = watch.asked
+    now, grew = 0.0, []
+    for visit in range(4):
+        for name, prefill in (("queued", "p1"), ("local", None)):
+            book(scheduler.ledger, name, now, prefill=prefill, prefill_s=60.0)
+        before = demand(watch, now)
+        batch = place(f"batch-{visit}", num_tokens=3000, prefix_hashes=b"q" * 16)
+        assert isinstance(scheduler.place(batch, now), Queued)
+        grew.append(demand(watch, now) > before)
+        now += 5.0
+        before = demand(watch, now)
+        (refused,) = scheduler.answers(now)
+        assert isinstance(refused, Unplaceable) and refused.retry_after_s is not None
+        assert demand(watch, now) == before
+        now += refused.retry_after_s
+    assert grew == [True, False, False, False]
 
 
 @pytest.mark.parametrize("told_s", [90.0, 1.0])

@@ -232,7 +232,7 @@ def test_who_is_turned_away_for_a_long_queue_leaves_no_trace() -> None:
     """Else workers that refuse look busier with each refusal, and pools grow by clients that come back."""
     scheduler = scheduler_of("p1", "d1", admission=AdmissionPolicy(max_queued_tokens=1000))
     heard: list[AdmissionOutcome] = []
-    scheduler.on_verdict = lambda query, verdict, now: heard.append(verdict.outcome)
+    scheduler.on_verdict = lambda query, verdict, now, has_waited: heard.append(verdict.outcome)
     scheduler.heartbeat(small_snapshot("p1", 2, queued_prefill_tokens=9000), 1.0)
     before = scheduler.ledger.table.facts.copy()
     for n in range(3):
