@@ -61,9 +61,11 @@ class LoggedDecision:
 
 
 class DecisionLog:
-    """The newest `size`."""
+    """The newest `size`. Whoever writes all of them down takes what is new once `is_half_new`, before it is forgotten;
+    `num_lost` of these came too fast for that."""
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._decisions: deque[LoggedDecision] = deque(maxlen=size)
         self._num_new = 0
 
@@ -77,6 +79,15 @@ class DecisionLog:
     def newest(self, limit: int) -> list[LoggedDecision]:
         """Newest first."""
         return list(islice(reversed(self._decisions), limit))
+
+    @property
+    def is_half_new(self) -> bool:
+        return 2 * self._num_new >= self._size
+
+    @property
+    def num_lost(self) -> int:
+        """Of the decisions since `take_new`, so many are no longer held."""
+        return max(0, self._num_new - self._size)
 
     def take_new(self) -> list[LoggedDecision]:
         """The decisions since the last time, oldest first, as far as they are still held."""

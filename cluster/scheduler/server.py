@@ -152,6 +152,7 @@ class SchedulerServer:
         self._gateways.clear()
         if self._server is not None:
             await self._server.close("the scheduler stops")
+        self._write_decisions()
 
     async def _serve_peer(self, connection: Connection) -> None:
         try:
@@ -262,7 +263,9 @@ class SchedulerServer:
     def _place(self, gateway: Connection, request: Place) -> PlacementAnswer | Queued:
         scheduler = self._noted(gateway, request)
         if scheduler is not None:
-            return scheduler.place(request, time.monotonic())
+            answer = scheduler.place(request, time.monotonic())
+            self._write_decisions_if_many()
+            return answer
         return Unplaceable(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -293,6 +296,7 @@ class SchedulerServer:
             self._told.clear()
             for answer in chain.from_iterable(each.answers(time.monotonic()) for each in self.schedulers.values()):
                 self._asked[answer.request_id][0].post(answer)
+            self._write_decisions_if_many()
 
     def _change_role(self, request: RoleRequest) -> RoleAnswer:
         """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
@@ -334,10 +338,17 @@ class SchedulerServer:
         return Decisions(ask_id=question.ask_id, decisions=told)
 
     def _write_decisions(self) -> None:
-        new = self._log.take_new()
+        num_lost, new = self._log.num_lost, self._log.take_new()
         if self._decision_log is not None:
             offset_s = _clock_offset_s()
             self._decision_log.append(one.as_json(offset_s) for one in new)
+            if num_lost:
+                logger.warning("%d decisions came so fast that they are not in the decision log", num_lost)
+
+    def _write_decisions_if_many(self) -> None:
+        """Write before the next period where decisions would be forgotten until then."""
+        if self._decision_log is not None and self._log.is_half_new:
+            self._write_decisions()
 
     def _replicas(self) -> Replicas:
         known = [scheduler.replicas() for scheduler in self.schedulers.values()]

@@ -37,4 +37,6 @@ def test_the_log_keeps_the_newest() -> None:
     for n in range(5):
         placed(scheduler, f"r{n}")
     assert [entry.request.request_id for entry in scheduler.log.newest(2)] == ["r4", "r3"]
+    assert scheduler.log.num_lost == 2
     assert [entry.request.request_id for entry in scheduler.log.take_new()] == ["r2", "r3", "r4"]
+    assert (scheduler.log.num_lost, scheduler.log.is_half_new) == (0, False)

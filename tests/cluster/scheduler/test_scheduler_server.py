@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway import scheduler_client
+from cluster.gateway.line_log import LineLog
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.placement.admission import AdmissionPolicy
@@ -52,9 +54,13 @@ def _identity(worker_id: str) -> Identity:
 
 
 @asynccontextmanager
-async def _server(models: Sequence[str] = ("model",), **policy: object) -> AsyncIterator[SchedulerServer]:
+async def _server(
+    models: Sequence[str] = ("model",), *, period_s: float = 0.05, decision_log: LineLog | None = None, **policy: object
+) -> AsyncIterator[SchedulerServer]:
     rules = ModelRules(policy=SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}))  # type: ignore[arg-type]
-    server = SchedulerServer(dict.fromkeys(models, rules), _identity("scheduler"), broadcast_period_s=0.05)
+    server = SchedulerServer(
+        dict.fromkeys(models, rules), _identity("scheduler"), broadcast_period_s=period_s, decision_log=decision_log
+    )
     await server.start("127.0.0.1")
     try:
         yield server
@@ -220,6 +226,22 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
         server.scheduler.unregister("big", time.monotonic())
         with pytest.raises(UnavailableError):  # the only worker that is long enough is away
             await client.place(place(num_tokens=2000))
+
+
+async def test_every_decision_is_in_the_decision_log_however_many_come_in_a_period(tmp_path: Path) -> None:
+    """The scheduler remembers ten."""
+    path, names = tmp_path / "decisions.jsonl", [f"r{n}" for n in range(33)]
+
+    def written() -> list[str]:
+        return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
+
+    async with _server(period_s=10 * HANGS_S, decision_log=LineLog(path), log_size=10) as server:
+        async with _client(server) as client:
+            for name in names:
+                with pytest.raises(UnavailableError):
+                    await client.place(place(name))
+        assert written() == names[:30]
+    assert written() == names
 
 
 # --- several models ---
