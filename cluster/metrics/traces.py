@@ -38,7 +38,14 @@ MAX_WAITING: Final = 1_024  # requests; what ends while as many wait is dropped
 MAX_AT_ONCE: Final = 64  # requests in a message: about a thousand spans
 _PERIOD_S: Final = 1.0
 _STOP_S: Final = 2.0
-_OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+# The conventions' words. Others have their path's last one: `embeddings` is one of them; `rerank` and `score` are
+# Legato's own, as they have none for these.
+_OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 
 
 def trace_exporter(registry: CollectorRegistry, gateway: str = "") -> TraceExporter | None:
@@ -144,7 +151,7 @@ class TraceExporter:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        operation = _OPERATIONS.get(timeline.endpoint, "text_completion")
+        operation = _OPERATIONS.get(timeline.endpoint, timeline.endpoint.rpartition("/")[2])
         start_ns = round((timeline.arrived_at + timeline.since_1970_s) * 1e9)
         end_ns = start_ns + round(timeline.total_s * 1e9)
         span = self._tracer.start_span(

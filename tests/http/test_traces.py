@@ -185,9 +185,9 @@ def test_a_client_that_leaves_is_no_fault_of_the_servers(
 # Without HTTP.
 
 
-def timeline(name: str = "cmpl-a") -> RequestTimeline:
+def timeline(name: str = "cmpl-a", endpoint: str = "/v1/completions") -> RequestTimeline:
     """Tried twice, 2 ms in all."""
-    made = RequestTimeline(endpoint="/v1/completions", terms=RequestTerms())
+    made = RequestTimeline(endpoint=endpoint, terms=RequestTerms())
     params = SamplingParams(max_tokens=10, seed=0)
     made.parsed([RequestSpec(request_id=f"{name}-0", attempt=0, prompt_token_ids=[1], params=params)], 1, name)
     at, (sequence,) = made.arrived_at, made.sequences
@@ -201,6 +201,27 @@ def timeline(name: str = "cmpl-a") -> RequestTimeline:
     made.parsed_at, made.ended_at, sequence.sent_at = at, at + 2e-3, at + 1.5e-3
     made.outcome, made.slo_outcome = "finished", SloOutcome.FINISHED
     return made
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "operation"),
+    [
+        ("/v1/completions", "text_completion"),
+        ("/v1/chat/completions", "chat"),
+        ("/v1/responses", "chat"),
+        ("/v1/messages", "chat"),
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/rerank", "rerank"),
+        ("/v1/score", "score"),
+    ],
+)
+def test_a_span_says_what_was_done_in_the_conventions_words(receiver: Receiver, endpoint: str, operation: str) -> None:
+    with exporting() as exporter:
+        exporter.ended(timeline(endpoint=endpoint))
+    (root,) = roots(receiver, 1)
+    found = attributes(root)
+    assert (found["gen_ai.operation.name"], found["http.route"]) == (operation, endpoint)
+    assert root.name.split() == [operation, *found["gen_ai.request.model"].split()]
 
 
 def test_a_retry_and_a_hand_off_are_seen_with_their_workers(receiver: Receiver) -> None:
