@@ -505,14 +505,15 @@ def _experts(hf: Any, layer: int, folder: Path) -> ExpertsConfig | None:
             f"the model in {folder} chooses {hf.num_experts_per_tok} of {num_experts} experts for each token, which"
             " cannot be; fetch its config.json again"
         )
+    shared_width = getattr(hf, "shared_expert_intermediate_size", None) or 0  # Qwen3-Coder's config says 0
     return ExpertsConfig(
         num_experts=num_experts,
         per_token=hf.num_experts_per_tok,
         width=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         normalised=getattr(hf, "norm_topk_prob", True),  # Mixtral and gpt-oss always do
         router_bias=hf.model_type == "gpt_oss",
-        shared_width=getattr(hf, "shared_expert_intermediate_size", 0),
-        shared_gate=hasattr(hf, "shared_expert_intermediate_size"),
+        shared_width=shared_width,
+        shared_gate=bool(shared_width),
     )
 
 

@@ -279,6 +279,16 @@ def test_remote_code_is_never_run(copied: Path) -> None:
     assert ModelConfig.from_folder(copied).architecture == "LlamaForCausalLM"
 
 
+def test_an_expert_of_every_token_that_has_no_width_is_none(tmp_path: Path) -> None:
+    """As Qwen3-Coder's config says it."""
+    build_oracle("qwen3-moe", tmp_path)
+    expected = ModelConfig.from_folder(tmp_path)
+    edit_config(tmp_path, shared_expert_intermediate_size=0)
+    config = ModelConfig.from_folder(tmp_path)
+    assert config == expected
+    assert load_weights(tmp_path, config, dtype=torch.float32)
+
+
 def test_end_tokens_come_from_both_files(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
     assert ModelConfig.from_folder(copied).eos_token_ids == (2, 9)
