@@ -370,6 +370,8 @@ def load_hf_config(folder: Path) -> Any:
     from transformers import AutoConfig  # takes seconds to import: only a checkpoint's first start pays for it
 
     _require_sizes(folder / "config.json")
+    if read_json(folder / "config.json").get("per_layer_config"):
+        raise ValueError(f"the model in {folder} has layers of different shapes (per_layer_config): not supported")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except ValueError:
@@ -401,7 +403,7 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         raise ValueError(
             f"the model in {folder} uses the activation {activation_name}; supported are {', '.join(_ACTIVATIONS)}"
         )
-    if getattr(hf, "use_bidirectional_attention", False):
+    if getattr(hf, "use_bidirectional_attention", False) or not getattr(hf, "is_causal", True):
         raise ValueError(f"the model in {folder} attends in both directions; only causal models can generate")
     if getattr(hf, "clip_qkv", None) is not None:
         raise ValueError(f"the model in {folder} cuts queries, keys and values off (clip_qkv), which is not supported")

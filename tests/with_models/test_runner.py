@@ -256,6 +256,8 @@ def test_half_precision_keeps_to_the_float32_logits(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'; supported are"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "only part of each head"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantised by 'hqq'"),
+        ({"is_causal": False}, "attends in both directions"),
+        ({"per_layer_config": {"0": {"intermediate_size": 48}}}, "layers of different shapes"),
     ],
 )
 def test_models_that_cannot_be_run_are_refused(copied: Path, changes: dict[str, Any], complaint: str) -> None:
