@@ -432,7 +432,7 @@ def _translate(hf: Any, architecture: str, eos_token_ids: tuple[int, ...], folde
         norms=_NORMS.get(architecture, LayerNorms()),
         norm_weight_offset=1.0 if gemma else 0.0,
         embedding_scale=hf.hidden_size**0.5 if gemma else None,
-        attention_softcap=getattr(hf, "attn_logit_softcapping", None),
+        attention_softcap=hf.attn_logit_softcapping if architecture == "Gemma2ForCausalLM" else None,  # not 3's
         logit_softcap=getattr(hf, "final_logit_softcapping", None),
         attention_sinks=gpt_oss,
         num_drafting_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,

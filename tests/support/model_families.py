@@ -110,6 +110,7 @@ def _gemma3(**changes: Any) -> Any:
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
         final_logit_softcapping=3.0,
+        attn_logit_softcapping=0.7,  # is there, and nobody computes it
         **changes,
     )
     return Gemma3ForCausalLM(config)
