@@ -71,6 +71,7 @@ _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _SCALES = ("weight_scale_inv", "weight_scale")  # as transformers calls them, and as others do
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 _BESIDE_SCALES = ("weight_zero_point", "weight_g_idx", "weight_shape")
+_COMPARED_ROWS = 4096
 # To round activations and KV by, which loses what is not lost here: they stay as they are.
 _ROUNDING = re.compile(r".*\.(input|output|activation|[qkv]|kv)_(scale|zero_point)")
 
@@ -116,9 +117,13 @@ def load_weights(
 
 def load_output_layer(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """`[vocabulary, hidden size]`, alone. Raises ValueError as `load_weights` does."""
-    wanted = _EMBEDDING if config.tied_embeddings else _HEAD
-    read = (_part_of(stored, (), None, name) for name, stored in _stored(folder, config, None, CPU) if name == wanted)
-    layer = next(read)
+    found: dict[str, Tensor | QuantisedWeight] = {}
+    for name, stored in _stored(folder, config, None, CPU):
+        if name == _HEAD or (name == _EMBEDDING and config.tied_embeddings):
+            found[name] = _part_of(stored, (), None, name)
+        if _HEAD in found:
+            break
+    layer = found.popitem()[1]  # of two the head, which comes last
     return layer.dequantise(dtype) if isinstance(layer, QuantisedWeight) else layer.to(dtype)
 
 
@@ -342,11 +347,15 @@ def _stored(
 
 
 def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stored]]) -> Iterator[tuple[str, _Stored]]:
+    """Of a model with tied embeddings also a head that the checkpoint has, behind the embedding, where it is another
+    one: transformers does not tie the two then, whatever the config says."""
     expected = expected_shapes(config)
-    optional = {_HEAD} if config.tied_embeddings else set()
+    optional = {_HEAD: expected[_EMBEDDING]} if config.tied_embeddings else {}
+    shapes = expected | optional
     behind = range(config.num_layers, config.num_layers + config.num_drafting_layers)
     unread = tuple(f"{_BASE}layers.{layer}." for layer in behind)
     found: set[str] = set()
+    tied: dict[str, _Stored] = {}
     unknown: list[str] = []
     parts = (
         (name, _rows_of(whole, rows))
@@ -354,17 +363,31 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
         for name, rows in fused_parts(canonical_name(given, expected), expected).items()
     )
     for name, tensor in parts:
-        if name in expected:
-            found.add(name)
-            if (shape := tuple(tensor.shape)) != expected[name]:
-                raise ValueError(
-                    f"{name} in {where} has the shape {shape}; the model's config asks for {expected[name]}"
-                )
-            yield name, tensor
-        elif name not in optional and not name.endswith(_DERIVED) and not name.startswith(unread):
+        if name in shapes:
+            if (shape := tuple(tensor.shape)) != shapes[name]:
+                raise ValueError(f"{name} in {where} has the shape {shape}; the model's config asks for {shapes[name]}")
+            if name in expected:
+                found.add(name)
+                yield name, tensor
+            if optional and name in (_EMBEDDING, _HEAD):
+                tied[name] = tensor
+                if len(tied) == 2 and not _are_equal(*tied.values()):
+                    yield _HEAD, tied[_HEAD]
+        elif not name.endswith(_DERIVED) and not name.startswith(unread):
             unknown.append(name)
     _complain(where, "lacks", sorted(expected.keys() - found))
     _complain(where, "has unknown", unknown)
+
+
+def _are_equal(one: _Stored, other: _Stored) -> bool:
+    """Whether two tensors of the same shape have the same values, of which some rows at a time are read."""
+    for start in range(0, one.shape[0], _COMPARED_ROWS):
+        rows = (slice(start, start + _COMPARED_ROWS),)
+        pair = [_part_of(stored, rows, None, _HEAD) for stored in (one, other)]
+        values = [part.float() for part in pair if isinstance(part, Tensor)]
+        if len(values) < 2 or not torch.equal(*values):
+            return False
+    return True
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.weights import load_weights
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.weights import load_output_layer, load_weights
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.steps.runner import ModelRunner
+from kernels.quantised_weight import QuantisedWeight
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import runner_of
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
@@ -209,6 +212,33 @@ def test_saved_frequencies_are_ignored(copied: Path) -> None:
     save_file(tensors, copied / "model.safetensors")
     config = ModelConfig.from_folder(copied)
     assert "model.norm.weight" in load_weights(copied, config, dtype=torch.float32)
+
+
+def test_a_head_beside_tied_embeddings_counts_where_it_is_another(tmp_path: Path) -> None:
+    """As in transformers, whatever the config says; a copy of the embedding is none."""
+    build_oracle("llama-tied-biased-llama3", tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": copy}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" not in load_weights(tmp_path, config, dtype=torch.float32)
+    other = copy.flip(0)
+    save_file(tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors", {"format": "pt"})
+    runner, sampler = recording_runner(tmp_path)
+    stepper = Stepper(runner)
+    stepper.generate(stepper.add(PROMPT), 1)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([PROMPT])).logits[0, -1]
+    (rows,) = sampler.sampled.values()
+    torch.testing.assert_close(rows[0], expected, rtol=0, atol=1e-4)
+    assert torch.equal(load_output_layer(tmp_path, config, torch.float32), other)
+    rounding = Quantisation(name="int8", group_size=16)
+    rounded = load_weights(tmp_path, config, rounding, dtype=torch.float32)["lm_head.weight"]
+    assert isinstance(rounded, QuantisedWeight)
+    assert torch.equal(rounded.dequantise(torch.float32), rounding.quantise(other).dequantise(torch.float32))
+    save_file(tensors | {"lm_head.weight": copy[1:]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head.weight .* has the shape \(306, 64\)"):
+        load_weights(tmp_path, config, dtype=torch.float32)
 
 
 def test_only_safetensors_are_loaded(copied: Path) -> None:
