@@ -271,9 +271,8 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         kv_copies=copies,
         whole_experts=whole_experts,
     )
-    made_for = model.max_position_embeddings
     if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
-        context_length(config.model.max_model_len, made_for=made_for, held=sys.maxsize)
+        context_length(config.model.max_model_len, model, held=sys.maxsize)
         return found
     sizes = size_tiers(layout, memory)
     columns, host_columns = (blocks // layout.num_layer_groups for blocks in (sizes.pool_blocks, sizes.host_blocks))
@@ -282,7 +281,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         kv_bytes=sizes.pool_blocks * layout.block_bytes * copies,
         kv_tokens=columns * layout.block_size,
         host_tokens=host_columns * layout.block_size,
-        context=context_length(config.model.max_model_len, made_for=made_for, held=sizes.longest(layout)),
+        context=context_length(config.model.max_model_len, model, held=sizes.longest(layout)),
     )
 
 

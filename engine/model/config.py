@@ -104,7 +104,15 @@ class DecoderConfig(Protocol):
         ...
 
     @property
-    def max_position_embeddings(self) -> int: ...
+    def max_position_embeddings(self) -> int:
+        """Tokens of a sequence that the model was made for."""
+        ...
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of a sequence that may be asked for."""
+        ...
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
@@ -269,6 +277,13 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.window for layer in self.layers)
+
+    @property
+    def longest_context(self) -> int:
+        """A multiple of `max_position_embeddings` where all layers scale positions linearly: whether that is the length
+        before or behind it, configs do not tell."""
+        ropes = (layer.rope for layer in self.layers)
+        return int(self.max_position_embeddings * min(rope.factor if rope.kind == "linear" else 1.0 for rope in ropes))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -473,9 +488,14 @@ def _swigluoai(hf: Any, folder: Path) -> str:
 
 
 def _longest_exact(positions: int, layers: Iterable[LayerConfig]) -> int:
-    """Tokens up to which a row does not depend on the longest row beside it: long RoPE has other frequencies beyond."""
-    ropes = (layer.rope for layer in layers)
-    return min((rope.original_max_position_embeddings for rope in ropes if rope.kind == "longrope"), default=positions)
+    """Tokens that the model was made for: YaRN stretches its original length, whether or not `positions` say so.
+
+    No more than up to which a row does not depend on the longest row beside it: long RoPE has other frequencies beyond.
+    """
+    ropes = {layer.rope for layer in layers}
+    stretched = (int(rope.factor * rope.original_max_position_embeddings) for rope in ropes if rope.kind == "yarn")
+    originals = (rope.original_max_position_embeddings for rope in ropes if rope.kind == "longrope")
+    return min(originals, default=max(positions, *stretched, 0))
 
 
 def _layers(hf: Any, head_dim: int, folder: Path) -> tuple[LayerConfig, ...]:

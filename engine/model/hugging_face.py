@@ -77,6 +77,10 @@ class HuggingFaceConfig:
     def num_layers(self) -> int:
         return len(self.layer_windows)
 
+    @property
+    def longest_context(self) -> int:
+        return self.max_position_embeddings
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> HuggingFaceConfig:
         """Raises ValueError, with the reason, for what cannot be served exactly."""
@@ -133,11 +137,15 @@ def _width(text: Any) -> int:
 
 
 def _longest_exact(text: Any) -> int:
-    """Tokens up to which a row does not depend on the longest row beside it: long RoPE has other frequencies beyond."""
-    longest = int(text.max_position_embeddings)
+    """As a native model's: longer by YaRN than its positions may say, and by long RoPE no longer than the original
+    length."""
+    positions = longest = int(text.max_position_embeddings)
     for parameters in _rope_parameters(text):
-        if parameters.get("rope_type") == "longrope":
-            longest = min(longest, int(parameters.get("original_max_position_embeddings") or longest))
+        original = int(parameters.get("original_max_position_embeddings") or positions)
+        if parameters.get("rope_type") == "yarn":
+            longest = max(longest, int((parameters.get("factor") or 1.0) * original))
+        elif parameters.get("rope_type") == "longrope":
+            longest = min(longest, original)
     return longest
 
 
@@ -181,7 +189,8 @@ def _tried(hf: Any, architecture: str, folder: Path) -> list[_Call]:
     for parameters in _rope_parameters(hf.get_text_config(decoder=True)):
         if parameters.get("rope_type") == "dynamic":  # looks at positions, which a trial does not have
             parameters["rope_type"] = "default"
-    longest = int(hf.get_text_config(decoder=True).max_position_embeddings)
+    text = hf.get_text_config(decoder=True)
+    longest = max(int(text.max_position_embeddings), _longest_exact(text))
     trial, limit = _trial.set(calls), _limit.set(min(_MOST_POSITIONS, longest))
     try:
         with torch.device("meta"):

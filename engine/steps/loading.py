@@ -149,7 +149,7 @@ def _planned(folder: Path, engine: EngineConfig) -> tuple[DecoderConfig, KVLayou
         held = sizes.longest(layout)
     else:
         sizes, held = sizes_to_measure_with(layout, memory, engine.largest_step), sys.maxsize
-    context_length(engine.max_model_len, made_for=config.max_position_embeddings, held=held)
+    context_length(engine.max_model_len, config, held=held)
     return config, layout, memory, sizes
 
 
@@ -352,7 +352,7 @@ def _decode_recording(loading: _Loading, runner: ModelRunner) -> Callable[[], No
         return None
     if engine.tensor_parallel > 1 or not isinstance(loading.config, ModelConfig):
         return None
-    limits = DecodeGraphLimits.of(engine.largest_step.num_seqs, runner.config.max_position_embeddings)
+    limits = DecodeGraphLimits.of(engine.largest_step.num_seqs, runner.config.longest_context)
     return partial(runner.record_decode, kernels, limits)
 
 
@@ -487,9 +487,7 @@ def load_model(
         runner=runner,
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
-        max_model_len=context_length(
-            config.max_model_len, made_for=runner.config.max_position_embeddings, held=_longest_held(runner)
-        ),
+        max_model_len=context_length(config.max_model_len, runner.config, held=_longest_held(runner)),
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
         draft_model=draft_model,
@@ -629,13 +627,13 @@ def dtype_of(name: DtypeName, folder: Path) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def context_length(wanted: int | None, *, made_for: int, held: int) -> int:
+def context_length(wanted: int | None, config: DecoderConfig, *, held: int) -> int:
     """The context of a worker: as many tokens as were asked for, or as the model was made for and the KV memory holds.
     Raises ValueError where that is too much."""
     if wanted is None:
-        return min(made_for, held)
-    if wanted > made_for:
-        raise ValueError(f"max_model_len is {wanted}, but the model was made for {made_for} tokens; lower it")
+        return min(config.max_position_embeddings, held)
+    if wanted > (longest := config.longest_context):
+        raise ValueError(f"max_model_len is {wanted}, but the model was made for {longest} tokens; lower it")
     if wanted > held:
         raise ValueError(
             f"max_model_len is {wanted}, but the KV memory holds {held} tokens; lower it or give more KV memory"

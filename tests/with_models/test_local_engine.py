@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode_workers.local_engine import LocalEngine
 from decode_workers.scheduler import Emission
 from engine.cost_model.step_cost import StepCost
+from engine.model.config import Backend
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
@@ -191,6 +192,24 @@ def test_the_model_s_length_ends_a_sequence_that_fills_the_memory(llama: SmallMo
 def test_a_length_that_cannot_be_had_is_refused_with_advice(llama: SmallModel, wanted: int, advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         _engine(llama.folder, kv_blocks=4, block_size=16, max_model_len=wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "made_for"), [("yarn", "native", 256), ("yarn", "transformers", 256), ("linear", "native", 64)]
+)
+def test_stretched_positions_reach_beyond_the_length_that_they_were_stretched_from(
+    kind: str, backend: Backend, made_for: int, tmp_path: Path
+) -> None:
+    """With YaRN of itself, as whoever writes that into a config leaves `max_position_embeddings` as it was."""
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    model = SmallModel("qwen2", tmp_path, max_position_embeddings=64, rope_parameters=rope)
+    config = EngineConfig(model_ref=str(tmp_path), model_name="model", backend=backend, kv_blocks=256)
+    assert load_model(config).max_model_len == made_for
+    engine = _engine(tmp_path, backend=backend, max_model_len=256)
+    (prompt,) = random_prompts([190])
+    assert _tokens(_generate(engine, [prompt], [greedy()])) == [model.hugging_face(prompt, NUM_TOKENS)]
+    with pytest.raises(ValueError, match="made for 256"):
+        _engine(tmp_path, backend=backend, max_model_len=257)
 
 
 def test_chunks_of_any_size_give_the_same_tokens(llama: SmallModel) -> None:
