@@ -44,7 +44,11 @@ class ServedModel:
     def __post_init__(self, tool_format: ToolFormatName, reasoning_format: ReasoningFormatName) -> None:
         tokenizer = self.tokenizer
         self.formats = output_formats(
-            tool_format, reasoning_format, tokenizer.chat_template, tokenizer.response_template
+            tool_format,
+            reasoning_format,
+            tokenizer.chat_template,
+            tokenizer.tools_template,
+            tokenizer.response_template,
         )
         self.grammars = Grammars(tokenizer)
 

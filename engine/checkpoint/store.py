@@ -55,6 +55,7 @@ _SMALL_HUB_FILES: Final = [
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "modules.json",
     "*_Pooling/config.json",
 ]

@@ -167,13 +167,15 @@ def output_formats(
     tools: ToolFormatName,
     reasoning: ReasoningFormatName,
     chat_template: str,
+    tools_template: str,
     response_template: Mapping[str, Any] | None,
 ) -> OutputFormats:
-    """The formats of a checkpoint's output, as far as the two names leave it to that."""
-    chosen = choose_tool_format(tools, chat_template, response_template)
+    """The formats of a checkpoint's output, as far as the two names leave it to that. `tools_template` is the chat
+    template of chats with tools."""
+    chosen = choose_tool_format(tools, tools_template, response_template)
     return OutputFormats(
         tools=chosen or HERMES,
-        in_template=chosen is not None and re.search(r"\btools\b", chat_template) is not None,
+        in_template=chosen is not None and re.search(r"\btools\b", tools_template) is not None,
         reasoning=choose_reasoning_format(reasoning, chat_template, response_template),
     )
 

@@ -186,6 +186,11 @@ class Tokenizer:
         """ "": it has none."""
         return self._chat_templates.get("default", "")
 
+    @property
+    def tools_template(self) -> str:
+        """The chat template of chats with tools."""
+        return self._chat_templates.get(_template_name(self._chat_templates, has_tools=True), "")
+
     def special_ids_of(self, marks: Iterable[str]) -> frozenset[int]:
         """The ids of those marks that are special tokens, which a text lacks unless they are asked for."""
         ids = map(self._backend.token_to_id, marks)
@@ -197,8 +202,9 @@ class Tokenizer:
         return found
 
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template has a word such as `enable_thinking`: one that it lacks would change nothing."""
-        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
+        """Whether a chat template has a word such as `enable_thinking`: one that it lacks would change nothing."""
+        templates = self.chat_template, self.tools_template
+        return any(re.search(rf"\b{re.escape(name)}\b", template) for template in templates)
 
     def apply_chat_template(
         self,
@@ -314,22 +320,28 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
 
 
+def _template_name(templates: Mapping[str, str], has_tools: bool) -> str:
+    """As transformers chooses one."""
+    return "tool_use" if has_tools and "tool_use" in templates else "default"
+
+
 def _render_chat(
     templates: Mapping[str, str], variables: Mapping[str, Any], messages: Sequence[Message], **settings: bool
 ) -> str:
     """The text of a chat's prompt, rendered by transformers, in its sandbox: templates come with checkpoints, from
     anybody.
 
-    `templates`: by name, "default" and perhaps others. `variables`, special tokens among them, are known to them by
-    name. Members of messages that are None count as absent, as templates expect it. Raises ValueError, or whatever the
-    template's code raises, where it refuses the messages.
+    `templates`: by name, "default" and perhaps others, of which "tool_use" is for chats with tools. `variables`,
+    special tokens among them, are known to them by name. Members of messages that are None count as absent, as
+    templates expect it. Raises ValueError, or whatever the template's code raises, where it refuses the messages.
     """
     if not messages:
         raise ValueError("there is nothing for the chat template to render: a chat needs at least one message")
-    if "default" not in templates:
+    name = _template_name(templates, has_tools=variables.get("tools") is not None)
+    if name not in templates:
         raise ValueError(f"the model has chat templates {sorted(templates)}, but none that is the default")
     given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    (text,), _ = _chat_renderer()(conversations=[given], chat_template=templates["default"], **settings, **variables)
+    (text,), _ = _chat_renderer()(conversations=[given], chat_template=templates[name], **settings, **variables)
     return str(text)
 
 

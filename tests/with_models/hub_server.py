@@ -28,8 +28,8 @@ def serve_repository(
             elif path.startswith(f"/api/models/{repository}"):
                 siblings = [{"rfilename": name} for name in files]
                 self._answer(json.dumps({"id": repository, "sha": _COMMIT, "siblings": siblings}).encode())
-            elif path.startswith(f"/{repository}/resolve/") and path.rpartition("/")[2] in files:
-                self._answer(files[path.rpartition("/")[2]])
+            elif path.startswith(f"/{repository}/resolve/") and path.split("/", 5)[-1] in files:
+                self._answer(files[path.split("/", 5)[-1]])
             else:
                 self.send_response(404)
                 self.send_header("X-Error-Code", "RepoNotFound")

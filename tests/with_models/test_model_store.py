@@ -336,13 +336,15 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
         "model.safetensors": b"\0" * 8,
         "tokenizer.json": b"{}",
         "generation_config.json": b"{}",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     }
     dangerous = {"modeling_x.py": b"raise SystemExit", "tokenizer.py": b"", "pytorch_model.bin": b"", "x.gguf": b""}
     with serve_repository("owner/name", wanted | dangerous) as endpoint:
         found = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
         assert found.returncode == 0, found.stderr
         missing = hub_command(endpoint, tmp_path, "engine.checkpoint.store", "owner/none")
-    files = {path.name: path.read_bytes() for path in Path(found.stdout.strip()).iterdir()}
+    folder = Path(found.stdout.strip())
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert files == wanted
     assert missing.returncode == 1
     assert missing.stderr.splitlines()[1].startswith("error: 'owner/none' is no local folder and could not be fetched")

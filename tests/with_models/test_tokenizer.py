@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.http.served_model import ServedModel
 from cluster.load.prompts import WORDS
+from engine.checkpoint.pooling import CheckpointPooling
+from engine.text.formats import HERMES
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
 
 TEXTS = [
@@ -166,6 +170,25 @@ CHAT: list[dict[str, Any]] = [
 def test_a_chat_is_rendered_like_hugging_face_does(smollm2: Tokenizer, smollm2_folder: Path) -> None:
     theirs = _theirs(smollm2_folder).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert smollm2.apply_chat_template(CHAT) == smollm2.encode(theirs, add_special_tokens=False)
+
+
+def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(llama2_like: Path, tmp_path: Path) -> None:
+    """As in transformers; and what that one says of calls is what the answer is read by."""
+    folder = Path(shutil.copytree(llama2_like, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    own = "{{ messages[0].content }}{% for tool in tools %} <tool_call>{{ tool.name }}{% endfor %}"
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(own)
+    tokenizer, theirs = Tokenizer(folder), _theirs(folder)
+    for tools, text in ((None, "ab"), ([], "ab"), ([{"name": "c"}], "ab <tool_call>c")):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "ab"}], {} if tools is None else {"tools": tools}
+        )
+        rendered = theirs.apply_chat_template([{"role": "user", "content": "ab"}], tools=tools, tokenize=False)
+        assert rendered == text and ids == tokenizer.encode(text, add_special_tokens=False)
+    served = ServedModel(name="m", tokenizer=tokenizer, pooling=CheckpointPooling(size=1), limits=lambda: None)
+    assert served.formats.in_template and served.formats.tools is HERMES
+    assert tokenizer.template_reads("tools")
 
 
 def test_a_chat_of_no_message_is_refused(smollm2: Tokenizer) -> None:
