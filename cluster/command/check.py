@@ -90,6 +90,7 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
     latter, by role; adds to `problems` what is wrong with a worker. Raises ValueError for a model that cannot be
     served."""
     from engine.checkpoint.store import has_weights
+    from engine.steps.loading import told_dtype
 
     folder = find_model(config.model.ref)
     if folder is None:
@@ -100,6 +101,8 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
         return {}
     print(_computed_by(config, folder), flush=True)
     if config.model.generation_config == "auto" and (told := told_defaults(checkpoint_defaults(folder))):
+        print(told)
+    if told := told_dtype(config.model.dtype, folder):
         print(told)
     if not has_weights(folder):
         print("Its weights are not on this machine: the memory that they take was not looked at.")

@@ -79,7 +79,8 @@ class ModelSettings(Settings):
         " Legato's KV; `auto`: Legato's where it can.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights, activations and KV; `auto`: the checkpoint's own."
+        "auto",
+        description="Type of weights, activations and KV; `auto`: float32 for a checkpoint in float32, else bfloat16.",
     )
     quantization: Literal["int8", "int4"] | None = Field(
         None,

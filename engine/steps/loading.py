@@ -375,6 +375,8 @@ def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
         if record is not None:
             record()
         _log_summary(runner, loading.folder)
+        if told := told_dtype(engine.dtype, loading.folder):
+            logger.info(told)
         on_failure.pop_all()
     return runner
 
@@ -619,12 +621,27 @@ def _estimated_cost(runner: ModelRunner) -> StepCost:
 
 
 def dtype_of(name: DtypeName, folder: Path) -> torch.dtype:
-    """What the weights in a folder are computed in, where the configuration says `name`."""
+    """What the weights in a folder are computed in, where the configuration says `name`. `auto` is never float16: no
+    kernel of a CPU computes in it, and workers on CPUs and on GPUs hand their KV over to each other."""
     if name == "auto":
-        raw = json.loads((folder / "config.json").read_text())
-        stated = raw.get("dtype") or raw.get("torch_dtype")
-        name = "float32" if stated == "float32" else "bfloat16"
+        name = "float32" if _stated_dtype(folder) == "float32" else "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def told_dtype(name: DtypeName, folder: Path) -> str:
+    """A sentence for operators on a checkpoint that is not computed in its own type; "" where it is."""
+    if name != "auto" or _stated_dtype(folder) != "float16":
+        return ""
+    return (
+        "The checkpoint is in float16 and is computed in bfloat16, which has three binary digits fewer;"
+        " model.dtype: float16 computes in its own type, slowly on CPUs."
+    )
+
+
+def _stated_dtype(folder: Path) -> str | None:
+    raw = json.loads((folder / "config.json").read_text())
+    stated: str | None = raw.get("dtype") or raw.get("torch_dtype")
+    return stated
 
 
 def context_length(wanted: int | None, config: DecoderConfig, *, held: int) -> int:

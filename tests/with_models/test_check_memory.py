@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
 from engine.model.config import ModelConfig
 from engine.model.transformer import Model
-from engine.steps.loading import LoadedModel, load_model
+from engine.steps.loading import DtypeName, LoadedModel, load_model
 from tests.support.adapters import write_adapter
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import SmallModel, runner_of
@@ -185,6 +186,31 @@ def test_weights_that_cannot_be_rounded(
     assert "error: a decode worker: a projection of 96 inputs cannot be quantised in groups of 64" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("auto", True), ("float16", False)])
+def test_a_checkpoint_that_is_not_computed_in_its_own_type(
+    llama_folder: Path,
+    tmp_path: Path,
+    dtype: DtypeName,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`legato check` says it, and so does a worker's log."""
+    model = Path(shutil.copytree(llama_folder, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    path = tmp_path / "tree.yaml"
+    path.write_text(yaml.safe_dump({"model": {"ref": str(model), "dtype": dtype}}))
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 0
+    with caplog.at_level(logging.INFO, logger="engine.steps.loading"):
+        runner = runner_of(model, dtype=dtype, kv_blocks=8)
+    assert runner.kv_cache.layout.dtype == (torch.bfloat16 if dtype == "auto" else torch.float16)
+    for text in (capsys.readouterr().out, caplog.text):
+        assert ("The checkpoint is in float16 and is computed in bfloat16" in text) == is_told
 
 
 @pytest.fixture
