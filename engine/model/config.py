@@ -400,11 +400,12 @@ def load_hf_config(folder: Path) -> Any:
 
 def eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
     """The tokens that end an answer, from config.json and generation_config.json: either file may know one that the
-    other does not."""
-    generation = folder / "generation_config.json"
-    named = [hf.eos_token_id, read_json(generation).get("eos_token_id") if generation.exists() else None]
+    other does not. Where neither names any, the default of transformers' class, which may be another model's."""
+    stated = [read_json(folder / "config.json").get("eos_token_id")]
+    if (generation := folder / "generation_config.json").exists():
+        stated.append(read_json(generation).get("eos_token_id"))
     ids: set[int] = set()
-    for entry in named:
+    for entry in stated if any(entry is not None for entry in stated) else [hf.eos_token_id]:
         if entry is not None:
             ids.update([entry] if isinstance(entry, int) else entry)
     return tuple(sorted(ids))

@@ -324,8 +324,12 @@ def test_an_expert_of_every_token_that_has_no_width_is_none(tmp_path: Path) -> N
 def test_end_tokens_come_from_both_files(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
     assert ModelConfig.from_folder(copied).eos_token_ids == (2, 9)
+    edit_config(copied, eos_token_id=None)
+    assert ModelConfig.from_folder(copied).eos_token_ids == (2, 9)
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    assert ModelConfig.from_folder(copied).eos_token_ids == (9, 11)
     (copied / "generation_config.json").unlink()
-    assert ModelConfig.from_folder(copied).eos_token_ids == (2,)
+    assert ModelConfig.from_folder(copied).eos_token_ids == (2,)  # the default of transformers' class
 
 
 def test_old_names_of_rope_scaling(copied: Path) -> None:
