@@ -119,7 +119,7 @@ class DecoderConfig(Protocol):
     def tied_embeddings(self) -> bool: ...
 
 
-def read_config(folder: str | Path, backend: Backend = "auto") -> DecoderConfig:
+def read_config(folder: str | Path, backend: Backend = "auto") -> ModelConfig | HuggingFaceConfig:
     """The config of the model in a folder, as it will be computed: a `ModelConfig` natively. Raises ValueError for what
     cannot be served so."""
     if backend == "native":

@@ -42,7 +42,7 @@ from engine.steps.decode_graphs import DecodeGraphLimits
 from engine.steps.memory_profile import StepSize, sizes_left, sizes_to_measure_with
 from engine.steps.runner import ModelRunner
 from engine.steps.threads import StepThreads
-from engine.text.tokenizer import vocabulary
+from engine.text.tokenizer import eos_token_ids, vocabulary
 from kernels.cpu.huge_pages import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels, PackedBytes
@@ -51,7 +51,7 @@ from kernels.ops import kernels_for
 from kernels.quantised_weight import ActivationBits
 
 if TYPE_CHECKING:
-    from engine.model.hugging_face import HuggingFaceModel
+    from engine.model.hugging_face import HuggingFaceConfig, HuggingFaceModel
     from engine.sampling.device_sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def _planned(folder: Path, engine: EngineConfig) -> tuple[DecoderConfig, KVLayou
     """What a worker loads, and how large its caches are, or are to begin with where the device's memory has to be
     measured. Raises ValueError where settings and model do not go together, as far as files of settings tell: before
     any weight is read, which takes minutes."""
-    config = served_config(folder, engine)
+    config = _with_ends(served_config(folder, engine), folder)
     layout = layout_of(config, engine, dtype_of(engine.dtype, folder))
     memory = KVMemory(
         kv_blocks=engine.kv_blocks,
@@ -276,7 +276,18 @@ class _Loading:
         return KVCache(self.layout, num_blocks, memory=memory)
 
 
-def served_config(folder: Path, engine: EngineConfig) -> DecoderConfig:
+def _with_ends(config: ModelConfig | HuggingFaceConfig, folder: Path) -> DecoderConfig:
+    """With the tokens that end an answer as a gateway knows them, where anybody names some."""
+    try:
+        named = eos_token_ids(folder)
+    except ValueError as error:  # gateways refuse the model for the same reason; prompts of token ids can be computed
+        logger.info("what ends an answer is known by the model's config alone: %s", error)
+        return config
+    known = sorted(token_id for token_id in named if token_id < config.vocab_size)
+    return replace(config, eos_token_ids=tuple(known)) if known else config
+
+
+def served_config(folder: Path, engine: EngineConfig) -> ModelConfig | HuggingFaceConfig:
     """The config of the model as it will be computed. Raises ValueError for what cannot be served, or not in this
     way."""
     config = read_config(folder, engine.backend)

@@ -122,7 +122,7 @@ class Tokenizer:
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size: int = known["vocab_size"]
         self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
-        self.eos_token_ids = _eos_token_ids(folder, known["eos_token_id"])
+        self.eos_token_ids = eos_token_ids(folder)
 
     @property
     def json(self) -> str:
@@ -265,7 +265,12 @@ def _read(folder: Path) -> Json:
     """What transformers makes of a folder."""
     from transformers import AutoTokenizer  # takes seconds to import: only a checkpoint's first start pays for it
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers raises over what a file holds
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({error!r}); fetch it again") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{folder} has no tokenizer.json, nor anything that one can be made from")
     backend = tokenizer.backend_tokenizer
@@ -309,15 +314,16 @@ def _num_embeddings(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """What generation_config.json says, or config.json if it says nothing, and the tokenizer's own."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        declared = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if declared is not None:
-            break
-    ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(i for i in (*ids, tokenizer_eos) if i is not None)
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens that end an answer, by all who name some: generation_config.json, config.json, and the tokenizer,
+    whose own is all that some fine-tunes have changed. Raises ValueError where the folder has no tokenizer that can be
+    read."""
+    # By itself: a worker needs nothing else of it then, and all of it is megabytes.
+    ids = {remembered("eos", _files(folder), lambda: {"id": _read_cached(folder)["eos_token_id"]})["id"]}
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        ids.update(stated if isinstance(stated, list) else [stated])
+    return frozenset(ids - {None})
 
 
 def _template_name(templates: Mapping[str, str], has_tools: bool) -> str:

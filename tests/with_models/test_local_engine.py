@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from unittest import mock
@@ -17,9 +18,10 @@ from engine.model.config import Backend
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
+from engine.text.tokenizer import Tokenizer
 from tests.support import exactness
 from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
-from tests.support.small_models import MaskProcessor, SmallModel, greedy, random_prompts
+from tests.support.small_models import EOS, MaskProcessor, SmallModel, greedy, random_prompts
 from tests.support.thoroughness import THOROUGH
 
 NUM_TOKENS = 24
@@ -210,6 +212,21 @@ def test_stretched_positions_reach_beyond_the_length_that_they_were_stretched_fr
     assert _tokens(_generate(engine, [prompt], [greedy()])) == [model.hugging_face(prompt, NUM_TOKENS)]
     with pytest.raises(ValueError, match="made for 256"):
         _engine(tmp_path, backend=backend, max_model_len=257)
+
+
+def test_the_tokenizer_s_own_end_ends_answers(tmp_path: Path) -> None:
+    """As that of a fine-tune for chats, which left its base model's configs as they were; a gateway knows the same."""
+    model = SmallModel("llama", tmp_path)
+    (prompt,) = random_prompts([20])
+    tokens = model.local(prompt, greedy()).tokens
+    end = next(index for index, token in enumerate(tokens) if 3 <= token < 259)  # which the tokenizer can name
+    name = Tokenizer(tmp_path).token_name(tokens[end])
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": name}))
+    engine = _engine(tmp_path)
+    (found,) = _generate(engine, [prompt], [greedy(ignore_eos=False)])
+    assert ([emission.token.token_id for emission in found], found[-1].finish) == (tokens[: end + 1], "stop")
+    assert Tokenizer(tmp_path).eos_token_ids == {EOS, tokens[end]}
 
 
 def test_chunks_of_any_size_give_the_same_tokens(llama: SmallModel) -> None:
