@@ -352,6 +352,7 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     expected = expected_shapes(config)
     optional = {_HEAD: expected[_EMBEDDING]} if config.tied_embeddings else {}
     shapes = expected | optional
+    has_idle_biases = config.packing is not None and config.packing.method == "gptq"
     behind = range(config.num_layers, config.num_layers + config.num_drafting_layers)
     unread = tuple(f"{_BASE}layers.{layer}." for layer in behind)
     found: set[str] = set()
@@ -373,10 +374,15 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
                 tied[name] = tensor
                 if len(tied) == 2 and not _are_equal(*tied.values()):
                     yield _HEAD, tied[_HEAD]
-        elif not name.endswith(_DERIVED) and not name.startswith(unread):
+        elif not (name.endswith(_DERIVED) or name.startswith(unread) or (has_idle_biases and _is_idle(name, tensor))):
             unknown.append(name)
     _complain(where, "lacks", sorted(expected.keys() - found))
     _complain(where, "has unknown", unknown)
+
+
+def _is_idle(name: str, tensor: _Stored) -> bool:
+    """Whether it is a bias that adds nothing, of which AutoGPTQ writes one for each projection."""
+    return name.endswith("_proj.bias") and isinstance(tensor, Tensor) and not bool(tensor.any())
 
 
 def _are_equal(one: _Stored, other: _Stored) -> bool:

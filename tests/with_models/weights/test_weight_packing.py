@@ -310,6 +310,24 @@ def test_what_lacks_of_compressed_tensors_is_named(tmp_path: Path, lost: str, co
         load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
 
 
+def test_biases_that_add_nothing_are_passed_over(tmp_path: Path) -> None:
+    """AutoGPTQ writes one for each projection; one that adds something, or beside AWQ's, is another model's."""
+    torch.manual_seed(0)
+    for quantization, value, is_taken in ((GPTQ, 0.0, True), (GPTQ, 0.1, False), (AWQ, 0.0, False)):
+        folder = tmp_path / f"{quantization['quant_method']} {value}"
+        write_packed(folder, quantization)
+        config = ModelConfig.from_folder(folder)
+        expected = load_weights(folder, config, dtype=torch.float32)
+        bias = {"model.layers.1.self_attn.o_proj.bias": torch.full((64,), value)}
+        path = folder / "model-1.safetensors"
+        save_file(load_file(path) | bias, path)
+        if is_taken:
+            assert load_weights(folder, config, dtype=torch.float32).keys() == expected.keys()
+        else:
+            with pytest.raises(ValueError, match=r"has unknown tensors: .*o_proj\.bias"):
+                load_weights(folder, config, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("are_in_order", [True, False])
 def test_an_order_of_inputs_is_none_or_refused(tmp_path: Path, are_in_order: bool) -> None:
     """-1 stands for groups that lie as they are counted."""
