@@ -187,7 +187,7 @@ def _tried(hf: Any, architecture: str, folder: Path) -> list[_Call]:
     calls: list[_Call] = []
     hf = copy.deepcopy(hf)
     for parameters in _rope_parameters(hf.get_text_config(decoder=True)):
-        if parameters.get("rope_type") == "dynamic":  # looks at positions, which a trial does not have
+        if parameters.get("rope_type") in ("dynamic", "longrope"):  # look at positions, which a trial does not have
             parameters["rope_type"] = "default"
     text = hf.get_text_config(decoder=True)
     longest = max(int(text.max_position_embeddings), _longest_exact(text))

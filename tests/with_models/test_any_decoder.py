@@ -74,6 +74,20 @@ def test_a_norm_of_each_head(tmp_path: Path) -> None:
     assert seq.output_token_ids[:NUM_NEW_TOKENS] == greedy_tokens(oracle, prompt, NUM_NEW_TOKENS)
 
 
+def test_long_rope_that_looks_at_positions(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's, whose code chooses a scale of cosine and sine by the longest row: a trial has no positions."""
+    factors = {"short_factor": [1.0 + 0.1 * pair for pair in range(8)], "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 128} | factors
+    oracle = build_decoder("phimoe", tmp_path, rope_parameters=rope | {"short_mscale": 1.2, "long_mscale": 1.4})
+    runner, _ = recording_runner(tmp_path, backend="transformers", layers_per_group=2, block_size=5, num_blocks=400)
+    assert runner.config.max_position_embeddings == 128
+    stepper = Stepper(runner, seed=3)
+    (prompt,) = prompts((61,))
+    seq = stepper.add(prompt, "0")
+    stepper.generate_mixed([seq], NUM_NEW_TOKENS)
+    assert seq.output_token_ids[:NUM_NEW_TOKENS] == greedy_tokens(oracle, prompt, NUM_NEW_TOKENS)
+
+
 def test_native_and_transformers_give_the_same_tokens(llama_folder: Path) -> None:
     tokens: list[list[list[int]]] = []
     for backend in BACKENDS:
