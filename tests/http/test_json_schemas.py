@@ -505,7 +505,14 @@ def test_control_characters_are_written(llg: LLTokenizer, schema: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "schema", [*CONTROL, {"pattern": r"^a\u{1}b$"}, {"pattern": r"^a\x{0001}b$"}, {"pattern": r"^a-\x01b$"}]
+    "schema",
+    [
+        *CONTROL,
+        *(
+            {"pattern": pattern}
+            for pattern in (r"^a\u{1}b$", r"^a\x{0001}b$", r"^a-\x01b$", r"\[\x01\]]", r"[\x01&&\x01]")
+        ),
+    ],
 )
 def test_control_characters_are_refused_beside_an_open_object(llg: LLTokenizer, schema: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedGrammarError, match="set additionalProperties to false"):
@@ -521,20 +528,32 @@ def test_other_characters_are_no_reason_to_refuse(llg: LLTokenizer, text: str) -
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "text", "other"),
     [
-        r"^[\u4e00-\u9fa5\xa0]$",
-        r"^[\x00-\x7f\u4e00]$",
-        r"^[^\x00-\x1f\x7f-\x9f]$",
-        "^[^\x00-\x1f]$",
-        "^[^\u0000-\u007f]$",
+        (r"^[\u4e00-\u9fa5\xa0]$", "\u4e00", ""),
+        (r"^[\x00-\x7f\u4e00]$", "\u4e00", ""),
+        (r"^[^\x00-\x1f\x7f-\x9f]$", "\u4e00", ""),
+        ("^[^\x00-\x1f]$", "a", ""),
+        ("^[^\u0000-\u007f]$", "é", "a"),
+        (r"^[^\x00]*$", "ab", 1),
+        (r"^[^\x00-\x08\x0b\x0c\x0e-\x1f]*$", "a\nb", "a\fb"),
+        (r"^[\x09\x0A\x0D\x20-\x7E]*$", "a\tb", "é"),
+        (r"^[^\x0a\x0d]+$", "ab", "a\nb"),
+        (r"^a\x0ab$", "a\nb", "ab"),
+        (r"^C:\\apps$", "C:\\apps", "C:apps"),
+        (r"^\\\\vserver$", r"\\vserver", "vserver"),
+        (r"^[\u{1F300}-\u{1F5FF}]$", "\U0001f300", ""),
+        (r"^\x{41}$", "A", ""),
+        (r"^[\s\v]b$", " b", "b"),
     ],
 )
-def test_ranges_of_control_characters_are_no_reason_to_refuse(llg: LLTokenizer, pattern: str) -> None:
+def test_what_only_leaves_control_characters_out_is_served(
+    llg: LLTokenizer, pattern: str, text: str, other: object
+) -> None:
     schema = {"type": "object", "properties": {"it": {"type": "string", "pattern": pattern}}, "required": ["it"]}
     grammar = _compiled(schema, llg)
-    assert takes(grammar, llg, {"it": "\u4e00"})
-    assert not takes(grammar, llg, {"it": ""})
+    assert takes(grammar, llg, {"it": text})
+    assert not takes(grammar, llg, {"it": other})
 
 
 def test_values_of_a_wrong_kind_beside_a_control_character_are_refused(llg: LLTokenizer) -> None:

@@ -415,15 +415,16 @@ _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _COMPACT_JSON: Final = {"whitespace_flexible": False}
 _IN_ONE_SPELLING: Final = _COMPACT_JSON | {"json_allowed_escapes": 'nrbtf\\"'}
-# Control characters that JSON can only write as a number, `_AS_NUMBERS`: where the text of a schema may name some, what
-# of a pattern is one (or an escape for one), and what is a range of several characters.
+# Control characters that JSON can only write as a number, `_AS_NUMBERS`; and where the text of a schema may name some.
+_AS_NUMBERS: Final = frozenset(chr(code) for code in (*range(0x20), 0x7F) if chr(code) not in "\b\t\n\f\r")
 _MAY_NAME: Final = re.compile(r"\\u00(?:[01]|7f)|\\\\[avxuU]")
-_AS_NUMBERS: Final = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-_ONE_CONTROL: Final = re.compile(
-    rf"{_AS_NUMBERS}|\\(?:[av]|x(?:[01][0-9a-fA-F]|7[fF])|[uU]0*(?:[01]?[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])|[xuU]\{{)"
+# Of a pattern: an escape, with the number of the character that it means, or a character; and a class, or an escape.
+_ITEM: Final = re.compile(
+    r"\\(?:[xuU]\{([0-9a-fA-F]+)\}|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.|[^\\]", re.DOTALL
 )
-_CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_ITEM: Final = re.compile(r"\\x..|\\u[^{]...|\\.|[^\\]", re.DOTALL)
+_ESCAPES: Final = {r"\a": "\a", r"\v": "\v"}
+_CLASS: Final = re.compile(r"\\.|\[(\^?)(\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
+_SET_OPERATION: Final = re.compile(r"&&|--|~~")
 
 
 def for_llguidance(schema: dict[str, Any]) -> str:
@@ -471,23 +472,43 @@ def _directly_within(schema: dict[str, Any]) -> list[Any]:
 
 
 def _names_control(schema: Schema) -> bool:
-    """Whether a name, a value or a pattern in a schema has one certain character of `_AS_NUMBERS`."""
+    """Whether a name, a value or a pattern in a schema has a character of `_AS_NUMBERS` that nothing may stand for."""
     if not isinstance(schema, dict):
         return False
     named, matched = schema.get("properties"), schema.get("patternProperties")
     said = [schema.get("const"), schema.get("enum"), schema.get("required"), [*named] if isinstance(named, dict) else 0]
     patterns = _texts([schema.get("pattern"), *(matched if isinstance(matched, dict) else ())])
     return (
-        bool(re.search(_AS_NUMBERS, _all_texts(said)))
-        or any(_ONE_CONTROL.search(_CLASS.sub(_without_ranges, pattern)) for pattern in patterns)
+        not _AS_NUMBERS.isdisjoint(_all_texts(said))
+        or any(map(_needs_control, patterns))
         or any(map(_names_control, _directly_within(schema)))
     )
 
 
-def _without_ranges(found: re.Match[str]) -> str:
-    items = _ITEM.findall(found[0])
-    ranges = {at for at, item in enumerate(items[1:-1], 1) if item == "-" and items[at - 1] != items[at + 1]}
-    return "".join(item for at, item in enumerate(items) if ranges.isdisjoint((at - 1, at, at + 1)))
+def _needs_control(pattern: str) -> bool:
+    """Whether a pattern has a character of `_AS_NUMBERS` outside of classes of several: these are only made smaller."""
+    return not _AS_NUMBERS.isdisjoint(_characters(_CLASS.sub(_unless_several, pattern)))
+
+
+def _unless_several(found: re.Match[str]) -> str:
+    """What `_CLASS` found; nothing if it is plain that several characters match it, one of which JSON can write or none
+    at all."""
+    is_negated, body = found[1], found[2]
+    if body is None or _SET_OPERATION.search(body):
+        return found[0]
+    characters = {*_characters(body)} - {"-"}
+    several = max(characters, default="") < chr(0x10FFFF) if is_negated else len(characters) > 1
+    return "" if several else found[0]
+
+
+def _characters(pattern: str) -> list[str]:
+    """The characters of a pattern, and what its escapes mean where that is one character."""
+    found = []
+    for item in _ITEM.finditer(pattern):
+        number = next(filter(None, item.groups()), None)
+        code = int(number, 16) if number else 0x110000
+        found.append(chr(code) if code < 0x110000 else _ESCAPES.get(item[0], item[0]))
+    return found
 
 
 def _all_texts(value: object) -> str:
