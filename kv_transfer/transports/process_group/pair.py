@@ -79,7 +79,7 @@ class NcclGroup:
         options._timeout = timedelta(seconds=timeout_s)
         self._backend = ProcessGroupNCCL(store, rank, 2, options)
         self._start, self._peer = _direction(self._backend, rank)
-        self._stream = CudaStream(device)
+        self.stream = CudaStream(device)
         self._aborted = threading.Event()
 
     def move(self, slab: Tensor) -> None:
@@ -90,9 +90,9 @@ class NcclGroup:
             works.append(self._start([slab], self._peer, _TAG))
             works[0].synchronize()  # this stream is to wait, not this thread
 
-        self._stream.queue(start)
-        self._stream.record().wait()
-        self._stream.queue(lambda: works[0].wait())
+        self.stream.queue(start)
+        self.stream.record().wait()
+        self.stream.queue(lambda: works[0].wait())
         if self._aborted.is_set():
             raise RuntimeError("the group of the two GPUs was aborted")
 
@@ -111,9 +111,11 @@ def join_group(store: Store, rank: Rank, *, device: torch.device, host: str, tim
     group: PairGroup
     if device.type == "cuda":
         group = NcclGroup(store, rank, device=device, timeout_s=timeout_s)
+        first = group.stream.empty(1)  # of compute's stream it could be memory that is used still
     else:
         group = GlooGroup(store, rank, host=host, timeout_s=timeout_s)
-    group.move(torch.zeros(1, dtype=torch.uint8, device=device))
+        first = torch.zeros(1, dtype=torch.uint8)
+    group.move(first)
     return group
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.devices import CPU
+from engine.memory.streams import CudaStream
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import HomeLoop, to_the_end
 from kv_transfer.connections.frames import Frame
@@ -32,7 +33,7 @@ from kv_transfer.messages.connections import GroupOffer, GroupWord, OfferAnswer,
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Delivery, Identity, PeerRefusedError, SlabBytes
 from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, GroupThread, PeerStore, Rank, join_group
-from kv_transfer.transports.slab_pool import PooledSlab, SlabPool, private_arena
+from kv_transfer.transports.slab_pool import PooledSlab, SlabConfig, SlabPool, private_arena
 from kv_transfer.transports.sockets import Carrier, CarrierUnavailableError, ConnectedLink, LinkConfig
 from kv_transfer.transports.tcp import peer_slab_bytes
 
@@ -145,13 +146,7 @@ class DistributedLink(ConnectedLink):
 
     def new_pool(self, on_free: Callable[[], None] | None = None) -> SlabPool[SlabBytes]:
         """A pool of this end's slabs. Its memory is freed with the last view of it."""
-        device, slabs = self.config.device, self.config.slabs
-        arena: SlabBytes
-        if device.type == "cpu":
-            arena = private_arena(slabs)
-        else:
-            arena = torch.empty(slabs.arena_bytes, dtype=torch.uint8, device=device)
-        return SlabPool(arena, slabs, on_free)
+        return SlabPool(arena_on(self.config.device, self.config.slabs), self.config.slabs, on_free)
 
     def on_group_failed(self, reason: str) -> None:
         """A group notices that a process is gone as soon as its connection does, but knows less of why."""
@@ -250,6 +245,12 @@ class DistributedLink(ConnectedLink):
         for direction in (self.outgoing, self.incoming):
             if direction is not None:
                 direction.close(reason)
+
+
+def arena_on(device: torch.device, slabs: SlabConfig) -> SlabBytes:
+    """Memory for a pool's slabs. On a GPU it is of a stream of its own: what compute has let go of, it may use still,
+    and no copy waits for that."""
+    return private_arena(slabs) if device.type == "cpu" else CudaStream(device).empty(slabs.arena_bytes)
 
 
 def _as_tensor(view: SlabBytes) -> Tensor:

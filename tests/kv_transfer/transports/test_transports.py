@@ -5,7 +5,7 @@ import torch
 
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import DeviceCarrier
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig, arena_on
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
@@ -32,6 +32,18 @@ class TestDeviceMemory(TransportConformance):
             return SocketTransport(identity, [DeviceCarrier(identity, device_memory(), LinkConfig(slabs=slabs))])
 
         return make
+
+
+if torch.cuda.is_available():
+
+    def test_slabs_are_in_no_memory_that_compute_may_be_at_work_in() -> None:
+        """What compute has let go of is given out again before its kernels have ended, in its own stream's order."""
+        device = torch.device("cuda", 0)
+        of_compute = torch.empty(SMALL.arena_bytes, dtype=torch.uint8, device=device)
+        address = of_compute.data_ptr()
+        del of_compute
+        arena = arena_on(device, SMALL)
+        assert isinstance(arena, torch.Tensor) and arena.data_ptr() != address
 
 
 if torch.cuda.device_count() > 1:
