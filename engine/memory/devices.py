@@ -19,16 +19,17 @@ Pin = Callable[[memoryview], Unpin]
 # cudaHostRegisterReadOnly of the CUDA runtime, since 11.1: what is mapped read-only can be registered in no other way,
 # and with it only where the device's attribute HostRegisterReadOnlySupported is 1.
 _REGISTER_READ_ONLY: Final = 0x08
+_OLDEST_MAJOR: Final = 8  # of compute capabilities: the first with bfloat16 and copies to shared memory
 
 
 def require_device(name: str) -> torch.device:
-    """The device of that name, `cpu` or `cuda:N`. Raises ValueError, with advice, where it cannot be computed on."""
+    """The device of that name, `cpu` or `cuda:0`. Raises ValueError, with advice, where it cannot be computed on."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device; models run on cpu or on cuda:0, cuda:1, ...") from error
+        raise ValueError(f"{name!r} is no device; models run on cpu or on cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name!r} is no device that models run on; give cpu or cuda:0, cuda:1, ...")
+        raise ValueError(f"{name!r} is no device that models run on; give cpu or cuda:0")
     if device.type == "cuda":
         _require_gpu(device)
     return device
@@ -43,6 +44,14 @@ def _require_gpu(device: torch.device) -> None:
         )
     if (device.index or 0) >= num_gpus:
         raise ValueError(f"the model is to run on {device}, but torch sees {num_gpus} GPUs here, cuda:0 to the last")
+    if device.index:  # kernels are launched on the device that is current, which is the first one in every thread
+        raise ValueError(f"the model is to run on {device}: make it this process's first GPU by CUDA_VISIBLE_DEVICES")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < _OLDEST_MAJOR:
+        raise ValueError(
+            f"the model is to run on {device}, a GPU of compute capability {major}.{minor}: there are kernels for"
+            f" {_OLDEST_MAJOR}.0 (A100) and later; set num_gpus to 0 to compute on the CPU"
+        )
 
 
 def pinning_for(device: torch.device) -> Pin | None:

@@ -95,7 +95,7 @@ class EngineConfig:
     ring_groups: int = 2
     num_threads: int | None = None  # torch's, for the whole process, and for each one of a group
     prefix_caching: bool = True
-    device: str = "cpu"  # or cuda:0, ...
+    device: str = "cpu"  # or cuda:0
     tensor_parallel: int = 1  # processes that have a part of the model each
     expert_parallel: bool | None = None  # whole experts, not a part of each; None: see `engine.model.shards.shards_of`
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded

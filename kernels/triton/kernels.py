@@ -32,12 +32,13 @@ from kernels.quantised_weight import QuantisedWeight
 from kernels.reference import PlainHeads, packed_bytes
 from kernels.triton import elementwise
 from kernels.triton.attention.paged import SHARE_FROM_BYTES, DecodeBuffers, GpuAttention
-from kernels.triton.attention.tiles import Operands, architecture
+from kernels.triton.attention.tiles import Operands
 from kernels.triton.attention.work_lists import AttentionShape
 from kernels.triton.experts import Stacked, grouped_matmul, pack_experts
 from kernels.triton.gemv import gemv, takes
 from kernels.triton.matmul import InvariantLinear
 from kernels.triton.quantised import QuantisedLinear, pack_quantised
+from kernels.triton.shipped import architecture
 
 
 @dataclass(frozen=True, slots=True)

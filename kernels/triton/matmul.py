@@ -3,9 +3,9 @@
 Each program sums its tile over the whole of K, in steps of a fixed width and in one order; nothing is split over K, and
 all tiles of one type have steps of the same width. Sums are in float32, of float32 inputs exactly (no TF32).
 
-On Hopper and later, wide tiles are fetched by the TMA unit, through descriptors; elsewhere by ordinary loads. On
-Blackwell other warps fetch than multiply; Triton 3.7 does not take Hopper's loop apart (of 8 warps; of 4, its pass
-fails).
+On Hopper and on Blackwell's servers, wide tiles are fetched by the TMA unit, through descriptors; elsewhere by ordinary
+loads. On the latter other warps fetch than multiply; Triton 3.7 does not take Hopper's loop apart (of 8 warps; of 4,
+its pass fails).
 
 Shape legend: M rows, K inputs, N outputs.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.shipped import TYPE_NAMES, Shipped
+from kernels.triton.shipped import TYPE_NAMES, Shipped, architecture
 
 Fetch = Literal["loads", "tma", "tma-specialised"]
 
@@ -189,8 +189,8 @@ def _descriptor(tensor: Tensor, rows: int, tile: Mapping[str, Any]) -> TensorDes
 
 @functools.cache
 def _fetch(device: torch.device) -> Fetch:
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    return "loads" if major < 9 else "tma" if major == 9 else "tma-specialised"
+    ways: Mapping[int, Fetch] = {80: "loads", 90: "tma", 100: "tma-specialised"}
+    return ways[architecture(device)] if device.type == "cuda" else "loads"
 
 
 def _suits_tma(tensor: Tensor) -> bool:

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 # Triton's names of the element types that kernels are shipped for.
 TYPE_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@cache
+def architecture(device: torch.device) -> int:
+    """The architecture, of those that kernels are shipped for, whose configurations suit a device. The interpreter
+    passes for a Hopper."""
+    if device.type != "cuda":
+        return 90
+    major, _ = torch.cuda.get_device_capability(device)
+    # 12 is later than 10 and has less: the matrix instructions of 8.0, and 99 KiB of shared memory for a program, as
+    # 8.6 and 8.9 have.
+    return 90 if major == 9 else 100 if major in (10, 11) else 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

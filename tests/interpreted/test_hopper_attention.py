@@ -19,7 +19,8 @@ import triton
 from kernels.interface import CacheGeometry
 from kernels.triton.attention import hopper
 from kernels.triton.attention.prefill import prefill_tile
-from kernels.triton.attention.tiles import Operands, architecture
+from kernels.triton.attention.tiles import Operands
+from kernels.triton.shipped import architecture
 from tests.support.interpreted import device
 
 _ENDED_S = 120  # of seconds' work

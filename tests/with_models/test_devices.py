@@ -50,6 +50,23 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(tmp_path: Pat
         runner_of(tmp_path, kv_blocks=4, device=missing)
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "complaint"),
+    [
+        ("cuda:0", (7, 5), r"compute capability 7\.5: there are kernels for 8\.0 .* set num_gpus to 0"),
+        ("cuda:1", (9, 0), "first GPU by CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus_that_no_kernel_would_run_on_are_refused(
+    name: str, capability: tuple[int, int], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(ValueError, match=complaint):
+        require_device(name)
+
+
 def test_host_memory_of_a_group_on_gpus_is_refused() -> None:
     require_whole_cache(torch.device("cuda:0"), 1, 2**30)
     require_whole_cache(CPU, 2, 2**30)

@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.interface import CacheGeometry
-from kernels.triton.shipped import TYPE_NAMES
+from kernels.triton.shipped import TYPE_NAMES, architecture
 
 # Tokens of a split: what one program of the decode kernel reads, and what is summed by itself where results are to be
 # the same in all kernels. Of 128, 256 and 512, one sequence of 1k is fastest in the smallest and 32 of 8k in the
@@ -80,7 +79,7 @@ class Operands:
     softcapped: bool
     windowed: bool
     has_sinks: bool = False
-    architecture: int  # compute capability times ten, of those that kernels are shipped for
+    architecture: int  # see `kernels.triton.shipped`
 
     @classmethod
     def of(
@@ -133,15 +132,6 @@ class Operands:
             "sinks" if self.has_sinks else "",
         )
         return "-".join((kernel, TYPE_NAMES[self.dtype], str(self.geometry.head_dim), *filter(None, (*marks, *own))))
-
-
-@cache
-def architecture(device: torch.device) -> int:
-    """The newest shipped one that the device is as new as. The interpreter passes for a Hopper."""
-    if device.type != "cuda":
-        return 90
-    major, _ = torch.cuda.get_device_capability(device)
-    return 100 if major >= 10 else 90 if major == 9 else 80
 
 
 def head_tile(head_dim: int) -> int:
