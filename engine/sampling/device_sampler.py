@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -126,6 +127,17 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self.masks = masks
         self.eos_token_ids = frozenset(eos_token_ids)
+
+    def compile_on(self, device: torch.device) -> None:
+        """Have every kernel compiled that a row may ask for: seconds, that a worker's first steps would take longer
+        than was predicted of them."""
+        logits = torch.zeros(1, self.vocab_size, device=device)
+        token_id, amount = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+        drawn = RowOptions(seed=0, position=0, temperature=1.0, edits=no_edits())
+        edits = pack_edits(token_id, token_id, amount, amount)
+        for options in (drawn, replace(drawn, top_p=0.5), replace(drawn, temperature=0.0, edits=edits, num_top=0)):
+            packed = pack_rows([options], self.vocab_size)
+            sample(logits, packed, _uploaded(packed, device))
 
     def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> PendingSample:
         """Have the next token of each row sampled, from `logits [len(rows), vocab_size]`, float32, without waiting for

@@ -220,16 +220,15 @@ class _Loading:
         runner.keep_kv_in(kv_cache, self._host_cache(sizes.host_blocks), sizes.ring)
 
     def _runner(self, sizes: KVSizes, kv_cache: KVCache, group: GroupLeader | None) -> ModelRunner:
+        masks = GrammarMasks(self.folder, self.config.vocab_size, self.config.eos_token_ids)
+        sampler = sampler_for(self.device, self.config.vocab_size, self.config.eos_token_ids, masks)
+        if not isinstance(sampler, Sampler):
+            sampler.compile_on(self.device)
         return ModelRunner(
             self.config,
             self._weights(group),
             kv_cache,
-            sampler=sampler_for(
-                self.device,
-                self.config.vocab_size,
-                self.config.eos_token_ids,
-                GrammarMasks(self.folder, self.config.vocab_size, self.config.eos_token_ids),
-            ),
+            sampler=sampler,
             host_cache=self._host_cache(sizes.host_blocks),
             ring=sizes.ring,
             group=group,

@@ -24,10 +24,12 @@ from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
 from engine.steps.loading import sampler_for
+from kernels.triton.sampling import edits, logprobs, sample
 from kernels.triton.sampling import floor as floors
 from kernels.triton.sampling.floor import find_floors
-from kernels.triton.sampling.rows import NUM_FIELDS, SPLIT, RowOptions, no_edits, pack_rows
+from kernels.triton.sampling.rows import NUM_FIELDS, SHIPPED_SPLITS, SPLIT, RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import best_of_splits, gumbel
+from kernels.triton.shipped import Shipped
 from tests.engine.sampling.sampling_twin import EOS, params_of, random_logits, sequence
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.interpreted import device
@@ -401,6 +403,17 @@ def test_prompt_logprobs_are_the_cpus() -> None:
     for one, other in zip(ours, Sampler(257).prompt_logprobs(logits, followed, 3), strict=True):
         _assert_same(one, other)
     assert DeviceSampler(257).prompt_logprobs(logits[:0].to(device()), [], 3) == []
+
+
+def test_all_that_rows_may_ask_for_is_compiled_before_a_step_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which kernels are compiled takes a hundred times as long as predicted: its worker would be taken for
+    one that hangs."""
+    launched: set[str] = set()
+    monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: launched.add(shipped.name))
+    size = SHIPPED_SPLITS[0]
+    DeviceSampler(size * SPLIT).compile_on(device())
+    shipped = [shipped for module in (edits, floors, logprobs, sample) for shipped in module.shipped()]
+    assert launched == {shipped.name for shipped in shipped if shipped.constants.get("SPLITS", size) == size}
 
 
 def test_logits_on_a_cpu_are_sampled_there() -> None:
