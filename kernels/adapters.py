@@ -87,20 +87,26 @@ class _Adapted:
 @dataclass(frozen=True)
 class RowAdapters:
     """Which adapter each row of a step is computed with: row t with `adapters[of_row[t]]`, or with none where that is
-    -1."""
+    -1. Nothing here waits for a device."""
 
     adapters: tuple[Adapter, ...]
     of_row: Tensor  # [T] int64, on the CPU
+    of_output: Tensor  # [R] int64, on the CPU: the same of the rows whose final hidden states are wanted
     device: torch.device  # where the rows are
 
     @cached_property
     def _rows(self) -> list[Tensor]:
         """Of each adapter, rising. Layers in one call have no use for them."""
-        return [(self.of_row == number).nonzero().flatten().to(self.device) for number in range(len(self.adapters))]
+        rows = [(self.of_row == number).nonzero().flatten() for number in range(len(self.adapters))]
+        joined = torch.cat(rows)
+        if self.device.type == "cuda":  # from there alone a copy does not wait for what the device still computes
+            joined = joined.pin_memory()
+        return list(torch.split(joined.to(self.device, non_blocking=True), [len(own) for own in rows]))
 
-    def selected(self, rows: Tensor) -> RowAdapters:
-        """The adapters of these rows of the step, in this order."""
-        return replace(self, of_row=self.of_row[rows.cpu()])
+    @property
+    def of_outputs(self) -> RowAdapters:
+        """The adapters of the rows whose final hidden states are wanted, in the order of these."""
+        return replace(self, of_row=self.of_output)
 
     def adapted(self, layer: Layer, number: int) -> Layer:
         """Layer `number` with what the adapters add."""

@@ -98,11 +98,13 @@ def build_batch(
         num_sampled_rows=num_sampled_rows,
         prompt_spans=spans,
         pooled_spans=pooled_spans,
-        adapters=_adapters(items, counts, device),
+        adapters=_adapters(items, counts, rows, device),
     )
 
 
-def _adapters(items: list[ScheduledSequence], counts: Indices, device: torch.device) -> RowAdapters | None:
+def _adapters(
+    items: list[ScheduledSequence], counts: Indices, output_rows: Indices, device: torch.device
+) -> RowAdapters | None:
     """The adapters of the rows of items, of which each has so many."""
     found = [item.adapter for item in items]
     present = {id(adapter): adapter for adapter in found if adapter is not None}
@@ -110,8 +112,9 @@ def _adapters(items: list[ScheduledSequence], counts: Indices, device: torch.dev
         return None
     numbers = {key: number for number, key in enumerate(present)}
     of_item = [-1 if adapter is None else numbers[id(adapter)] for adapter in found]
-    of_row = torch.from_numpy(np.repeat(np.array(of_item, dtype=np.int64), counts))
-    return RowAdapters(tuple(present.values()), of_row, device)
+    of_row = np.repeat(np.array(of_item, dtype=np.int64), counts)
+    of_output = torch.from_numpy(of_row[output_rows])
+    return RowAdapters(tuple(present.values()), torch.from_numpy(of_row), of_output, device)
 
 
 def _to_device(arrays: tuple[Indices, ...], device: torch.device) -> list[Tensor]:

@@ -218,7 +218,7 @@ class Model:
             if index == last:  # nothing after this point mixes rows
                 x, attended = x[batch.output_rows], attended[batch.output_rows]
                 if adapters is not None:
-                    layer = adapters.selected(batch.output_rows).adapted(self._layers[index], index)
+                    layer = adapters.of_outputs.adapted(self._layers[index], index)
             following = self._final_norm if index == last else self._layers[index + 1].attention_norm
             x, normed = self._mix(x, attended, layer, following)
         return normed

@@ -3,6 +3,7 @@ what models launch is shipped."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.compilation import read_record
+from engine.checkpoint.adapters import LowRankWeights
 from engine.checkpoint.weights import Weights, expected_shapes
 from engine.kv.cache import KVCache, KVLayout
 from engine.model.batch import Batch
 from engine.model.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from engine.model.shards import Shard, possible_degrees
 from engine.model.transformer import Model
+from kernels.adapters import RowAdapters
 from kernels.interface import Segment
 from kernels.triton import matmul, shipped
 from kernels.triton.attention import tiles
@@ -174,21 +177,21 @@ def test_what_a_model_launches_is_shipped(
     assert launched - read_record()["kernels"].keys() <= _NOT_SHIPPED
 
 
+def test_a_step_with_adapters_asks_the_device_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever launches it would wait for all that is queued: tensors without memory cannot be looked at."""
+    monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: None)
+    transformers.LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    model, kv_cache = _without_memory(ModelConfig.from_folder(tmp_path), batch_invariant=False)
+    down, up = (torch.empty(shape, dtype=model.dtype, device=model.device) for shape in ((8, 4096), (4096, 8)))
+    adapter = model.adapter({"model.layers.1.self_attn.o_proj": LowRankWeights(down, up)})
+    of_row = torch.tensor([0, -1, 0, 0, 0])
+    adapters = RowAdapters((adapter,), of_row=of_row, of_output=of_row, device=model.device)
+    model.forward(dataclasses.replace(_batch([1, 1, 3], model.device), adapters=adapters), kv_cache)
+
+
 def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
-    device, dtype = torch.device("meta"), torch.bfloat16
-    shapes = expected_shapes(config)
-    weights: Weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-    model = Model(config, weights, GpuKernels(device, batch_invariant=batch_invariant))
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        layers_per_group=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        latent_dim=config.latent_dim,
-        block_size=16,
-        dtype=dtype,
-    )
-    kv_cache = KVCache(layout, 16, device)
+    model, kv_cache = _without_memory(config, batch_invariant)
+    device = model.device
     for queries in ([1, 1, 1], [1 + 4], [700]):  # who share a prefix, one with drafts, a prompt
         hidden = model.forward(_batch(queries, device), kv_cache)
     logits = model.logits(hidden)
@@ -205,6 +208,22 @@ def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
         )
         packed = pack_rows([options] * len(logits), config.vocab_size)
         sample(logits, packed, torch.from_numpy(packed.words).to(device))
+
+
+def _without_memory(config: ModelConfig, batch_invariant: bool) -> tuple[Model, KVCache]:
+    device, dtype = torch.device("meta"), torch.bfloat16
+    shapes = expected_shapes(config)
+    weights: Weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        layers_per_group=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        latent_dim=config.latent_dim,
+        block_size=16,
+        dtype=dtype,
+    )
+    return Model(config, weights, GpuKernels(device, batch_invariant=batch_invariant)), KVCache(layout, 16, device)
 
 
 def _batch(queries: Sequence[int], device: torch.device) -> Batch:
