@@ -65,7 +65,8 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
     """Run trials that fit into free blocks and, as predicted from those before, into the time that is left.
 
     The first one is run in any case. A model that drafts for this one is calibrated first, for half of the time, and
-    its costs begin with that. Blocks the caller's thread; no other step may be running. The `relative_error` of the
+    its costs begin with that. Where it computes on a GPU, all of them have been run before, outside of that time: the
+    first ones compile kernels. Blocks the caller's thread; no other step may be running. The `relative_error` of the
     result is the median by which trials miss what the others predict, or a guess if they are few. Raises ValueError
     where no block is free.
     """
@@ -73,11 +74,15 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
         budget_s /= 2
         draft = model.draft_model.model
         draft.costs.seed(calibrate(draft, budget_s=budget_s, clock=clock))
-    began = clock()
-    scratch = Scratch(model)
+    compiled = () if model.kv_cache.device.type == "cpu" else (*TRIALS, *_beyond_windows(model))
+    scratch = Scratch(model, (*TRIALS, *compiled))
     measured: list[tuple[StepWork, float]] = []
     cost = estimate = model.costs.estimate
+    began = clock()
     try:
+        for trial in scratch.possible(compiled):
+            model.runner.execute(scratch.plan(trial))
+        began = clock()
         for trial in scratch.possible(TRIALS):
             plan = scratch.plan(trial)
             work = StepWork.of_plan(plan)
@@ -93,6 +98,12 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
     return cost
 
 
+def _beyond_windows(model: LoadedModel) -> list[Trial]:
+    """A prompt and decoding behind more than layers see, which other kernels compute."""
+    windows = sorted({window for window in model.runner.config.layer_windows if window is not None})
+    return [Trial(num_tokens=count, num_cached=window) for window in windows for count in (128, 1)]
+
+
 def is_calibrated(model: LoadedModel) -> bool:
     """Whether it is known what its steps cost, and those of a model that drafts for it: by these steps, or before."""
     draft = model.draft_model
@@ -100,16 +111,17 @@ def is_calibrated(model: LoadedModel) -> bool:
 
 
 class Scratch:
-    """Free blocks of the model's device pool, and sequences over them that need not have been computed."""
+    """Free blocks of the model's device pool, as many as one of the trials takes, and sequences over them that need not
+    have been computed."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, trials: Iterable[Trial]) -> None:
         self._model = model
         self._layout = model.layout
         pool = model.block_pool
         self._num_columns = (pool.num_available - pool.num_cached) // self._layout.num_layer_groups
         if self._num_columns < 1:
             raise ValueError("calibration needs free KV blocks and found none: do it before the worker takes requests")
-        wanted = max(trial.num_columns(self._layout.block_size) for trial in self.possible(TRIALS))
+        wanted = max(trial.num_columns(self._layout.block_size) for trial in self.possible(trials))
         self._lease: BlockLease = pool.lease(wanted * self._layout.num_layer_groups)
         self._blocks = np.array(self._lease.blocks, dtype=np.int32).reshape(self._layout.num_layer_groups, wanted)
         # Memory that was never written is one page of zeros to a CPU, and reads of it would be all too fast.

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from decode_workers.local_engine import LocalEngine
 from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.cache import KVCache
 from engine.sequence import Sequence, StepOutput, StepPlan
 from engine.steps.calibration import TRIALS, calibrate
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
@@ -66,6 +68,36 @@ def test_it_finds_what_the_steps_of_a_device_cost(llama_folder: Path) -> None:
         assert calibrated.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.02)
         work = StepWork.of_prefill(rng.randint(16, 1000), rng.choice((0, 500, 1500)))
         assert calibrated.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.02)
+
+
+class CompilingDevice(VirtualDevice):
+    """A GPU on which no kernel was ever launched. The first step with a prompt takes seconds, as the first without; and
+    the first of these behind more than a window."""
+
+    WINDOW = 2500
+
+    def __init__(self, runner: ModelRunner, cost: StepCost) -> None:
+        super().__init__(runner, cost)
+        self.kv_cache = KVCache(runner.kv_cache.layout, 1, "meta")
+        self.config = SimpleNamespace(vocab_size=runner.config.vocab_size, layer_windows=(None, self.WINDOW))
+        self.compiled: set[tuple[bool, bool]] = set()
+
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        kind = plan.items[0].num_tokens > 1, plan.items[0].stop > self.WINDOW
+        self.now += 0.0 if kind in self.compiled else 3.0
+        self.compiled.add(kind)
+        return super().execute(plan, on_layer)
+
+
+def test_what_compiling_takes_is_no_step_s_cost(llama_folder: Path) -> None:
+    model = loaded(llama_folder)
+    device = CompilingDevice(model.runner, TRUTH)
+    like_a_gpu = dataclasses.replace(model, runner=cast(ModelRunner, device), max_model_len=4096)
+    calibrated = calibrate(like_a_gpu, clock=lambda: device.now)
+    for work in device.works:
+        assert calibrated.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.05)
+    assert len(device.compiled) == 4, "prompts and decoding, within windows and beyond"
+    model.block_pool.check_idle()
 
 
 @pytest.mark.parametrize("factor", [1.0, 5.0, 20.0])
