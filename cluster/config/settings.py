@@ -622,6 +622,20 @@ class ServedSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_shared_gpus(self) -> Self:
+        """Refuse a share of what is left of a GPU to workers that share it: whoever starts first would have all of it,
+        and two that start at once the same."""
+        for name, pool in self.pools.items():
+            memory = self.kv.pools[name].memory
+            if 0 < pool.num_gpus < 1 and memory.share is not None:
+                raise ValueError(
+                    f"kv.{name}.memory is {memory}, a share of what a whole GPU has left, but {name}.num_gpus is"
+                    f" {pool.num_gpus:g}, so that other workers may be on it; set kv.{name}.memory to a size such as"
+                    f" 20GiB, or {name}.num_gpus: 1"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_adapters(self) -> Self:
         for name, pool in self.pools.items():
             if self.adapters.folder is not None and pool.replicas and pool.tensor_parallel > 1:

@@ -179,6 +179,10 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"prefill": {"num_gpus": 4}},
             ("prefill.num_gpus is 4", "the others would be idle", "set prefill.num_gpus: 1, or both to 4"),
         ),
+        (
+            {"decode": {"num_gpus": 0.5}, "kv": {"decode": {"memory": "45%"}}},
+            ("kv.decode.memory is 45%", "decode.num_gpus is 0.5", "a size such as 20GiB, or decode.num_gpus: 1"),
+        ),
         ({"decode": {"num_gpus": 1.5}}, ("decode.num_gpus is 1.5", "set decode.num_gpus: 1, or both to 2")),
         ({"decode": {"resources": {"gold": -1}}}, ("decode.resources.gold", "greater than or equal to 0")),
         ({"gateway": {"request_deadline_s": 7200}}, ("gateway.request_deadline_s", "less than or equal to 3600")),
