@@ -65,24 +65,19 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
     """Run trials that fit into free blocks and, as predicted from those before, into the time that is left.
 
     The first one is run in any case. A model that drafts for this one is calibrated first, for half of the time, and
-    its costs begin with that. Where it computes on a GPU, all of them have been run before, outside of that time: the
-    first ones compile kernels. Blocks the caller's thread; no other step may be running. The `relative_error` of the
-    result is the median by which trials miss what the others predict, or a guess if they are few. Raises ValueError
-    where no block is free.
+    its costs begin with that. Kernels should have been compiled. Blocks the caller's thread; no other step may be
+    running. The `relative_error` of the result is the median by which trials miss what the others predict, or a guess
+    if they are few. Raises ValueError where no block is free.
     """
     if isinstance(model.draft_model, DraftModel):
         budget_s /= 2
         draft = model.draft_model.model
         draft.costs.seed(calibrate(draft, budget_s=budget_s, clock=clock))
-    compiled = () if model.kv_cache.device.type == "cpu" else (*TRIALS, *_beyond_windows(model))
-    scratch = Scratch(model, (*TRIALS, *compiled))
+    began = clock()
+    scratch = Scratch(model, TRIALS)
     measured: list[tuple[StepWork, float]] = []
     cost = estimate = model.costs.estimate
-    began = clock()
     try:
-        for trial in scratch.possible(compiled):
-            model.runner.execute(scratch.plan(trial))
-        began = clock()
         for trial in scratch.possible(TRIALS):
             plan = scratch.plan(trial)
             work = StepWork.of_plan(plan)
@@ -96,6 +91,22 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
         cost = dataclasses.replace(cost, relative_error=left_out_error(estimate, measured))
     logger.info("calibrated with %d steps in %.2f s: %s", len(measured), clock() - began, cost)
     return cost
+
+
+def compile_kernels(model: LoadedModel) -> None:
+    """Run every trial once where the model computes on a GPU, and the drafting model's: the first step that launches a
+    kernel compiles it, for seconds, or loads what was compiled before. Blocks, and raises, as `calibrate` does."""
+    if model.kv_cache.device.type == "cpu":
+        return
+    if isinstance(model.draft_model, DraftModel):
+        compile_kernels(model.draft_model.model)
+    trials = (*TRIALS, *_beyond_windows(model))
+    scratch = Scratch(model, trials)
+    try:
+        for trial in scratch.possible(trials):
+            model.runner.execute(scratch.plan(trial))
+    finally:
+        scratch.close()
 
 
 def _beyond_windows(model: LoadedModel) -> list[Trial]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from engine.checkpoint.weights import LoadProgress
 from engine.cost_model.costs import StepCosts
+from engine.steps.calibration import compile_kernels
 from engine.steps.loading import LoadedModel
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
@@ -114,6 +115,7 @@ class WorkerReplica:
 
         async with telling_of_loading(identity, report, self._locate_scheduler):
             loaded = await asyncio.to_thread(self._tiers.load, progress)
+            await asyncio.to_thread(compile_kernels, loaded)  # not within somebody's step, nor a measured one
             costs = self._costs.setdefault((self.model_name, self.role), loaded.costs)
             self._model = replace(loaded, costs=costs)
             if not costs.is_seeded and (told := reported_cost(self.role, step_cost)) is not None:

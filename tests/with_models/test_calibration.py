@@ -18,7 +18,7 @@ from engine.cost_model.step_cost import StepCost, StepWork
 from engine.kv.block_pool import OutOfBlocksError
 from engine.kv.cache import KVCache
 from engine.sequence import Sequence, StepOutput, StepPlan
-from engine.steps.calibration import TRIALS, calibrate
+from engine.steps.calibration import TRIALS, calibrate, compile_kernels
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.steps.runner import ModelRunner
 from tests.support.small_models import greedy, random_prompts
@@ -93,6 +93,7 @@ def test_what_compiling_takes_is_no_step_s_cost(llama_folder: Path) -> None:
     model = loaded(llama_folder)
     device = CompilingDevice(model.runner, TRUTH)
     like_a_gpu = dataclasses.replace(model, runner=cast(ModelRunner, device), max_model_len=4096)
+    compile_kernels(like_a_gpu)
     calibrated = calibrate(like_a_gpu, clock=lambda: device.now)
     for work in device.works:
         assert calibrated.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.05)
