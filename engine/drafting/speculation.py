@@ -26,7 +26,7 @@ from engine.sequence import Sequence, StepOutput, StepPlan
 
 MOST_DRAFTS: Final = 15
 """Of a sequence in a step."""
-_MOST_SLOTS: Final = 64
+MOST_SLOTS: Final = 64
 """In a step: beyond, rows cost what prompts' do."""
 _SELDOM: Final = 0.02
 """A slot less likely right is not considered: where drafts are wrong, weighing them would cost more than they bring."""
@@ -198,7 +198,7 @@ class Speculation:
             rate = self._rate(state, _Source.of(draft))
             slots += [(weight * probability, index) for probability in _likely(rate, len(draft.token_ids))]
         slots.sort(reverse=True)
-        num_slots = max(min(most, _MOST_SLOTS, len(slots)), 0)
+        num_slots = max(min(most, MOST_SLOTS, len(slots)), 0)
         bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
         counts = _worth(slots[:num_slots], len(candidates), plain_s, longest_s, bill)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}

@@ -52,6 +52,26 @@ class KnownTokens:
         return self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _JoinedTokens:
+    parts: Sequence[SampledTokens]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.cat([part.token_ids for part in self.parts])
+
+    def finish(self) -> Sequence[SampledToken | None]:
+        return [token for part in self.parts for token in part.finish()]
+
+
+def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
+    """The tokens of all rows, of which several calls have sampled some each, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens = _JoinedTokens(parts)
+    return KnownTokens(tokens.finish()) if all(isinstance(part, KnownTokens) for part in parts) else tokens
+
+
 def nothing_to_check() -> None:
     pass
 

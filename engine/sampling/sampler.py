@@ -43,7 +43,7 @@ MIN_LOGPROB: Final = -9999.0
 class InvalidLogitsError(ArithmeticError):
     """The model gave some rows no distribution: NaN, infinity, or every token impossible. Nothing was sampled.
 
-    `rows` are their indices in the batch. Sampling has no side effects: it can be repeated without these rows.
+    `rows` are their indices in the logits. Sampling has no side effects: it can be repeated without these rows.
     """
 
     def __init__(self, rows: list[int], names: list[str]) -> None:

@@ -234,6 +234,7 @@ class _Loading:
             group=group,
             kernels=self.kernels,
             threads=self._threads(group),
+            logit_rows=self.engine.largest_step.num_rows,
         )
 
     def _threads(self, group: GroupLeader | None) -> StepThreads | None:

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from engine.drafting.speculation import MOST_SLOTS
 from engine.kv.cache import KVLayout
 from engine.kv.sizes import KVMemory, KVSizes, size_tiers
 from engine.memory.host import memory_bytes
@@ -27,14 +28,21 @@ _DRAWN = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=0)  # the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """The most tokens of a step, and the most sequences that it samples for."""
+    """The most tokens of a step, and the most sequences that decode in it."""
 
     num_tokens: int = 2048
     num_seqs: int = 64
 
+    @property
+    def num_rows(self) -> int:
+        """The most rows that have logits at a time: one of each sequence, and those of drafts. A step may sample more,
+        where many short prompts end in it, and tell the log-probabilities of a long one; these are for the runner to
+        cut."""
+        return max(self.num_seqs, min(self.num_seqs + MOST_SLOTS, self.num_tokens))
+
     def num_blocks(self, layout: KVLayout) -> int:
         """The number of blocks that `largest_step` needs."""
-        return layout.num_layer_groups * (-(-self.num_tokens // layout.block_size) + self.num_seqs)
+        return layout.num_layer_groups * (-(-self.num_tokens // layout.block_size) + self.num_rows)
 
 
 def sizes_to_measure_with(layout: KVLayout, memory: KVMemory, largest: StepSize) -> KVSizes:
@@ -108,10 +116,12 @@ def recording_bytes(runner: ModelRunner, record: Callable[[], None]) -> int:
 
 
 def largest_step(layout: KVLayout, size: StepSize) -> StepPlan:
-    """One prompt that takes what sequences of one token leave, on blocks that nobody else uses. All of them sample."""
-    counts = [max(size.num_tokens - size.num_seqs + 1, 1)] + [1] * (size.num_seqs - 1)
+    """As many sequences of one token as rows may have logits, which sample, and one prompt that takes what they leave,
+    on blocks that nobody else uses. The prompt is pooled: then all final hidden states are there beside the logits, as
+    where a prompt's log-probabilities are told."""
+    counts = [1] * size.num_rows + [size.num_tokens - size.num_rows] * (size.num_tokens > size.num_rows)
     items, first = [], 0
-    for count in counts:
+    for index, count in enumerate(counts):
         num_blocks = layout.num_layer_groups * -(-count // layout.block_size)
         blocks = np.arange(first, first + num_blocks, dtype=np.int32).reshape(layout.num_layer_groups, -1)
         first += num_blocks
@@ -120,6 +130,7 @@ def largest_step(layout: KVLayout, size: StepSize) -> StepPlan:
             attempt=0,
             params=_DRAWN,
             prompt_token_ids=[0] * count,
+            pooling="mean" if index == size.num_rows else None,
             block_table=BlockTable.of(blocks),
         )
         items.append(ScheduledSequence(seq, count))

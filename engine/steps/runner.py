@@ -6,7 +6,7 @@ Reads sequences and never writes them; the only state it changes is the KV of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +34,7 @@ from engine.sampling.pending_output import (
     PendingOutput,
     Rows,
     SampledTokens,
+    joined,
     nothing_to_check,
 )
 from engine.sequence import (
@@ -71,9 +72,6 @@ class PreparedStep:
 
 logger = logging.getLogger(__name__)
 
-# Logits of a long prompt are computed in pieces: 256 rows of a vocabulary of 150,000 are 150 MB.
-_LOGIT_ROWS = 256
-
 
 class TokenSampler(Protocol):
     """What the runner needs of `engine.sampling.sampler.Sampler`, and who drafts by the grammars that it follows."""
@@ -99,6 +97,9 @@ class ModelRunner:
 
     `kernels` None: those of the device.
 
+    At most `logit_rows` rows have logits at a time, which take most of the memory of a step with many of them: 256 rows
+    of a vocabulary of 150,000 are 150 MB. What more rows need is worked out in pieces.
+
     With a `ring`, sequences may rest in `host_cache` (see `Sequence.host_groups`), and the ring is the last blocks
     of `kv_cache`.
     """
@@ -115,11 +116,13 @@ class ModelRunner:
         group: GroupLeader | None = None,
         kernels: Kernels | None = None,
         threads: StepThreads | None = None,
+        logit_rows: int = 256,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.sampler = sampler
         self._threads = threads
+        self._logit_rows = logit_rows
         self._sampled: SampledTokens = KnownTokens([])  # by the step that ran last, in its batch's order
         # Draws a plan's undrawn drafts, and returns the seconds that it took.
         self.draw: Callable[[StepPlan], float] = lambda plan: 0.0
@@ -299,7 +302,7 @@ class ModelRunner:
         items = [plan.items[index] for index in batch.sampling_items]
         self.keep_hidden(items, hidden[:num_samples])
         rows, drafts = _sampled_rows(items)
-        tokens = self.sampler.begin(self.model.logits(hidden[:num_samples]), rows, drafts)
+        tokens = self._sample_in_pieces(hidden[:num_samples], rows, drafts)
         self._sampled = tokens
         return PendingOutput(
             prompt_logprobs=prompt_logprobs,
@@ -309,6 +312,13 @@ class ModelRunner:
             pooled=pooled,
             check=self._check,
         )
+
+    def _sample_in_pieces(self, hidden: Tensor, rows: list[TokensSoFar], drafts: Drafts) -> SampledTokens:
+        parts = []
+        for piece in _pieces(len(rows), drafts, self._logit_rows):
+            own = {row - piece.start: draft for row, draft in drafts.items() if piece.start <= row < piece.stop}
+            parts.append(self.sampler.begin(self.model.logits(hidden[piece]), rows[piece], own))
+        return joined(parts)
 
     def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[list[TokenLogprobs] | None]:
         found: list[list[TokenLogprobs] | None] = [None] * len(plan.items)
@@ -321,11 +331,25 @@ class ModelRunner:
 
     def _logprobs_of(self, hidden: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         logprobs: list[TokenLogprobs] = []
-        for start in range(0, len(next_token_ids), _LOGIT_ROWS):
-            ids = next_token_ids[start : start + _LOGIT_ROWS]
-            logits = self.model.logits(hidden[start : start + len(ids)])
-            logprobs.extend(self.sampler.prompt_logprobs(logits, ids, num_top))
+        for piece in _pieces(len(next_token_ids), NO_DRAFTS, self._logit_rows):
+            # Nobody keeps a piece's logits while the next one's are worked out.
+            logprobs += self.sampler.prompt_logprobs(self.model.logits(hidden[piece]), next_token_ids[piece], num_top)
         return logprobs
+
+
+def _pieces(num_rows: int, drafts: Drafts, most: int) -> Iterator[slice]:
+    """Cut rows into pieces of at most `most`, but never between a draft and the row that it was computed for: whether
+    that row is sampled is decided before it."""
+    first = stop = 0
+    for row in range(num_rows):
+        if row in drafts:
+            continue
+        if row >= first + most and stop > first:
+            yield slice(first, stop)
+            first = stop
+        stop = row + 1
+    if stop > first:
+        yield slice(first, stop)
 
 
 def _native_model(

@@ -19,7 +19,7 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.logits import survivors, tempered
 from engine.sampling.params import SamplingParams
-from engine.sampling.pending_output import PendingOutput
+from engine.sampling.pending_output import PendingOutput, joined
 from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
@@ -230,6 +230,8 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     logits = random_logits(1, len(rows), 257).to(device())
     sampler = DeviceSampler(257, [EOS])
     together = sampler.begin(logits, rows).finish()
+    parts = joined([sampler.begin(logits[:5], rows[:5]), sampler.begin(logits[5:], rows[5:])])
+    assert parts.finish() == together and parts.token_ids.tolist() == [token.token_id for token in together]
     assert [sampler.begin(logits[i : i + 1].clone(), [row]).finish()[0] for i, row in enumerate(rows)] == together
     wide = torch.full((len(rows), 300), math.nan, device=device())
     wide[:, 20:277] = logits.flip(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from engine.checkpoint.adapters import largest_adapter_bytes
 from engine.checkpoint.weights import load_weights
 from engine.memory.devices import CPU, require_device
 from engine.model.config import ModelConfig
+from engine.sampling.params import SamplingParams
+from engine.sequence import ScheduledSequence, StepPlan
 from engine.steps import memory_profile
 from engine.steps.loading import require_whole_cache
 from engine.steps.memory_profile import StepSize, device_memory, largest_step, peak_bytes
 from kernels.ops import kernels_for
 from tests.support.model_families import build_oracle
-from tests.support.small_models import runner_of
+from tests.support.small_models import random_prompts, runner_of
 from tests.support.stepping import Stepper
 
 
@@ -112,12 +116,42 @@ def test_the_largest_step_is_as_large_as_is_said(folder: Path) -> None:
     for size in (StepSize(num_tokens=50, num_seqs=7), StepSize(num_tokens=3, num_seqs=5), StepSize(num_tokens=1)):
         plan = largest_step(layout, size)
         assert plan.num_tokens == max(size.num_tokens, size.num_seqs)
-        assert sum(item.samples for item in plan.items) == size.num_seqs
+        assert sum(item.samples for item in plan.items) == size.num_rows >= size.num_seqs
         blocks = [int(block) for item in plan.items if item.seq.block_table for block in item.seq.block_table.view.flat]
         assert len(set(blocks)) == len(blocks), "no two share a block"
         assert max(blocks) < size.num_blocks(layout)
     output = runner.execute(largest_step(layout, StepSize(num_tokens=50, num_seqs=7)))
-    assert None not in output.sampled
+    assert None not in output.sampled[:50] and not output.pooled
+    assert list(runner.execute(largest_step(layout, StepSize(num_tokens=90, num_seqs=7))).pooled) == [71]
+
+
+PROMPT = random_prompts([200])[0]
+SHORT = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=0)
+UNMEASURED: dict[str, Callable[[], list[tuple[list[int], int, int, SamplingParams]]]] = {
+    "log-probabilities of a whole prompt": lambda: [(PROMPT, 0, 0, replace(SHORT, prompt_logprobs=5))],
+    "as many drafts as a step may have": lambda: [(PROMPT[:30], 29, 16, replace(SHORT, max_tokens=20))] * 4,
+    "many short prompts": lambda: [(PROMPT[:2], 0, 0, SHORT)] * 100,
+}
+"""A step's sequences: prompt, tokens of it that are computed, drafts, parameters."""
+
+
+@pytest.mark.parametrize("kind", UNMEASURED)
+def test_no_step_takes_more_than_the_one_that_is_measured(kind: str, tmp_path: Path) -> None:
+    """Of a model whose logits are most of what a step takes."""
+    build_oracle("llama", tmp_path, vocab_size=8192)
+    size = StepSize(num_tokens=200, num_seqs=4)
+    runner = runner_of(tmp_path, kv_blocks=400, num_threads=1, largest_step=size)
+    stepper, items = Stepper(runner), []
+    for prompt, num_computed, num_drafts, params in UNMEASURED[kind]():
+        seq = stepper.add(prompt, params=params)
+        stepper.reserve(seq, len(prompt) + num_drafts)
+        seq.num_computed = num_computed  # of what stands there nothing matters
+        items.append(ScheduledSequence(seq, len(prompt) - num_computed, (7,) * num_drafts))
+    plans = [largest_step(runner.kv_cache.layout, size), StepPlan(tuple(items))]
+    for plan in plans:
+        runner.execute(plan)  # what is made once is no step's
+    measured, taken = (peak_bytes(CPU, lambda plan=plan: runner.execute(plan)) for plan in plans)  # type: ignore[misc]
+    assert taken <= measured
 
 
 def test_what_a_step_takes_grows_with_it(folder: Path) -> None:

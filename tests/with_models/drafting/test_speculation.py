@@ -27,6 +27,7 @@ from engine.drafting.speculation import Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.steps.memory_profile import StepSize
 from kernels.native.library import native_library
 from tests.support.forked_child import fork_ranks
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
@@ -109,6 +110,7 @@ MAKERS: dict[str, Callable[[dict[str, list[int]]], Drafter | type[GrammarDrafter
 MEMORY: dict[str, dict[str, Any]] = {
     "on the device": {"kv_blocks": 400},
     "preempted": {"kv_blocks": 48},
+    "five rows of logits at a time": {"kv_blocks": 400, "largest_step": StepSize(num_tokens=5, num_seqs=5)},
     "half on the host": {
         "kv_blocks": 120,
         "block_size": 8,
