@@ -24,9 +24,9 @@ doubles of E2M1's numbers: 0, 1, 2, 3, 4, 6, 8, 12, and these below 0; and from 
 floating-point numbers of 8 bits (OCP 8-bit Floating Point Specification, E4M3)."""
 
 
-GROUP_MULTIPLE = 16
-"""A CPU's kernels round so many activations at once. Where a scale has not a multiple of so many inputs, they compute
-with the weight's values in bfloat16."""
+GROUP_MULTIPLE, LARGEST_GROUP = 16, 256
+"""A CPU's kernels round so many activations at once, and their sums of 32 bits have room for so many inputs. Where a
+scale has not a multiple of the first, they compute with the weight's values in bfloat16."""
 
 
 # Of a GPU's kernels, here for who reckons with them where there is no Triton.
@@ -139,14 +139,20 @@ class CodeFormat:
         steps = STEPS_OF_E4M3 if self.lowest == LOWEST_E4M3 else STEPS
         return next((step for step in steps if self.group_size % step == 0), None)
 
+    @property
+    def on_cpus(self) -> CodeFormat | None:
+        """How a CPU's kernels multiply by such weights: in groups of at most `LARGEST_GROUP`. None: these have their
+        values there."""
+        group_size = next(size for size in range(LARGEST_GROUP, 0, -1) if self.group_size % size == 0)
+        if self.lowest == LOWEST_E4M3 or group_size % GROUP_MULTIPLE:
+            return None
+        return replace(self, group_size=group_size)
+
     @classmethod
-    def of(cls, weights: Sequence[QuantisedWeight], largest_group: int | None = None) -> CodeFormat:
-        """The narrowest that has room for all of them, in groups of at most `largest_group` inputs: the bits that they
-        have if their lowest codes are one number, which says the bits too (`LOWEST`), else 8."""
-        groups = [weight.group_size for weight in weights]
-        group_size = math.gcd(*groups)
-        if largest_group is not None and group_size > largest_group:
-            group_size = max(size for size in range(1, largest_group + 1) if group_size % size == 0)
+    def of(cls, weights: Sequence[QuantisedWeight]) -> CodeFormat:
+        """The narrowest that has room for all of them: the bits that they have if their lowest codes are one number,
+        which says the bits too (`LOWEST`), else 8."""
+        group_size = math.gcd(*(weight.group_size for weight in weights))
         lowest = {weight.lowest for weight in weights}
         narrow = len(lowest) == 1
         assert narrow or LOWEST_E4M3 not in lowest, "its numbers are no codes of any other form"

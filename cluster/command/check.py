@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
@@ -29,6 +29,7 @@ from engine.sampling.params import checkpoint_defaults, told_defaults
 if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
     from engine.model.config import DecoderConfig, ModelConfig
+    from engine.model.shards import Shard
     from kernels.quantised_weight import CodeFormat
     from kv_transfer.messages.fields import Role
 
@@ -225,11 +226,18 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         )
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
     forms: Mapping[str, CodeFormat] = {}
-    if engine.device != "cpu" and isinstance(model, ModelConfig):
-        forms = forms_on_gpus(folder, model, engine.quantisation, engine.tensor_parallel)
+    expanded: frozenset[str] = frozenset()
     stays_quantised = engine.device == "cpu" and layout.dtype == bfloat16
+    if isinstance(model, ModelConfig):
+        if engine.device != "cpu":
+            forms = forms_on_gpus(folder, model, engine.quantisation, len(shards))
+        elif stays_quantised:
+            expanded = expanded_on_cpus(folder, model, engine.quantisation, shards)
     by_name = weight_sizes(
-        folder, model, layout.dtype.itemsize, engine.quantisation, stays_quantised=stays_quantised, forms=forms
+        *(folder, model, layout.dtype.itemsize, engine.quantisation),
+        stays_quantised=stays_quantised,
+        forms=forms,
+        expanded=expanded,
     )
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen, whole_experts = 1.0, None
@@ -241,8 +249,11 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
             shape = replace(shape, experts=replace(shape.experts, width=shape.experts.width * len(shards)))
     weights = round(sum(by_name.values()))
     adapters = adapter_bytes(model, engine, layout.dtype, packed_bytes_on(device(engine.device)))
-    step = activation_bytes(
-        shape, token_budget=engine.largest_step.num_tokens, max_num_seqs=engine.largest_step.num_seqs
+    step = len(shards) * activation_bytes(
+        shape,
+        num_devices=len(shards),
+        token_budget=engine.largest_step.num_tokens,
+        max_num_seqs=engine.largest_step.num_rows,
     )
     if isinstance(model, ModelConfig) and engine.largest_step.num_tokens >= VALUES_FROM_ROWS:
         step += 0 if engine.batch_invariant else _most_values(model, forms) * layout.dtype.itemsize
@@ -294,32 +305,67 @@ def forms_on_gpus(
     """How each weight lies on GPUs that multiply by it as it is stored, cut for so many ranks. Of what only a weight's
     numbers tell, that they have no kernel for it is assumed: of the minimums of `int4` and of GGUF, and where codes of
     8 bits have zero points. Raises ValueError if files are damaged."""
-    from engine.checkpoint.weights import expected_shapes, is_projection
     from engine.model.shards import Shard
-    from kernels.quantised_weight import CodeFormat
+
+    is_gated = any(layer.experts is not None and layer.experts.shared_gate for layer in model.layers)
+    forms = _cut_forms(folder, model, quantisation, [Shard(rank, num_ranks) for rank in range(num_ranks)])
+    return {
+        name: form
+        for name, form in forms.items()
+        if ".experts." not in name
+        and not (is_gated and ".shared_experts." in name)
+        and not (quantisation is not None and form.has_minimums)
+        and form.inputs_at_once is not None
+    }
+
+
+def expanded_on_cpus(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, shards: Sequence[Shard]
+) -> frozenset[str]:
+    """The weights that have codes in a checkpoint, or are to be rounded to some, and by whose values CPUs multiply all
+    the same: a scale has too few inputs, or has where it is cut for these ranks. Raises ValueError if files are
+    damaged."""
+    forms = _cut_forms(folder, model, quantisation, shards)
+    return frozenset(name for name, form in forms.items() if form.on_cpus is None)
+
+
+def _cut_forms(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, shards: Sequence[Shard]
+) -> Mapping[str, CodeFormat]:
+    """The codes of each projection that has some, as the ranks' parts of it have them."""
+    from engine.checkpoint.gguf.store import GGUF_NAME
+    from engine.checkpoint.weights import expected_shapes, is_projection
+    from kernels.quantised_weight import GROUP_MULTIPLE, CodeFormat
 
     expected = expected_shapes(model)
-    if quantisation is None:
-        stored = _stored_forms(folder, expected, model)
-    else:
+    if quantisation is not None:
         expected[_HEAD] = expected[_EMBEDDING]
-        bits = {name: (quantisation.of_the_head if name == _HEAD else quantisation).name for name in expected}
-        form = CodeFormat(bits=8, lowest=-128, group_size=quantisation.group_size, has_minimums=False)
-        stored = {name: form for name in expected if bits[name] == "int8"}
-    is_gated = any(layer.experts is not None and layer.experts.shared_gate for layer in model.layers)
+        stored: Mapping[str, CodeFormat] = {name: _rounded_form(quantisation, name) for name in expected}
+    elif (folder / GGUF_NAME).exists():  # whose scales have 16 or 32 inputs each
+        form = CodeFormat(bits=8, lowest=-128, group_size=GROUP_MULTIPLE, has_minimums=True)
+        stored = dict.fromkeys(expected, form)
+    else:
+        stored = _stored_forms(folder, expected, model)
     forms = {}
     for name, form in stored.items():
-        if not is_projection(name) or ".experts." in name or (is_gated and ".shared_experts." in name):
+        if not is_projection(name):
             continue
         group_size, shape = form.group_size, expected[name]
-        for rank in range(num_ranks):
-            _, columns = (*(Shard(rank, num_ranks).part(name, shape, model) or ()), slice(None), slice(None))[:2]
+        for shard in shards:
+            _, columns = (*(shard.part(name, shape, model) or ()), slice(None), slice(None))[:2]
             start, stop, _ = columns.indices(shape[1])
             group_size = gcd(group_size, start, stop)  # as `QuantisedWeight.part` cuts it
-        cut = replace(form, group_size=group_size)
-        if cut.inputs_at_once is not None:
-            forms[name] = cut
+        forms[name] = replace(form, group_size=group_size)
     return forms
+
+
+def _rounded_form(quantisation: Quantisation, name: str) -> CodeFormat:
+    from kernels.quantised_weight import CodeFormat
+
+    rounding = quantisation if name != _HEAD else quantisation.of_the_head
+    if rounding.name == "int8":
+        return CodeFormat(bits=8, lowest=-128, group_size=rounding.group_size, has_minimums=False)
+    return CodeFormat(bits=4, lowest=0, group_size=rounding.group_size, has_minimums=True)
 
 
 def _stored_forms(
@@ -374,25 +420,32 @@ def weight_sizes(
     *,
     stays_quantised: bool,
     forms: Mapping[str, CodeFormat] | None = None,
+    expanded: Set[str] = frozenset(),
 ) -> Mapping[str, float]:
     """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
-    CPU multiplies by what is quantised, not by its values, of `value_bytes` each; of GPUs `forms` says that, see
-    `forms_on_gpus`. Raises ValueError if some are missing or files are damaged."""
+    CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
+    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. What a GGUF file has of what is expanded is
+    counted too. Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
-    from engine.checkpoint.weights import expected_shapes, is_projection
+    from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
 
     is_gguf = (folder / GGUF_NAME).exists()
     tensors = _headers(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+    expected = expected_shapes(model)
+    values = {name: prod(expected[name]) * value_bytes for name in expanded & expected.keys()}
     if stays_quantised and is_gguf:
-        return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size}
+        return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size, **values}
     stays_packed = model.packing is not None and model.packing.stays_packed
     if stays_quantised and stays_packed:
-        places = ((name, fields["data_offsets"]) for name, fields in tensors.items())
-        return {name: end - start for name, (start, end) in places}
-    expected = expected_shapes(model)
+        sizes = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
+        for name in tensors:
+            module, _, kind = name.rpartition(".")
+            if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
+                del sizes[name]
+        return {**sizes, **values}
     if not is_gguf and not stays_packed:
         _require_all(folder, expected, tensors)
     if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
@@ -401,7 +454,7 @@ def weight_sizes(
     def bytes_each(name: str) -> float:
         if forms and (form := forms.get(name)) is not None:  # scales in float32, zero points in a byte
             return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size
-        if quantisation is not None and stays_quantised and is_projection(name):
+        if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
             return _rounded_bytes(quantisation, name)
         return value_bytes
 

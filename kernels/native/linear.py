@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.huge_pages import PackingMemory, private_memory, whole_pages
 from kernels.interface import Linear
 from kernels.native.library import TYPE_NAMES, Flag, Function, Pointer, Size, declare
-from kernels.quantised_weight import GROUP_MULTIPLE, LOWEST_E4M3, ActivationBits, CodeFormat, QuantisedWeight
+from kernels.quantised_weight import ActivationBits, CodeFormat, QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,6 @@ def pack_heads(library: ctypes.CDLL, weight: Tensor, memory: PackingMemory = pri
     return NativeHeads(compute=compute, packed=packed, num_outputs=num_outputs)
 
 
-_LARGEST_GROUP = 256  # what sums of 32 bits have room for
 _LAYOUT = [Size, Size, Size, Flag, Flag, Size]
 
 
@@ -162,9 +161,7 @@ class QuantisedLinear(NativeLinear):
 
 
 def can_pack_quantised(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    if dtype != torch.bfloat16 or weight.lowest == LOWEST_E4M3:
-        return False
-    return CodeFormat.of([weight], _LARGEST_GROUP).group_size % GROUP_MULTIPLE == 0
+    return dtype == torch.bfloat16 and CodeFormat.of([weight]).on_cpus is not None
 
 
 def pack_quantised(
@@ -177,7 +174,8 @@ def pack_quantised(
     packed_bytes = declare(library, "quantised_packed_bytes", [*[Size] * 4, Flag, Flag], Size)
     pack = declare(library, "quantised_pack", [*[Pointer] * 3, *[Size] * 5, Flag, Pointer])
     parameters = [Pointer, Size, Size, Pointer, Size, *_LAYOUT, Pointer, Pointer, Pointer]
-    form = CodeFormat.of([weight], _LARGEST_GROUP)
+    form = CodeFormat.of([weight]).on_cpus
+    assert form is not None, "see can_pack_quantised"
     weight = weight.as_form(form)
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
     minimums = None if weight.minimums is None else weight.minimums.contiguous()

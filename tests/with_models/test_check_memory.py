@@ -133,7 +133,11 @@ def test_what_ranks_with_whole_experts_take(
     four = worker_memory("decode", load_config(path), tmp_path)
     assert four.whole_experts == (None if expert_parallel is False else 2)
     assert four.weight_bytes == one.weight_bytes and four.kv_tokens == one.kv_tokens
-    assert (four.step_bytes > one.step_bytes) == (four.whole_experts is not None)
+    # Each has the residual stream and its norm, and a row in and out for each of a token's three experts.
+    num_tokens = engine_config("decode", load_config(path)).largest_step.num_tokens
+    everywhere = num_tokens * (2 + 2 * 3) * 64 * torch.float32.itemsize
+    widths = one.step_bytes - everywhere
+    assert four.step_bytes == 4 * everywhere + (1 if four.whole_experts is None else 4) * widths
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
     assert main() == 0
     told = "for each token, 2 whole experts of a layer in a process\n" in capsys.readouterr().out

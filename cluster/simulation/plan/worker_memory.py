@@ -60,11 +60,11 @@ def predict_memory(
 
 def activation_bytes(shape: ModelShape, *, num_devices: int = 1, token_budget: int, max_num_seqs: int) -> int:
     """The bytes of activations at the widest moment of a step on one device: in the MLP or in attention, the residual
-    stream and its norm are held beside it; or at the end, when logits are."""
+    stream and its norm are held beside it; or at the end, when logits are, which every device has of all tokens."""
     mlp = _MLP_WIDTH * shape.widest_mlp / num_devices
     if shape.experts is not None:  # a row for each of a token's experts goes in, and one comes out
         mlp += 2 * shape.experts.per_token * shape.hidden_size
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / num_devices
     layer = token_budget * (2 * shape.hidden_size + max(mlp, attention)) * shape.bytes_per_value
-    head = max_num_seqs * shape.vocab_size / num_devices * _LOGIT_BYTES
+    head = max_num_seqs * shape.vocab_size * _LOGIT_BYTES
     return int(max(layer, head))

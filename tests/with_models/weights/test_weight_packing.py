@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from cluster.command.check import weight_sizes, worker_memory
+from cluster.command.check import expanded_on_cpus, weight_sizes, worker_memory
 from cluster.config.load import load_config
 from engine.checkpoint.packing import WeightPacking
-from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.quantisation import Quantisation, QuantisationName
 from engine.checkpoint.weights import expected_shapes, load_weights
 from engine.model.config import ModelConfig
-from engine.model.shards import WHOLE, Shard
+from engine.model.shards import WHOLE, Shard, shards_of
+from kernels.native.linear import can_pack_quantised
 from kernels.quantised_weight import QuantisedWeight
 from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts
@@ -75,10 +76,10 @@ def pack(method: str, bits: int, codes: Tensor, zeros: Tensor, less: int) -> dic
 
 
 def write_packed(
-    folder: Path, quantization: dict[str, Any], *, symmetric: bool = False, family: str = "qwen2"
+    folder: Path, quantization: dict[str, Any], *, symmetric: bool = False, family: str = "qwen2", width: int = 64
 ) -> dict[str, Tensor]:
     """A small model whose projections in the layers are packed, in two files; the values of all its tensors."""
-    build_oracle(family, folder, intermediate_size=64, num_hidden_layers=2)
+    build_oracle(family, folder, intermediate_size=width, num_hidden_layers=2)
     bits = quantization["bits"]
     less = 1 if quantization["quant_method"] == "gptq" and quantization.get("checkpoint_format") != "gptq_v2" else 0
     values: dict[str, Tensor] = load_file(folder / "model.safetensors")
@@ -358,6 +359,38 @@ def test_what_compressed_tensors_packed_stays_so(tmp_path: Path, quantization: d
     assert 0.7 < sum(stored.values()) / files <= 1.0
     with pytest.raises(ValueError, match="quantised already"):
         load_weights(tmp_path, config, Quantisation(name="int4", group_size=32), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("quantization", [AWQ, PACKED, WHOLE_NUMBERS, "int4"], ids=str)
+def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
+    tmp_path: Path, quantization: dict[str, Any] | QuantisationName, num_ranks: int
+) -> None:
+    """Of 96 inputs four ranks have 24 each, and no scale has 16."""
+    rounding = None
+    if isinstance(quantization, dict):
+        write_packed(tmp_path, quantization, width=96)
+    else:
+        build_oracle("qwen2", tmp_path, intermediate_size=96)
+        rounding = Quantisation.of(quantization)
+    config = ModelConfig.from_folder(tmp_path)
+    shards = shards_of(config, num_ranks)
+    weights = [load_weights(tmp_path, config, rounding, dtype=torch.bfloat16, shard=shard) for shard in shards]
+    values, num_values = set(), 0
+    for name, weight in ((name, weight) for of_rank in weights for name, weight in of_rank.items()):
+        if isinstance(weight, QuantisedWeight) and not can_pack_quantised(weight, torch.bfloat16):
+            values.add(name)
+            num_values += weight.codes.numel()
+    expanded = expanded_on_cpus(tmp_path, config, rounding, shards)
+    assert expanded == values and (num_ranks == 1) == (not values)
+    packed = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True)
+    told = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True, expanded=expanded)
+    codes = sum(size for name, size in packed.items() if f"{name.rpartition('.')[0]}.weight" in values)
+    assert sum(told.values()) == sum(packed.values()) - codes + 2 * num_values
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings = {"ref": str(tmp_path), "dtype": "bfloat16", "quantization": quantization if rounding else None}
+    tree = load_config({"model": settings, "prefill": {"replicas": 0}, "decode": {"tensor_parallel": num_ranks}})
+    assert worker_memory("decode", tree, tmp_path).weight_bytes == round(sum(told.values()))
 
 
 LOST = "model.layers.1.mlp.up_proj.qzeros"
