@@ -69,16 +69,17 @@ class Database:
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call `work` with the connection, in a transaction: all that it writes is kept or, if it raises, nothing."""
+        """Call `work` with the connection, in a transaction: all that it writes is kept or, if this raises, nothing."""
 
         def whole() -> T:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 done = work(self._connection, *args, **kwargs)
+                self._connection.execute("COMMIT")  # waits for whoever reads, such as a backup, and may give up
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # where the disk is full SQLite has ended it by itself
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
             return done
 
         return await self.in_thread(whole)

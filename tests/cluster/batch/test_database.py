@@ -1,4 +1,4 @@
-"""What clients leave is for the user alone that Legato runs as."""
+"""What clients leave is for the user alone that Legato runs as, and a write that fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.batch import database as storage
 from cluster.batch.database import Database
 
 
@@ -62,3 +63,47 @@ def test_a_narrower_mode_is_left(tmp_path: Path) -> None:
     folder.chmod(0o2700)
     Database(folder).close()
     assert modes(folder)["model"] == 0o2700
+
+
+def keep(connection: sqlite3.Connection, line: int, answer: str = "") -> None:
+    connection.execute("INSERT INTO answers VALUES ('b', ?, 1, ?)", (line, answer))
+
+
+def lines(connection: sqlite3.Connection) -> list[int]:
+    return [line for (line,) in connection.execute("SELECT line FROM answers ORDER BY line")]
+
+
+async def test_a_write_that_a_reader_kept_out_is_not_there_and_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup may read for longer than a gateway waits."""
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+    database, other = Database(tmp_path), Database(tmp_path)
+    await database.transact(keep, 1)
+    reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    assert lines(reader) == [1]
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        await database.transact(keep, 2)
+    reader.close()
+    await other.transact(keep, 3)
+    await database.transact(keep, 4)
+    assert await database.transact(lines) == [1, 3, 4]
+    database.close()
+    other.close()
+
+
+async def test_a_write_without_room_says_so(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+
+    def no_room(connection: sqlite3.Connection) -> None:
+        connection.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages + 4}")
+
+    await database.in_thread(no_room, database._connection)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        await database.transact(keep, 1, "x" * 10**6)
+    await database.transact(keep, 2)
+    assert await database.transact(lines) == [2]
+    database.close()
