@@ -156,7 +156,7 @@ class Batches:
                 "error": (errors, await self._write(batch, False, errors)),
             }
             await self._database.transact(_finish, self.runner, batch.id, status, contents)
-        except LostClaimError:
+        except Exception:  # on a full disk, say, where each try would leave what it has written
             for content in (output, errors):  # who is cancelled must leave them: the record may be written all the same
                 await asyncio.to_thread(content.unlink, missing_ok=True)
             raise

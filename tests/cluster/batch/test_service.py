@@ -1,15 +1,18 @@
-"""Batches whose lines are for several models: where one model has no workers, the lines of the others are answered."""
+"""Batches whose lines are for several models: where one model has no workers, the lines of the others are answered. And
+batches whose answers the disk has no room for."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from cluster.batch import service
-from cluster.batch.batches import Batch
+from cluster.batch.batches import Batch, KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
@@ -71,3 +74,30 @@ async def test_batches_that_stand_still_keep_no_other_from_running(
             await begun(batches, "gone")
         other = await begun(batches, "here")
         await eventually(lambda: server.answered == [(other.id, "here")])
+
+
+async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each try would fill the disk by what it has written, until a sweep an hour later."""
+    database = Database(tmp_path)
+    batches = BatchService(database, 10**6).batches
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    contents = [database.files / name for name in ("output", "errors")]
+    await batches.create(
+        Batch(owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31)
+    )
+    batch = await batches.claim(time.time() + 100)
+    assert batch is not None
+    await batches.answer(batch, [KeptAnswer(1, True, "an answer"), KeptAnswer(2, False, "an error")])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            await batches.finish(batch, "completed", *contents)
+    assert not list(database.files.iterdir())
+    await batches.finish(batch, "completed", *contents)
+    assert [content.read_text() for content in contents] == ["an answer\n", "an error\n"]
+    database.close()
