@@ -74,7 +74,7 @@ class Files:
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> StoredFile:
         """Make a file of the content at a path that `new_content` gave. `expires_after_s` None: it is kept.
-        Raises UnavailableError if there is no room for it."""
+        Raises UnavailableError if there is no room for it. If this raises or is cancelled, there is no such file."""
         created_at = int(time.time())
         file = StoredFile(
             id=content.name,
@@ -87,7 +87,11 @@ class Files:
         )
         num_bytes = await self._database.in_thread(_bytes_in, self._database.files)  # may take long, so under no lock
         await self._database.transact(_require_room, num_bytes, self._budget)
-        await self._database.transact(insert_file, file)
+        try:
+            await self._database.transact(insert_file, file)
+        except asyncio.CancelledError:  # the record is written all the same, and the content goes: its client is gone
+            await self._database.transact(_delete, file.id)
+            raise
         return file
 
     async def get(self, file_id: str, owner: str) -> StoredFile:

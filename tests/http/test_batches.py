@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from openai.types import Batch, FileObject
 from prometheus_client import generate_latest
 from starlette.types import Message
 
+from cluster.batch import files as stored_files
 from cluster.batch import service
 from cluster.batch.batches import Batch as StoredBatch
 from cluster.batch.batches import KeptAnswer
@@ -457,6 +459,31 @@ async def test_who_leaves_while_sending_a_file_is_no_failure(
     await create_app(api)(scope, receive, send)
     assert not come and not sent
     assert b"/v1/files" not in generate_latest(api.metrics.registry)
+
+
+async def test_who_leaves_while_a_file_is_recorded_has_no_file_without_a_content(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve cancels what a client asked for that has left."""
+    api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
+    assert api.batches is not None
+    insert, loop = stored_files.insert_file, asyncio.get_running_loop()
+
+    def leave(connection: sqlite3.Connection, file: StoredFile) -> None:
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+        insert(connection, file)
+
+    async def cancel() -> None:
+        uploading.cancel()
+
+    monkeypatch.setattr(stored_files, "insert_file", leave)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://x") as client:
+        form: Any = {"files": {"file": ("f", b"{}")}, "data": {"purpose": "batch"}, "headers": OWNER}
+        uploading = asyncio.ensure_future(client.post("/v1/files", **form))
+        with pytest.raises(asyncio.CancelledError):
+            await uploading
+        assert (await client.get("/v1/files", headers=OWNER)).json()["data"] == []
+    assert not list(api.batches.database.files.iterdir())
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:
