@@ -115,7 +115,8 @@ class Batches:
         return await self._database.transact(_get, batch_id, owner)
 
     async def list(self, owner: str, *, after: str | None, limit: int) -> list[Batch]:
-        """At most `limit` of the owner's batches that come after the batch `after`, the newest first."""
+        """At most `limit` of the owner's batches that come after the batch `after`, the newest first. Raises
+        InvalidRequestError if there is none of that id."""
         return await self._database.transact(_list, owner, after, limit)
 
     async def cancel(self, batch_id: str, owner: str) -> Batch:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from cluster.batch.database import Database
-from cluster.errors import NotFoundError, UnavailableError
+from cluster.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
 ORPHAN_S: Final = 3600.0  # how long a content may be without a record: longer than any upload takes
@@ -114,7 +114,8 @@ class Files:
     async def list(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """At most `limit` of the owner's files, those that come after the file `after`."""
+        """At most `limit` of the owner's files, those that come after the file `after`. Raises InvalidRequestError if
+        that is not in the list."""
         return await self._database.transact(_list, owner, purpose, after, limit, newest_first)
 
     async def delete(self, file_id: str, owner: str) -> None:
@@ -213,7 +214,15 @@ def page(
     newest_first: bool,
 ) -> list[sqlite3.Row]:
     """At most `limit` rows of a table for which `where` holds, ordered by when they were made, those after the row with
-    the id `after`."""
+    the id `after`. Raises InvalidRequestError if that is none of them: nobody knows where it was."""
+    if (
+        after is not None
+        and not connection.execute(f"SELECT 1 FROM {table} WHERE id = ? AND {where}", (after, *values)).fetchone()
+    ):
+        raise InvalidRequestError(
+            f"There is no {after[:100]!r} in this list; it may have been deleted. Ask for the list from its beginning.",
+            param="after",
+        )
     order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
     rows: list[sqlite3.Row] = connection.execute(
         f"SELECT * FROM {table} WHERE {where}"

@@ -221,6 +221,18 @@ def test_files(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert expiring.expires_at == expiring.created_at + 3_600
 
 
+def test_a_list_does_not_end_where_what_was_shown_last_is_deleted(target: Target) -> None:
+    """As where a client deletes what it lists: it would take the rest for deleted as well."""
+    for name in "abc":
+        upload(target, line(name))
+    with pytest.raises(openai.BadRequestError, match="may have been deleted") as refused:
+        for file in target.client.files.list(limit=2):
+            target.client.files.delete(file.id)
+    assert refused.value.param == "after" and len(target.client.files.list().data) == 1
+    answer = target.http.get("/v1/batches", params={"after": "batch_1"}, headers=OWNER)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
 def test_who_may_see_them(target: Target) -> None:
     other = target.client.with_options(api_key="another")
     file = upload(target, line("a", max_tokens=1))
