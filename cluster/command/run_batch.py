@@ -173,6 +173,8 @@ class Answers:
             for name in names:
                 self._file.seek(self._places[name][0])
                 sorted_file.write(self._file.readline())
+            sorted_file.flush()
+            os.fsync(sorted_file.fileno())  # what is deleted next is all that there is besides
         sorted_path.replace(out)
         self.path.unlink()
         return sum(not succeeded for _, succeeded in self._places.values())

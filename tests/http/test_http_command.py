@@ -166,6 +166,22 @@ def test_a_file_is_gone_on_with(batch: Batch, generator: ScriptedGenerator, monk
     ]
 
 
+def test_answers_are_on_the_disk_before_the_partial_ones_go(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power then may have the name of the new file, and nothing in it."""
+    synced, fsync = list[tuple[str, int, bool]](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.startswith(batch.out.name):  # others belong to the server
+            synced.append((name, os.fstat(descriptor).st_size, batch.partial.exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    batch.write("a", "b")
+    assert batch.run()[0] == 0
+    assert synced == [(f"{batch.out.name}.sorted", batch.out.stat().st_size, True)]
+
+
 def test_files_that_cannot_be_run(batch: Batch, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     batch.write("a", "a")
     assert batch.run()[0] == 1 and "line 2" in batch.run()[1]
