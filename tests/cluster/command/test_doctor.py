@@ -101,6 +101,22 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert cache.level == "stop" and "Set LEGATO_CACHE" in cache.advice
 
 
+def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container whose user has none: the folder for models alone is not enough."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("LEGATO_CACHE", str(tmp_path))
+    (token,), (storage,) = found("token"), found("storage")
+    assert token.level == storage.level == "stop"
+    assert token.told == "/dev/null/.ray/auth_token cannot be written" and "RAY_AUTH_TOKEN_PATH" in token.advice
+    assert "gateway.storage names one" in storage.advice
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "mine" / "token"))
+    assert not found("token")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not found("storage")
+
+
 def test_a_secret_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGATO_SECRET", "short")
     (secret,) = found("LEGATO_SECRET")

@@ -44,6 +44,12 @@ def test_a_ray_of_one_machine_asks_its_other_users_for_a_token(tmp_path: Path) -
     assert token.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_token_that_cannot_be_written_is_told() -> None:
+    os.environ["HOME"] = "/dev/null"
+    with pytest.raises(ConfigError, match=r"Not a directory: '/dev/null/\.ray'.* Set RAY_AUTH_TOKEN_PATH"):
+        keep_ray_on_loopback()
+
+
 def test_an_operator_may_choose_otherwise_by_name(tmp_path: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     keep_ray_on_loopback()
