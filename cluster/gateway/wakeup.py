@@ -26,8 +26,8 @@ class Wakeup:
             self._waiter.set_result(None)
 
     async def wait(self, deadline: float = math.inf) -> None:
-        """Wait until `set` is called; return at once if it was called since the last wait ended.
-        Raises TimeoutError at `deadline`."""
+        """Wait until `set` is called; return at once if it was called since the last wait ended. Raises TimeoutError at
+        `deadline`; what arrives in the same turn of the loop is not late."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._deadline = deadline
@@ -36,6 +36,9 @@ class Wakeup:
             self._waiter = loop.create_future()
             try:
                 await self._waiter
+            except TimeoutError:
+                if not self._is_set:
+                    raise
             finally:
                 self._waiter = None
         self._is_set = False

@@ -51,6 +51,20 @@ def test_a_deadline_holds_though_an_earlier_one_was_set_for_the_timer() -> None:
     asyncio.run(main())
 
 
+def test_what_arrives_in_the_turn_of_the_deadline_is_not_late() -> None:
+    """As after a turn that was long: the token that was missed lies in the socket already."""
+
+    async def main() -> None:
+        wakeup = Wakeup()
+        now = time.monotonic()
+        waiting = asyncio.create_task(wakeup.wait(now - 2))
+        await asyncio.sleep(0)  # it begins to wait
+        asyncio.get_running_loop().call_at(now - 1, wakeup.set)  # both are due in the next turn, this one behind
+        await asyncio.wait_for(waiting, HANGS_S)
+
+    asyncio.run(main())
+
+
 def test_an_earlier_deadline_replaces_a_later_one() -> None:
     async def main() -> None:
         wakeup = Wakeup()
