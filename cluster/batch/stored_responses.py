@@ -95,8 +95,8 @@ class Responses:
         await self._database.transact(_delete, response_id, owner)
 
     async def advance(self, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
-        """Add events of responses, and prolong this gateway's claims on them until the time `until`. Returns the ids of
-        those that are still wanted: neither cancelled, deleted nor ended."""
+        """Add events of responses, those that are not there already, and prolong this gateway's claims on them until
+        the time `until`. Returns the ids of those that are still wanted: neither cancelled, deleted nor ended."""
         return await self._database.transact(_advance, written, until)
 
     async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
@@ -236,7 +236,7 @@ def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvent
         if row is not None:
             wanted.add(response_id)
             connection.executemany(
-                "INSERT INTO response_events VALUES (?, ?, ?)",
+                "INSERT OR IGNORE INTO response_events VALUES (?, ?, ?)",
                 ((response_id, first + at, event) for at, event in enumerate(events)),
             )
     return wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,10 +36,12 @@ _LAST: Final = {"completed": "response.completed", "failed": "response.failed"} 
 
 @dataclass(slots=True)
 class _Run:
-    """A response that is being generated. `events`: those that are not written yet; `first`: the number of the first of
-    them. `last`: the newest event, which is held back: the last of all holds the response, and is not written."""
+    """A response that is being generated. `events`: those that are not known to be written; `first`: the number of the
+    first of them. `last`: the newest event, which is held back: the last of all holds the response, and is not written.
+    `runs_until`: when the gateway's claim on it ends."""
 
     queued: StoredResponse
+    runs_until: float
     task: asyncio.Task[None] | None = None
     rest: bytearray = field(default_factory=bytearray)  # the beginning of an event
     events: list[str] = field(default_factory=list)
@@ -57,11 +60,15 @@ class _Run:
             del self.rest[: end + 2]
             begin = 0
 
-    def taken(self) -> ResponseEvents:
-        """Hand over the events that are not written yet."""
-        written = ResponseEvents(self.first, self.events)
-        self.first, self.events = self.first + len(self.events), []
-        return written
+    def unwritten(self) -> ResponseEvents:
+        """The events that are not known to be written."""
+        return ResponseEvents(self.first, tuple(self.events))
+
+    def wrote(self, written: ResponseEvents, until: float) -> None:
+        """Note that these events are written, and that the claim was prolonged until then."""
+        del self.events[: len(written.events)]
+        self.first += len(written.events)
+        self.runs_until = until
 
 
 class StoredResponses:
@@ -91,7 +98,8 @@ class StoredResponses:
     async def begin(self, queued: StoredResponse, answer: ASGIApp) -> None:
         """Keep a response, and begin to generate it in the background: its events are what `answer` streams."""
         await self.kept.add(queued)
-        run = self._runs[queued.id] = _Run(queued)
+        assert queued.runs_until is not None
+        run = self._runs[queued.id] = _Run(queued, queued.runs_until)
         run.task = asyncio.create_task(self._run(run, answer), name=queued.id)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write(), name="responses in the background")
@@ -107,22 +115,41 @@ class StoredResponses:
         try:
             http_status = await run_inside(answer, run.take)
             status, response = _ended(run, http_status)
-            await self.kept.finish(run.queued.id, run.taken(), status, response)
+            await self._finish(run, status, response)
         except Exception:
             logger.exception("the response %s is lost", run.queued.id, extra={"request": run.queued.id})
         finally:
             del self._runs[run.queued.id]
 
+    async def _finish(self, run: _Run, status: str, response: str) -> None:
+        """Write the end of a response. What keeps it from being written is raised once the claim on it is over."""
+        while True:
+            try:
+                return await self.kept.finish(run.queued.id, run.unwritten(), status, response)
+            except (sqlite3.Error, OSError):
+                if time.time() >= run.runs_until:
+                    raise
+            await asyncio.sleep(WRITE_S)
+
     async def _write(self) -> None:
-        """Write what was generated into the folder every `WRITE_S`, as long as anything is being generated."""
+        """Write what was generated into the folder every `WRITE_S`, as long as anything is being generated. What can't
+        be written, as on a disk that is full, is tried again for as long as the claim on it lasts."""
+        has_failed = False
         while self._runs:
             await asyncio.sleep(WRITE_S)
-            written = {response_id: run.taken() for response_id, run in self._runs.items()}
+            runs, until = dict(self._runs), time.time() + CLAIM_S
+            written = {response_id: run.unwritten() for response_id, run in runs.items()}
             try:
-                wanted = await self.kept.advance(written, time.time() + CLAIM_S)
+                wanted = await self.kept.advance(written, until)
             except Exception:
-                logger.exception("what was generated in the background could not be written")
-                wanted = set()
+                if not has_failed:
+                    logger.exception("what was generated in the background can't be written, which is tried again")
+                has_failed, now = True, time.time()
+                wanted = {response_id for response_id, run in runs.items() if run.runs_until > now}
+            else:
+                has_failed = False
+                for response_id in wanted:
+                    runs[response_id].wrote(written[response_id], until)
             for response_id in written.keys() - wanted:
                 self.end(response_id)
 

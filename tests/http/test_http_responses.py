@@ -32,7 +32,7 @@ from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
 from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
-from tests.support.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S, eventually, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -626,6 +626,40 @@ def test_a_large_event_in_the_background_is_read_once(tmp_path: Path) -> None:
         database.close()
 
     assert in_loop_turns(lambda: asyncio.run(scenario())) < 20e6
+
+
+async def test_a_disk_that_is_full_for_a_moment_costs_nothing_in_the_background(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the events that come meanwhile nor the response, which ends then."""
+    database = Database(tmp_path)
+    responses = StoredResponses(database, 2**30)
+    kinds = [*["response.output_text.delta"] * 3, "response.completed"]
+    events = [f"event: {kind}\ndata: {json.dumps({'type': kind, 'response': {}})}" for kind in kinds]
+    events[0] += " " * 10**6  # which needs room
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for event in events:
+            await send({"type": "http.response.body", "body": f"{event}\n\n".encode(), "more_body": True})
+
+    async def limit(num_pages: int) -> None:
+        await database.in_thread(database._connection.execute, f"PRAGMA max_page_count = {num_pages}")
+
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    async with responses.running():
+        queued = StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known)
+        await responses.begin(queued, answer)
+        await limit(1)  # it keeps those that it has
+        await eventually(lambda: bool(caplog.records))
+        assert "tried again" in caplog.text and "lost" not in caplog.text
+        await limit(2**30)
+        async with aclosing(responses.follow("r", "o", -1)) as followed:
+            told = b"".join([piece async for piece in followed]).decode()
+        assert (await responses.kept.get("r", "o")).status == "completed"
+    shown = [event for event in told.split("\n\n") if event.startswith("event: ")]  # besides comments
+    assert shown[:3] == events[:3] and len(shown) == 4
+    database.close()
 
 
 def test_without_a_folder(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
