@@ -124,9 +124,10 @@ class Batches:
         ConflictError for one that has ended."""
         return await self._database.transact(_cancel, batch_id, owner)
 
-    async def claim(self, until: float) -> Batch | None:
-        """Claim the oldest batch that nobody runs for this gateway, until the time `until`. None: there is none."""
-        return await self._database.transact(_claim, self.runner, until)
+    async def claim(self, until: float, besides: Iterable[str] = ()) -> Batch | None:
+        """Claim the oldest batch that nobody runs for this gateway, until the time `until`. None: there is none.
+        `besides`: those that this gateway runs already, though its claim on them may have run out while it waited."""
+        return await self._database.transact(_claim, self.runner, until, list(besides))
 
     async def renew(self, batch_ids: Iterable[str], *, until: float) -> dict[str, Status]:
         """Prolong this gateway's claims on these batches until the time `until`. Returns the status of each that is
@@ -228,11 +229,12 @@ def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
     return batch
 
 
-def _claim(connection: sqlite3.Connection, runner: str, until: float) -> Batch | None:
+def _claim(connection: sqlite3.Connection, runner: str, until: float, besides: list[str]) -> Batch | None:
     row = connection.execute(
         "UPDATE batches SET runner = ?, runs_until = ? WHERE id = (SELECT id FROM batches WHERE NOT ended"
-        " AND (runner IS NULL OR runs_until < ?) ORDER BY created_at, rowid LIMIT 1) RETURNING *",
-        (runner, until, time.time()),
+        " AND (runner IS NULL OR runs_until < ?) AND id NOT IN (SELECT value FROM json_each(?))"
+        " ORDER BY created_at, rowid LIMIT 1) RETURNING *",
+        (runner, until, time.time(), json.dumps(besides)),
     ).fetchone()
     return None if row is None else _of_row(connection, row)
 

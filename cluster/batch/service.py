@@ -131,7 +131,7 @@ class BatchService:
                 run.task.cancel()
             elif statuses[batch_id] == "cancelling":
                 run.is_cancelled.set()
-        while self._may_claim() and (batch := await self.batches.claim(time.time() + CLAIM_S)):
+        while self._may_claim() and (batch := await self.batches.claim(time.time() + CLAIM_S, self._runs)):
             run = _Run()
             run.task = asyncio.create_task(self._run_safely(batch, send, run), name=batch.id)
             self._runs[batch.id] = run

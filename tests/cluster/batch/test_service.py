@@ -3,6 +3,7 @@ batches whose answers the disk has no room for."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -74,6 +75,31 @@ async def test_batches_that_stand_still_keep_no_other_from_running(
             await begun(batches, "gone")
         other = await begun(batches, "here")
         await eventually(lambda: server.answered == [(other.id, "here")])
+
+
+async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is slow for longer than a claim lasts, as while a backup reads it."""
+    monkeypatch.setattr(service, "CLAIM_S", 0.0)
+    batches, sent, may_end = BatchService(Database(tmp_path), 10**6), list[object](), asyncio.Event()
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        sent.append(line.body["model"])
+        if line.body["model"] == "slow":
+            await may_end.wait()
+        return LineAnswer(status=200, body="{}")
+
+    async with batches.running(send):
+        slow = await begun(batches, "slow")
+        await eventually(lambda: len(sent) > 0)
+        await begun(batches, "another")  # claimed behind the first
+        await eventually(lambda: len(sent) > 1)
+        assert sent == ["slow", "another"]
+        may_end.set()
+        await eventually(lambda: slow.id not in batches._runs)
+        assert (await batches.batches.get(slow.id, "o")).status == "completed"
+    assert sent == ["slow", "another"]
 
 
 async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
