@@ -49,7 +49,8 @@ class Database:
     record can be told even after a restart under another secret of the cluster."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, or make it. Raises OSError or sqlite3.Error if it can't be used."""
+        """Open the folder, or make it. Raises OSError or sqlite3.Error if it can't be used. One that is there is opened
+        without writing, so that a disk that is full keeps no gateway from starting."""
         self.files = folder / "files"
         records = folder / "records.sqlite"
         for path in (folder, self.files):  # a parent is made without the mode
@@ -64,7 +65,8 @@ class Database:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
-        self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version = {_VERSION};COMMIT;")
+        note_version = f"PRAGMA user_version = {_VERSION};" if version < _VERSION else ""
+        self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}{note_version}COMMIT;")
 
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
@@ -104,13 +106,14 @@ def _restrict_to_owner(path: Path, mode: int) -> None:
 
 def _secret(path: Path) -> bytes:
     """The secret in a file. Whichever process comes first draws it."""
-    drawn = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    drawn.touch(mode=0o600)
-    drawn.write_bytes(secrets.token_bytes(32))
-    try:
-        os.link(drawn, path)
-    except FileExistsError:
-        pass
-    finally:
-        drawn.unlink()
+    if not path.exists():
+        drawn = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        try:
+            drawn.touch(mode=0o600)
+            drawn.write_bytes(secrets.token_bytes(32))
+            os.link(drawn, path)
+        except FileExistsError:
+            pass
+        finally:
+            drawn.unlink(missing_ok=True)
     return path.read_bytes()

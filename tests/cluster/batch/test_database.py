@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sqlite3
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,31 @@ async def test_a_write_without_room_says_so(tmp_path: Path) -> None:
     await database.transact(keep, 2)
     assert await database.transact(lines) == [2]
     database.close()
+
+
+@contextmanager
+def a_full_disk() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_full_disk_keeps_no_gateway_from_starting(tmp_path: Path) -> None:
+    first = Database(tmp_path)
+    await first.transact(keep, 1)
+    first.close()
+    with a_full_disk():
+        database = Database(tmp_path)
+        with pytest.raises(sqlite3.OperationalError):
+            await database.transact(keep, 2)
+    assert database.secret == first.secret and await database.transact(lines) == [1]
+    database.close()
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_secret_half_written(tmp_path: Path) -> None:
+    with a_full_disk(), pytest.raises(OSError, match="File too large"):
+        Database(tmp_path)
+    assert [path.name for path in tmp_path.glob("secret*")] == []
