@@ -104,9 +104,9 @@ class BatchService:
         return self.database.files / batch.id
 
     async def _look(self, send: SendFor) -> None:
-        """Look at the batches every `_LOOK_S`, or as soon as woken, and sweep the files now and then,
-        until cancelled."""
-        sweep_at = 0.0
+        """Look at the batches every `_LOOK_S`, or as soon as woken, and sweep the files now and then, until cancelled.
+        That they can't be looked at is logged once: the log may be on the disk that is full."""
+        sweep_at, has_failed = 0.0, False
         while True:
             self._woken.clear()
             try:
@@ -115,8 +115,13 @@ class BatchService:
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
                     await self.batches.forget()  # what a gateway left that ended just then
+                if has_failed:
+                    logger.warning("the batches can be looked at again")
+                has_failed = False
             except Exception:
-                logger.exception("the batches could not be looked at, which is tried again")
+                if not has_failed:
+                    logger.exception("the batches can't be looked at, which is tried again each second")
+                has_failed = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._woken.wait()

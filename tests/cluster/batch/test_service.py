@@ -127,3 +127,30 @@ async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
     await batches.finish(batch, "completed", *contents)
     assert [content.read_text() for content in contents] == ["an answer\n", "an error\n"]
     database.close()
+
+
+async def test_a_folder_that_cannot_be_written_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once that it can be again."""
+    monkeypatch.setattr(service, "_LOOK_S", 0.0)
+    database = Database(tmp_path)
+    batches, looks = BatchService(database, 10**6), list[None]()
+    once = batches._once
+
+    async def counted(send: service.SendFor) -> None:
+        looks.append(None)
+        await once(send)
+
+    async def allow(writes: bool) -> None:
+        await database.in_thread(database._connection.execute, f"PRAGMA query_only = {int(not writes)}")
+
+    monkeypatch.setattr(batches, "_once", counted)
+    await allow(False)
+    async with batches.running(Server().send):
+        await eventually(lambda: len(looks) > 3)
+        await allow(True)
+        await eventually(lambda: "can be looked at again" in caplog.text)
+        num_looks = len(looks)
+        await eventually(lambda: len(looks) > num_looks + 3)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
