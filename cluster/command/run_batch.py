@@ -65,6 +65,7 @@ def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurr
                 print(f"All {num_lines} lines are answered in {out} already.")
                 return 0
         raise BatchFileError(f"{out} is there already, and has no answers to these lines. Move it, or name another.")
+    server.get("/v1/models", headers=_headers())  # nobody waits ten minutes for a wrong URL
     begun = time.monotonic()
     with Answers(out.with_name(f"{out.name}.partial")) as answers:
         if strangers := answers.names - {line.custom_id for line in _lines(source)}:
@@ -73,7 +74,6 @@ def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurr
                 " output."
             )
         num_before = len(answers)
-        server.get("/v1/models", headers=_headers())  # nobody waits ten minutes for a wrong URL
         try:
             uvloop.run(_answer_all(source, answers, server, num_lines, concurrency))
         except KeyboardInterrupt:

@@ -194,7 +194,7 @@ def test_files_that_cannot_be_run(batch: Batch, generator: ScriptedGenerator, mo
     assert "other lines, such as 'b'" in batch.run()[1]
     batch.partial.unlink()
     assert batch.run("--url", "ftp://x")[0] == 2
-    assert batch.run("--url", "http://127.0.0.1:1")[0] == 1
+    assert batch.run("--url", "http://127.0.0.1:1")[0] == 1 and not batch.partial.exists()
     monkeypatch.setattr("cluster.command.run_batch._PATIENCE_S", 0.05)
     generator.script = Script(fail_after=0, error=OverloadedError("Full.", retry_after_s=0.01))
     monkeypatch.setattr("cluster.command.run_batch._NOT_NOW", 429)
