@@ -123,7 +123,11 @@ def run(arguments: argparse.Namespace) -> int:
     head: Json = {"url": server.url, "model": model, "seed": arguments.seed}
     print(json.dumps({**head, **report}) if arguments.json else table_of(head, report), flush=True)
     if arguments.plot is not None:
-        _plot([sent for sent in asker.sent if sent.timing is not None], promise, arguments.plot)
+        try:
+            _plot([sent for sent in asker.sent if sent.timing is not None], promise, arguments.plot)
+        except OSError as error:
+            print(f"error: --plot {arguments.plot}: {error.strerror or error}", file=sys.stderr)
+            return 1
     return 0 if any(sent.timing is not None for sent in asker.sent) else 1
 
 

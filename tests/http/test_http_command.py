@@ -328,6 +328,8 @@ def test_plots(bench: Bench, tmp_path: Path) -> None:
     told = bench.table("--requests", "3", "--output-tokens", "4", "--plot", str(tmp_path / "seen.svg"))
     assert "goodput (first token within 2000 ms, 100 ms a token)" in told
     assert (tmp_path / "seen.svg").read_text().startswith("<?xml")
+    told = bench.table("--requests", "1", "--output-tokens", "2", "--plot", str(tmp_path))
+    assert bench.code == 1 and "goodput" in told, "the report is there all the same"
 
 
 def test_top_prints_one_frame_where_there_is_no_terminal(
