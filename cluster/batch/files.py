@@ -135,6 +135,14 @@ def file_not_found(file_id: str) -> NotFoundError:
     return NotFoundError(f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
 
 
+def not_in_list(after: str) -> InvalidRequestError:
+    """What to raise where a client asks for what comes after something that is not there: nobody knows where it was."""
+    return InvalidRequestError(
+        f"There is no {after[:100]!r} in this list; it may have been deleted. Ask for the list from its beginning.",
+        param="after",
+    )
+
+
 def _copy(source: BinaryIO, content: Path) -> None:
     with content.open("xb") as out:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
@@ -214,15 +222,12 @@ def page(
     newest_first: bool,
 ) -> list[sqlite3.Row]:
     """At most `limit` rows of a table for which `where` holds, ordered by when they were made, those after the row with
-    the id `after`. Raises InvalidRequestError if that is none of them: nobody knows where it was."""
+    the id `after`. Raises InvalidRequestError if that is none of them."""
     if (
         after is not None
         and not connection.execute(f"SELECT 1 FROM {table} WHERE id = ? AND {where}", (after, *values)).fetchone()
     ):
-        raise InvalidRequestError(
-            f"There is no {after[:100]!r} in this list; it may have been deleted. Ask for the list from its beginning.",
-            param="after",
-        )
+        raise not_in_list(after)
     order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
     rows: list[sqlite3.Row] = connection.execute(
         f"SELECT * FROM {table} WHERE {where}"

@@ -384,6 +384,9 @@ def test_stored_responses(client: openai.OpenAI, target: Target, generator: Scri
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
     own: list[Any] = list(client.responses.input_items.list(third.id))
     assert [item.content[0].text for item in own] == ["Then?"]
+    with pytest.raises(openai.BadRequestError, match="may have been deleted") as nowhere:
+        client.responses.input_items.list(third.id, after=items[0].id)
+    assert nowhere.value.param == "after"
     forgotten = create(client, store=False)
     assert forgotten.store is False
     with pytest.raises(openai.NotFoundError):

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.types import Send
 
+from cluster.batch.files import not_in_list
 from cluster.batch.stored_responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.timeline import RequestTimeline
@@ -255,7 +256,11 @@ async def list_input_items(
         items = _items(past) + json.loads(found.items)
         if order == "desc":
             items.reverse()
-        begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
+        begin = 0
+        if after is not None:
+            begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
+            if not begin:
+                raise not_in_list(after)
         shown = items[begin : begin + limit]
         ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
         return json.dumps({"object": "list", "data": shown, **ends, "has_more": begin + limit < len(items)})
