@@ -131,7 +131,7 @@ class Batches:
 
     async def renew(self, batch_ids: Iterable[str], *, until: float) -> dict[str, Status]:
         """Prolong this gateway's claims on these batches until the time `until`. Returns the status of each that is
-        still its own and has not ended."""
+        still its own, also of one that has ended."""
         return await self._database.transact(_renew, self.runner, list(batch_ids), until)
 
     async def turn(self, batch: Batch, status: Status, **changes: Any) -> Batch:
@@ -243,8 +243,7 @@ def _renew(connection: sqlite3.Connection, runner: str, batch_ids: list[str], un
     statuses: dict[str, Status] = {}
     for batch_id in batch_ids:
         row = connection.execute(
-            "UPDATE batches SET runs_until = ? WHERE id = ? AND runner = ? AND NOT ended"
-            " RETURNING json_extract(record, '$.status')",
+            "UPDATE batches SET runs_until = ? WHERE id = ? AND runner = ? RETURNING json_extract(record, '$.status')",
             (until, batch_id, runner),
         ).fetchone()
         if row is not None:

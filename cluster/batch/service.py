@@ -106,7 +106,7 @@ class BatchService:
     async def _look(self, send: SendFor) -> None:
         """Look at the batches every `_LOOK_S`, or as soon as woken, and sweep the files now and then, until cancelled.
         That they can't be looked at is logged once: the log may be on the disk that is full."""
-        sweep_at, has_failed = 0.0, False
+        sweep_at, may_be_left, has_failed = 0.0, False, False
         while True:
             self._woken.clear()
             try:
@@ -114,7 +114,9 @@ class BatchService:
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
-                    await self.batches.forget()  # what a gateway left that ended just then
+                    may_be_left = True
+                if may_be_left:  # answers, by a gateway that ended just then
+                    may_be_left = await self.batches.forget()
                 if has_failed:
                     logger.warning("the batches can be looked at again")
                 has_failed = False

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import os
+import sqlite3
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cluster.batch.batches import Batch, KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
-from tests.support.waiting import eventually
+from tests.support.waiting import HANGS_S, eventually
 
 MODELS = ("gone", "here")
 NO_WORKER = LineAnswer(status=503, body="{}", retry_after_s=0.01)
@@ -100,6 +101,31 @@ async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
         await eventually(lambda: slow.id not in batches._runs)
         assert (await batches.batches.get(slow.id, "o")).status == "completed"
     assert sent == ["slow", "another"]
+
+
+async def test_answers_are_forgotten_although_their_batch_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than a look, of a large batch; and so where a gateway has left them that ended just then."""
+    monkeypatch.setattr("cluster.batch.batches._FORGOTTEN_AT_ONCE", 1)
+    monkeypatch.setattr(service, "_LOOK_S", 0.0)
+    batches = BatchService(Database(tmp_path), 10**6)
+    async with batches.running(Server().send):
+        batch = await begun(batches, *["here"] * 30)
+        await eventually(lambda: batch.id in batches._runs)
+        await eventually(lambda: batch.id not in batches._runs)
+        assert (await batches.batches.get(batch.id, "o")).status == "completed"
+        assert not await batches.batches.answered(batch) and not batches._input(batch).exists()
+
+    def leave(connection: sqlite3.Connection) -> None:
+        connection.executemany("INSERT INTO answers VALUES (?, ?, 1, '')", ((batch.id, line) for line in range(30)))
+
+    database = Database(tmp_path)
+    await database.transact(leave)
+    another = BatchService(database, 10**6)
+    async with another.running(Server().send), asyncio.timeout(HANGS_S):
+        while await another.batches.answered(batch):
+            pass
 
 
 async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
