@@ -431,6 +431,11 @@ def fetch_models(config: LegatoConfig) -> None:
             print(f"  in {resolve_model(served.model.ref, backend=served.model.backend)}", flush=True)
         except (ValueError, ModelUnavailableError) as error:
             raise StartError(str(error)) from error
+        except OSError as error:  # a folder that cannot be written, a disk that is full
+            raise StartError(
+                f"{served.model.ref} cannot be made ready on this machine: {error}. `legato doctor` looks at the folder"
+                " that models go to; LEGATO_CACHE, or for the hub's HF_HOME, names another one."
+            ) from error
 
 
 def show_first_answer(url: str, model: str) -> None:

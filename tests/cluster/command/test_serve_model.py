@@ -121,3 +121,9 @@ def test_a_start_that_fails_is_told_by_its_error() -> None:
 def test_a_folder_without_a_model_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"config\.json is missing"):
         fetch_models(LegatoConfig(model=ModelSettings(ref=str(tmp_path))))
+
+
+def test_a_folder_for_models_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_CACHE", "/dev/null/cache")
+    with pytest.raises(StartError, match=r"Not a directory: '/dev/null/cache.*LEGATO_CACHE.* names another one"):
+        fetch_models(LegatoConfig(model=ModelSettings(ref="smollm2-135m-instruct")))
