@@ -7,6 +7,7 @@ whether loading is worth it: it predicts how long it takes, and the caller compa
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,8 +42,10 @@ class PrefixTiers:
         sink: ColumnSink | None = None,
         load_timeout_s: float,
         max_queued_blocks: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """What does not come within `load_timeout_s` is computed instead. `max_queued_blocks`: on their way down."""
+        """What does not come within `load_timeout_s` is computed instead. `max_queued_blocks`: on their way down.
+        `clock`: by which loads are measured, in seconds; threads read it, too."""
         assert device.cache.layout == host.cache.layout, "tiers of one worker share a layout"
         self._loop = asyncio.get_running_loop()
         self._on_room: Callable[[], None] = lambda: None
@@ -52,7 +55,7 @@ class PrefixTiers:
         self._sources = tuple(sources)
         self.disk = sink if isinstance(sink, DiskTier) else None
         self.write_through = WriteThrough(device, host, sink, max_queued_blocks=max_queued_blocks, on_room=self._room)
-        self._up = Promoter(host, self._sources, timeout_s=load_timeout_s, on_room=self._room)
+        self._up = Promoter(host, self._sources, timeout_s=load_timeout_s, on_room=self._room, clock=clock)
         self.loaded_columns = self._up.loaded_columns
         self.failed_columns = self._up.failed_columns
         for source in self._sources:  # told from the start: what begins with its first load shows no increase by it

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Final
 
 from engine.kv.block_pool import BlockLease
 from kernels.cpu.thread_team import work_alone
@@ -30,6 +31,9 @@ Wanted = tuple[bytes, ColumnSource]
 
 _SMOOTHING = 0.3
 _BATCH_COLUMNS = 8
+_LAPSE_S: Final = 60.0
+"""How long a source is believed to be slower than assumed without a load: of what nothing is loaded from nothing is
+measured, so only another try shows that it is fast again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,18 +68,27 @@ class Promotion:
 
 
 class Promoter:
-    """`bytes_per_s(source)` is what loads have been measured at, smoothed. `on_room()`: blocks were given back."""
+    """`on_room()`: blocks were given back. `clock` is in seconds, as `time.monotonic`; the sources' threads read it,
+    too."""
 
     def __init__(
-        self, host: TierMemory, sources: Iterable[ColumnSource], *, timeout_s: float, on_room: Callable[[], None]
+        self,
+        host: TierMemory,
+        sources: Iterable[ColumnSource],
+        *,
+        timeout_s: float,
+        on_room: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._on_room = on_room
         self._timeout_s = timeout_s
+        self._clock = clock
         self._batch_of: dict[bytes, _Batch] = {}  # those that can still be joined
         self._num_queued: Counter[str] = Counter()  # columns, by source
         self._begun_at: dict[str, float] = {}  # the load that a source's thread has in hand; written by that thread
-        self._rates: dict[str, float] = {}
+        self._column_s: dict[str, float] = {}  # seconds that a source has taken for a column, smoothed
+        self._measured_at: dict[str, float] = {}  # when that was measured last
         self._home = HomeLoop()
         self._loop = asyncio.get_running_loop()
         self._threads = {
@@ -86,24 +99,23 @@ class Promoter:
         self.loaded_columns: Counter[SourceName] = Counter()  # into host memory, by where they came from
         self.failed_columns: Counter[SourceName] = Counter()  # that a load was to bring and did not, or not in time
 
-    def bytes_per_s(self, source: ColumnSource) -> float:
-        return self._rates.get(source.name, source.assumed_bytes_per_s)
-
     def predicted_s(self, wanted: Iterable[Wanted]) -> float:
         """Seconds until these columns would be here, those that are queued before them included. Sources load side by
         side."""
-        seconds: dict[str, float] = {}
-        for _, source in wanted:
-            column_s = self._host.column_bytes / self.bytes_per_s(source)
-            seconds.setdefault(source.name, self._num_queued[source.name] * column_s)
-            seconds[source.name] += column_s
-        return max(seconds.values(), default=0.0)
+        counts = Counter(source for _, source in wanted)
+        return max(
+            (
+                (self._num_queued[source.name] + count) * self._believed_column_s(source)
+                for source, count in counts.items()
+            ),
+            default=0.0,
+        )
 
     def hangs(self, source: ColumnSource) -> bool:
         """Whether it has been at one load for longer than anybody waits: nothing is to be had from it until that is
         over."""
         begun_at = self._begun_at.get(source.name)
-        return begun_at is not None and time.monotonic() - begun_at > self._timeout_s
+        return begun_at is not None and self._clock() - begun_at > self._timeout_s
 
     def start(self, wanted: Sequence[Wanted], keep: Iterable[int], on_settled: Callable[[], None]) -> Promotion:
         """Load columns, as many as there is room for. `keep`: cached host blocks that must stay until it is over.
@@ -176,10 +188,10 @@ class Promoter:
     def _load(self, batch: _Batch, views: list[list[memoryview]]) -> None:
         """Read a batch into the views, on its source's thread."""
         loaded, seconds, name = [False] * len(batch.hashes), 0.0, batch.source.name
-        self._begun_at[name] = started = time.monotonic()
+        self._begun_at[name] = started = self._clock()
         try:
             loaded = batch.source.load(batch.hashes, views)
-            seconds = time.monotonic() - started
+            seconds = self._clock() - started
         except Exception:  # the boundary of the thread: whatever a source suffers from, it is a miss
             logger.exception("loading %d KV columns from %s failed", len(batch.hashes), name)
         finally:
@@ -238,6 +250,15 @@ class Promoter:
         if not batch.abandoned:  # else it has failed already, or nobody wanted it
             self.failed_columns[batch.source.name] += len(batch.hashes) - num_loaded
         if num_loaded and seconds > 0:
-            old = self.bytes_per_s(batch.source)
-            new = num_loaded * self._host.column_bytes / seconds
-            self._rates[batch.source.name] = old + _SMOOTHING * (new - old)
+            # Seconds, not bytes a second: by those a load of minutes makes its source look a third slower, no more.
+            old = self._believed_column_s(batch.source)
+            self._column_s[batch.source.name] = old + _SMOOTHING * (seconds / num_loaded - old)
+            self._measured_at[batch.source.name] = self._clock()
+
+    def _believed_column_s(self, source: ColumnSource) -> float:
+        """Seconds that one column from it takes: as measured, or as assumed where nothing was, or too long ago."""
+        assumed = self._host.column_bytes / source.assumed_bytes_per_s
+        measured = self._column_s.get(source.name, assumed)
+        if measured > assumed and self._clock() - self._measured_at[source.name] > _LAPSE_S:
+            return assumed
+        return measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -22,6 +23,7 @@ class Tiers:
         host_columns: int = 12,
         load_timeout_s: float = HANGS_S,
         max_queued_blocks: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.device, self.host = tier(8), tier(host_columns)
         self.tiers = PrefixTiers(
@@ -31,6 +33,7 @@ class Tiers:
             sink=sink,
             load_timeout_s=load_timeout_s,
             max_queued_blocks=max_queued_blocks,
+            clock=clock,
         )
 
     async def promote(self, digests: Sequence[bytes]) -> int:

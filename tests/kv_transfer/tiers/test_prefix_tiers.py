@@ -191,20 +191,26 @@ async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
         assert (bench.tiers.loaded_columns["disk"], bench.tiers.failed_columns["disk"]) == (4, 4)
 
 
-async def test_a_load_that_comes_too_late_says_how_slow_its_source_is() -> None:
+async def test_after_a_load_that_came_too_late_nothing_is_worth_loading_for_a_minute() -> None:
     digests = hashes(8)
     below = ScriptedSource(digests)
-    below.assumed_bytes_per_s = 1e12
-    async with opened(Tiers(below, load_timeout_s=0.1)) as bench:
+    now = 0.0
+    async with opened(Tiers(below, load_timeout_s=0.1, clock=lambda: now)) as bench:
         believed_s = bench.tiers.missing(digests[4:]).load_s
+        computed_s = 10 * believed_s  # what takes longer to load is computed
         below.go.clear()
         promotion = asyncio.create_task(bench.promote(digests[:4]))
         await asyncio.sleep(0)
         assert below.begun.wait(HANGS_S)
         assert await promotion == 0
+        now = 100.0
         below.go.set()
         await bench.settled()
-        assert bench.tiers.missing(digests[4:]).load_s > believed_s
+        assert bench.tiers.missing(digests[4:]).load_s > computed_s
+        now = 159.0
+        assert bench.tiers.missing(digests[4:]).load_s > computed_s
+        now = 161.0
+        assert bench.tiers.missing(digests[4:]).load_s == believed_s, "else nothing would ever show that it is fast"
 
 
 async def test_a_source_that_hangs_holds_up_no_other_one() -> None:
