@@ -156,11 +156,16 @@ class Promoter:
             thread.shutdown()
 
     def _batches(self, wanted: Sequence[Wanted]) -> list[_Batch]:
-        """The batches that will bring the columns: under way already, or new ones."""
+        """The batches that will bring the columns: under way already, unless their source hangs, or new ones."""
         if self._closed:
             return []
-        batches = list({self._batch_of[column]: None for column, _ in wanted if column in self._batch_of})
-        new = [(prefix_hash, source) for prefix_hash, source in wanted if prefix_hash not in self._batch_of]
+        joined = {
+            prefix_hash: batch
+            for prefix_hash, _ in wanted
+            if (batch := self._batch_of.get(prefix_hash)) is not None and not self.hangs(batch.source)
+        }
+        batches = list(dict.fromkeys(joined.values()))
+        new = [(prefix_hash, source) for prefix_hash, source in wanted if prefix_hash not in joined]
         for _, run in groupby(new, key=lambda column: column[1].name):
             columns = list(run)
             for start in range(0, len(columns), _BATCH_COLUMNS):

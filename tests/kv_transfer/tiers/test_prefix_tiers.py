@@ -249,6 +249,26 @@ async def test_of_a_source_that_hangs_nothing_is_wanted() -> None:
         await eventually(lambda: bench.tiers.missing(digests).num_ready == 4)
 
 
+async def test_what_hangs_at_one_source_comes_from_another_meanwhile() -> None:
+    digests = hashes(4)
+    near, far = ScriptedSource(digests, "neighbours"), ScriptedSource(digests, "disk")
+    now = 0.0
+    async with opened(Tiers(near, far, clock=lambda: now)) as bench:
+        near.go.clear()
+        hanging = asyncio.create_task(bench.promote(digests))
+        await asyncio.sleep(0)
+        assert near.begun.wait(HANGS_S)
+        now = HANGS_S + 1  # by which a load hangs; nobody's wait has ended
+        far.go.clear()
+        waits = [asyncio.create_task(bench.promote(digests)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert bench.host.pool.num_held == 8 * GROUPS, "one load from each"
+        far.go.set()
+        assert [await wait for wait in waits] == [4, 4]
+        near.go.set()
+        assert await hanging == 4
+
+
 async def test_two_who_want_the_same_wait_for_one_load() -> None:
     digests = hashes(4)
     below = ScriptedSource(digests)
