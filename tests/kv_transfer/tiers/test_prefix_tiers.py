@@ -243,7 +243,10 @@ async def test_of_a_source_that_hangs_nothing_is_wanted() -> None:
     async with opened(Tiers(near, far, load_timeout_s=0.1)) as bench:
         near.go.clear()
         assert bench.tiers.missing(digests).num_reachable == 4
-        assert await bench.promote(digests) == 0
+        promotion = asyncio.create_task(bench.promote(digests))
+        await asyncio.sleep(0)
+        assert near.begun.wait(HANGS_S)  # else its load may be recalled before it hangs
+        assert await promotion == 0
         await eventually(lambda: bench.tiers.missing(digests).num_reachable == 1, what="what hangs is asked")
         near.go.set()
         await eventually(lambda: bench.tiers.missing(digests).num_ready == 4)
