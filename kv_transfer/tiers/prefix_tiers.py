@@ -100,8 +100,9 @@ class PrefixTiers:
     async def close(self) -> None:
         """End the threads after what they have in hand; queued work is dropped. Raises TimeoutError where that takes
         longer than `CLOSE_S`: they may write to the host memory still, so it must stay mapped, and this process's."""
+        self._up.close()
         async with asyncio.timeout(CLOSE_S):
-            await asyncio.to_thread(self._up.close)
+            await asyncio.to_thread(self._up.join)
             await asyncio.to_thread(self.write_through.close)
         await asyncio.sleep(0)  # the threads' last reports give the blocks back
 

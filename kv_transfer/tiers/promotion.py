@@ -148,10 +148,13 @@ class Promoter:
         self._on_room()
 
     def close(self) -> None:
-        """End the threads after the loads in hand; blocks until then."""
+        """Drop what is queued; nothing is loaded any more but what the threads have in hand."""
         self._closed = True
         for batch in list(self._batch_of.values()):
             self._abandon(batch)
+
+    def join(self) -> None:
+        """After `close`: wait until the threads have ended. Blocks; for another thread than the loop's."""
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -238,11 +241,13 @@ class Promoter:
 
     def _abandon(self, batch: _Batch) -> None:
         """Nobody waits for it any more. What its thread has not begun is over at once, and its blocks are free."""
+        if batch.abandoned:
+            return
         batch.abandoned = True
         self._forget(batch)
         assert batch.load is not None
         if batch.load.cancel():
-            self._home.run(self._finished, batch, [False] * len(batch.hashes), 0.0)
+            self._finished(batch, [False] * len(batch.hashes), 0.0)
 
     def _forget(self, batch: _Batch) -> None:
         for prefix_hash in batch.hashes:

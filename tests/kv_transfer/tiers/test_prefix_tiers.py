@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -342,11 +343,31 @@ async def test_closing_drops_what_is_queued() -> None:
         await eventually(lambda: done)
 
 
+async def test_closing_gives_the_room_of_what_is_queued_back_once() -> None:
+    below = ScriptedSource(hashes(12))
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with opened(Tiers(below)) as bench:
+        below.go.clear()
+        done: list[int] = []
+        bench.tiers.promote(hashes(12), done.append)
+        assert below.begun.wait(HANGS_S)
+        closing = asyncio.create_task(bench.tiers.close())
+        await eventually(lambda: bench.host.pool.num_held == 8 * GROUPS, what="the four that are queued have room")
+        assert done == [], "the others are being loaded"
+        below.go.set()
+        await closing
+        await bench.settled()
+        assert done == [8]
+    assert errors == []
+
+
 async def test_closing_waits_only_so_long_for_a_load_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     below = ScriptedSource(hashes(2))
     async with opened(Tiers(below)) as bench:
         below.go.clear()
         bench.tiers.promote(hashes(2), lambda num_ready: None)
+        assert below.begun.wait(HANGS_S)
         with monkeypatch.context() as patch, pytest.raises(TimeoutError):
             patch.setattr(prefix_tiers, "CLOSE_S", 0.05)
             await bench.tiers.close()
