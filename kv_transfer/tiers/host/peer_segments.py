@@ -4,9 +4,9 @@ Maps their segments and follows which content they hold. A peer may rewrite a bl
 killed at any moment, so what `holds` says is a hint, and `load` verifies what it brings. A dead peer's segment
 stays of use until it is adopted, and after that. Never writes, locks or removes anything.
 
-`holds` does no more than look at memory, apart from a listing of the folder every `rescan_s`; `load` copies, and may be
-called from any thread. Following large segments that change takes tens of milliseconds a time, so what asks for it gets
-it only now and then, and goes by what is known between.
+`holds` does no more than look at memory, apart from listing the folder, and mapping what is new there, now and then;
+`load` copies, and may be called from any thread. Following large segments that change takes tens of milliseconds a
+time, so what asks for it gets it only now and then, and goes by what is known between.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class PeerSegments:
     """The segments of a scope and fingerprint, save the own one: a `ColumnSource`. `refresh` now and then, even if
     nobody asks.
 
-    `clock` is in seconds, as `time.monotonic`. Following is repeated after `follow_s`, or after `_PAUSE` times as long
-    as it took, if that is longer.
+    `clock` is in seconds, as `time.monotonic`. Following is repeated after `follow_s` or, if that is longer, after
+    `_PAUSE` times as long as it took, `rescan_s` at most. The folder is listed by the first following that begins
+    `rescan_s` after the last listing or later.
 
     A column may be put together from several peers. A segment that was removed keeps its memory while it is mapped
-    here, hence until the next `refresh` or `holds`.
+    here, hence until the next listing, and while a copy reads it.
     """
 
     name: SourceName = "neighbours"  # as metrics and messages call it
@@ -95,13 +96,16 @@ class PeerSegments:
         if now < self._follow_at or not self._lock.acquire(blocking=False):
             return
         try:
+            self._follow_at = now + self._follow_s  # if it fails, too: a lookup asks for hundreds of columns
             if now >= self._rescan_at:
                 self._rescan_at = now + self._rescan_s
                 self._rescan()
             for segment in self._segments.values():
                 segment.follow()
             ended = self._clock()
-            self._follow_at = ended + max(self._follow_s, _PAUSE * (ended - now))
+            # A machine that stands still meanwhile is no reason to know nothing new for ten times as long.
+            pause_s = min(_PAUSE * (ended - now), self._rescan_s)
+            self._follow_at = ended + max(self._follow_s, pause_s)
         finally:
             self._lock.release()
 
@@ -164,8 +168,8 @@ class _Segment:
             changes = self._index.changes
             if changes == self._changes:
                 return
-            self._changes = changes
             self._outdated = np.flatnonzero(self._index.versions() != self._versions)
+            self._changes = changes
         now, self._outdated = np.split(self._outdated, [_MAX_FOLLOWED_RECORDS])
         for block in now.tolist():
             self._forget(block)

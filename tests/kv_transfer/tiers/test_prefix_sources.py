@@ -8,10 +8,13 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
+from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.tier_memory import TierMemory
@@ -93,12 +96,51 @@ def test_a_lookup_of_many_columns_follows_the_neighbours_once(tmp_path: Path) ->
     digests = hashes(2)
     segment = neighbour(tmp_path, digests[:1])
     ticks = itertools.count()
-    neighbours = PeerSegments(tmp_path, SCOPE, "model", None, num_groups=GROUPS, clock=lambda: float(next(ticks)))
+    neighbours = PeerSegments(
+        tmp_path, SCOPE, "model", None, num_groups=GROUPS, rescan_s=60.0, clock=lambda: float(next(ticks))
+    )
     try:
         assert neighbours.holds(digests[0])
         for group in range(GROUPS):
             segment.stored(GROUPS + group, (digests[1], group))
         assert [neighbours.holds(digests[1]) for _ in range(10)] == [False] * 9 + [True]
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+def test_who_stood_still_while_following_knows_what_is_new_a_second_later(tmp_path: Path) -> None:
+    digests = hashes(2)
+    segment = neighbour(tmp_path, digests[:1])
+    readings = iter([0.0, 20.0, 20.9, 21.0, 21.0])
+    neighbours = PeerSegments(
+        tmp_path, SCOPE, "model", None, num_groups=GROUPS, rescan_s=1.0, clock=lambda: next(readings)
+    )
+    try:
+        assert neighbours.holds(digests[0])
+        for group in range(GROUPS):
+            segment.stored(GROUPS + group, (digests[1], group))
+        assert [neighbours.holds(digests[1]) for _ in range(2)] == [False, True]
+    finally:
+        neighbours.close()
+        segment.close(unlink=True)
+
+
+def test_following_that_fails_is_tried_again_but_not_for_each_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [digest] = hashes(1)
+    segment = neighbour(tmp_path, [digest])
+    now = 0.0
+    neighbours = PeerSegments(tmp_path, SCOPE, "model", None, num_groups=GROUPS, follow_s=1.0, clock=lambda: now)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SegmentIndex, "versions", _without_memory)
+            with pytest.raises(MemoryError):
+                neighbours.holds(digest)
+            assert not neighbours.holds(digest)
+        now = 1.0
+        assert neighbours.holds(digest)
     finally:
         neighbours.close()
         segment.close(unlink=True)
@@ -181,3 +223,7 @@ def _compare(memory: TierMemory, conversations: list[list[bytes]]) -> None:
     for digests in conversations:
         for digest in digests:
             holds(memory, digest)
+
+
+def _without_memory(index: SegmentIndex) -> npt.NDArray[np.uint64]:
+    raise MemoryError
