@@ -21,7 +21,6 @@ from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
-from engine.kv.prefix import HASH_BYTES
 
 PERIOD_S: Final = 1.0
 EARLY_S: Final = 1.0  # so long before its time somebody is back on time: clients round seconds, and clocks differ
@@ -141,8 +140,8 @@ class SloAccount:
 
     def _is_repeated(self, timeline: RequestTimeline) -> bool:
         """Whether the same client was told for the same question to come back, and comes before that: else one that
-        tries again and again would use up the budget of all. Remembers whoever is told now. Clients without a name, and
-        prompts shorter than a block, are not told apart, and each counts."""
+        tries again and again would use up the budget of all. Remembers whoever is told now. Clients without a name are
+        not told apart, and each counts."""
         question, now = _question(timeline), time.monotonic()
         if question is None or timeline.retry_after_s is None:
             return False
@@ -187,11 +186,10 @@ class SloAccount:
 
 def _question(timeline: RequestTimeline) -> Hashable:
     """A key that is the same whenever the same client asks the same again. None: it cannot be told."""
-    first = timeline.sequences[0]
-    if not (timeline.terms.tenant and first.prefix_hashes):
+    if not timeline.terms.tenant or timeline.prompts_hash is None:
         return None
-    terms, last = timeline.terms, first.prefix_hashes[-HASH_BYTES:]
-    return (terms.tenant, terms.slo.name, terms.model, timeline.num_prompt_tokens, first.max_tokens, last)
+    terms, max_tokens = timeline.terms, timeline.sequences[0].max_tokens
+    return (terms.tenant, terms.slo.name, terms.model, max_tokens, timeline.prompts_hash)
 
 
 def slo_outcome_of(error: ApiError) -> SloOutcome | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from cluster.gateway.timeline import MAX_GAPS, PARTS, Attempt, RequestTimeline, 
 from cluster.slo.account import SloAccount, slo_outcome_of
 from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Metric, SeriesKey, SloOutcome
+from engine.sampling.params import SamplingParams
+from kv_transfer.messages.requests import RequestSpec
 
 CLASSES = SloConfig()
 ARRIVED = 1_000.0
@@ -406,22 +409,25 @@ def rejected(
     account: SloAccount,
     tenant: str = "t",
     *,
-    last_hash: bytes = b"h",
+    prompts: Sequence[Sequence[int]] = ((1, 2, 3),),
     arrived_at: float | None = None,
     slo_outcome: SloOutcome = SloOutcome.REJECTED,
     retry_after_s: float | None = 600.0,
 ) -> RequestTimeline:
     """What a client asked just now, unless said otherwise, and was told to ask again in ten minutes."""
-    one = SequenceTimeline()
-    one.prefix_hashes = last_hash
     at = time.monotonic() if arrived_at is None else arrived_at
     timeline = RequestTimeline(
         endpoint="",
         terms=RequestTerms(slo=TERMS.slo, model="m", tenant=tenant, arrived_at=at),
-        sequences=[one],
         slo_outcome=slo_outcome,
         retry_after_s=retry_after_s,
     )
+    params = SamplingParams(max_tokens=8, seed=0)
+    specs = [
+        RequestSpec(request_id=f"r-{index}", attempt=0, prompt_token_ids=list(prompt), params=params)
+        for index, prompt in enumerate(prompts)
+    ]
+    timeline.parsed(specs, sum(map(len, prompts)))
     timeline.ended()
     account.follow(timeline)
     account.ended(timeline)
@@ -439,15 +445,16 @@ def test_a_client_that_does_not_wait_to_be_served_uses_up_no_more_of_the_budget(
     assert [rejected(account).kept_promise for _ in range(9)] == [None] * 9
     assert missed_and_rejected() == (1, 10)
     rejected(account, arrived_at=began)  # sent before anybody was told
-    rejected(account, last_hash=b"another prompt")
+    rejected(account, prompts=[[1, 2, 4]])
     rejected(account, "another tenant")
     assert missed_and_rejected() == (4, 13)
     for _ in range(2):  # who is not told apart: each may be another client
         rejected(account, "")
-        rejected(account, last_hash=b"")
+    for other in (5, 6):  # prompts that differ in the second one's last token
+        rejected(account, prompts=[[1, 2, 3], [4, other]])
     assert missed_and_rejected() == (8, 17)
     for _ in range(2):  # each time it is on time
-        rejected(account, last_hash=b"a third", retry_after_s=0.5)
+        rejected(account, prompts=[[7]], retry_after_s=0.5)
     assert missed_and_rejected() == (10, 19)
     rejected(account, slo_outcome=SloOutcome.FINISHED, retry_after_s=None)  # served, though it came early
     rejected(account)
