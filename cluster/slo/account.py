@@ -23,7 +23,8 @@ from cluster.slo.report import Counts, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
 
 PERIOD_S: Final = 1.0
-EARLY_S: Final = 1.0  # so long before its time somebody is back on time: clients round seconds, and clocks differ
+# So long before its time somebody is back on time: clients round seconds, and clocks differ. Half the wait at most.
+EARLY_S: Final = 1.0
 _MAX_TURNED_AWAY: Final = 10_000  # clients and questions that are remembered
 Scope = Literal["gateway", "cluster"]
 
@@ -142,13 +143,14 @@ class SloAccount:
         """Whether the same client was told for the same question to come back, and comes before that: else one that
         tries again and again would use up the budget of all. Remembers whoever is told now. Clients without a name are
         not told apart, and each counts."""
-        question, now = _question(timeline), time.monotonic()
+        question = _question(timeline)
         if question is None or timeline.retry_after_s is None:
             return False
         told_at, until = self._turned_away.get(question, (math.inf, math.inf))
-        if told_at <= timeline.arrived_at < until - EARLY_S:
+        if told_at <= timeline.arrived_at < until - min(EARLY_S, (until - told_at) / 2):
             return True
-        self._turned_away[question] = now, now + timeline.retry_after_s
+        told_at = timeline.arrived_at + timeline.total_s
+        self._turned_away[question] = told_at, told_at + timeline.retry_after_s
         self._turned_away.move_to_end(question)
         if len(self._turned_away) > _MAX_TURNED_AWAY:
             self._turned_away.popitem(last=False)

@@ -453,12 +453,15 @@ def test_a_client_that_does_not_wait_to_be_served_uses_up_no_more_of_the_budget(
     for other in (5, 6):  # prompts that differ in the second one's last token
         rejected(account, prompts=[[1, 2, 3], [4, other]])
     assert missed_and_rejected() == (8, 17)
-    for _ in range(2):  # each time it is on time
-        rejected(account, prompts=[[7]], retry_after_s=0.5)
-    assert missed_and_rejected() == (10, 19)
+    told_at = rejected(account, prompts=[[7]], retry_after_s=1.0).ended_at  # the least that anybody is told
+    assert told_at is not None
+    for early_s, is_on_time in ((0.9, False), (0.6, False), (0.4, True)):
+        again = rejected(account, prompts=[[7]], retry_after_s=1.0, arrived_at=told_at + 1.0 - early_s)
+        assert (again.slo_outcome is SloOutcome.REJECTED) == is_on_time
+    assert missed_and_rejected() == (10, 21)
     rejected(account, slo_outcome=SloOutcome.FINISHED, retry_after_s=None)  # served, though it came early
     rejected(account)
-    assert missed_and_rejected() == (11, 20)
+    assert missed_and_rejected() == (11, 22)
 
 
 @pytest.mark.parametrize(
