@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar, get_type_hints
 
@@ -685,16 +685,7 @@ class LegatoConfig(ServedSettings):
         for a value that the field cannot have."""
         name = type(component).__name__
         changes = self.tuning.get(name, {})
-        if not changes:
-            return component
-        known = get_type_hints(type(component))
-        if unknown := changes.keys() - known:
-            raise ValueError(f"tuning.{name} has {_listed(unknown)}, but the fields of {name} are {_listed(known)}")
-        typed = {field: _typed(f"tuning.{name}.{field}", known[field], value) for field, value in changes.items()}
-        try:
-            return replace(component, **typed)
-        except ValueError as error:
-            raise ValueError(f"tuning.{name}: {error}") from error
+        return _changed(f"tuning.{name}", component, changes) if changes else component
 
     @model_validator(mode="after")
     def _check_tuning(self) -> Self:
@@ -847,6 +838,25 @@ class LegatoConfig(ServedSettings):
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def _changed(path: str, present: T, changes: Mapping[str, Any]) -> T:
+    """A dataclass with these fields changed, and in those that are dataclasses only what is given. Raises ValueError
+    for a field that it lacks, and for a value that a field cannot have."""
+    known = get_type_hints(type(present))
+    if unknown := changes.keys() - known:
+        raise ValueError(
+            f"{path} has {_listed(unknown)}, but the fields of {type(present).__name__} are {_listed(known)}"
+        )
+    typed = {}
+    for name, value in changes.items():
+        where, before = f"{path}.{name}", getattr(present, name)
+        is_nested = is_dataclass(before) and isinstance(value, Mapping)
+        typed[name] = _changed(where, before, value) if is_nested else _typed(where, known[name], value)
+    try:
+        return replace(present, **typed)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _typed(path: str, hint: Any, value: object) -> Any:

@@ -522,6 +522,19 @@ def test_tuning_makes_of_a_value_what_the_field_is_of() -> None:
     assert decode_worker(speculation).speculation == SpeculationConfig(drafters=("lookup",))
 
 
+def test_tuning_within_a_value_leaves_the_rest_of_it_as_it_is_set() -> None:
+    tuning = {"SchedulerPolicy": {"admission": {"max_contenders": 2}, "decision": {"max_room_s": 3}}}
+    scheduler = {"max_queued_tokens": 5000, "max_wait_s": 10}
+    policy = scheduler_policy(load_config({"workers": 2, "scheduler": scheduler, "tuning": tuning}))
+    assert (policy.admission.max_contenders, policy.decision.max_room_s) == (2, 3)
+    assert (policy.admission.max_queued_tokens, policy.admission.max_wait_s) == (5000, 10)
+    assert policy.decision.one_pool
+    with pytest.raises(ValueError, match=r"tuning\.SchedulerPolicy\.decision has room, but the fields of Decision"):
+        scheduler_policy(load_config({"tuning": {"SchedulerPolicy": {"decision": {"room": 1}}}}))
+    with pytest.raises(ValueError, match=r"tuning\.SchedulerPolicy\.decision: .*, but it is 3"):
+        scheduler_policy(load_config({"tuning": {"SchedulerPolicy": {"decision": 3}}}))
+
+
 @pytest.mark.parametrize("config", [OrchestratorConfig(), transfer_config(load_config({}))])
 def test_nobody_who_is_well_counts_as_silent(config: OrchestratorConfig | TransferConfig) -> None:
     """A peer pings every half second: with less than that every worker would be left by every request."""
