@@ -428,11 +428,11 @@ class SchedulerSettings(Settings):
     max_queued_tokens: int = Field(
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
     )
-    max_wait_s: float = Field(
-        60.0,
+    max_wait_s: float | None = Field(
+        None,
         gt=0,
         description="A request without a target for its first token waits this long for room, then 429; shorter than"
-        " `gateway.request_deadline_s`, which ends it with 504.",
+        " `gateway.request_deadline_s`, which ends it with 504. Empty: half of that, and a minute at most.",
     )
     decision_log: str | None = Field(
         None,
@@ -753,13 +753,19 @@ class LegatoConfig(ServedSettings):
     @model_validator(mode="after")
     def _check_wait(self) -> Self:
         wait_s, deadline_s = self.scheduler.max_wait_s, self.gateway.request_deadline_s
-        if wait_s >= deadline_s:
+        if wait_s is not None and wait_s >= deadline_s:
             raise ValueError(
                 f"scheduler.max_wait_s is {wait_s:g}, but gateway.request_deadline_s ends a request after"
-                f" {deadline_s:g} s with 504, so that none would hear the 429 which says when to come back; set"
-                f" scheduler.max_wait_s below {deadline_s:g}"
+                f" {deadline_s:g} s with 504, so that who waits to the end would not hear the 429 which says when to"
+                f" come back; set scheduler.max_wait_s below {deadline_s:g}, or leave it out"
             )
         return self
+
+    @property
+    def max_wait_s(self) -> float:
+        """Seconds that a request without a target for its first token waits for room."""
+        given = self.scheduler.max_wait_s
+        return min(60.0, self.gateway.request_deadline_s / 2) if given is None else given
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:

@@ -187,7 +187,7 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"decode": {"resources": {"gold": -1}}}, ("decode.resources.gold", "greater than or equal to 0")),
         ({"gateway": {"request_deadline_s": 7200}}, ("gateway.request_deadline_s", "less than or equal to 3600")),
         (
-            {"gateway": {"request_deadline_s": 30}},
+            {"gateway": {"request_deadline_s": 30}, "scheduler": {"max_wait_s": 60}},
             ("scheduler.max_wait_s is 60", "gateway.request_deadline_s", "set scheduler.max_wait_s below 30"),
         ),
         (
@@ -483,6 +483,13 @@ def test_constants_are_as_the_refusal_says() -> None:
     assert (cpu.slab_bytes, cpu.num_slabs, cpu.num_connections, cpu.digest) == (8 * 2**20, 8, 2, "auto")
     assert (cpu.silence_s, tiers_config("prefill", load_config({})).load_timeout_s) == (2, 2)
     assert (gpu.slab_bytes, gpu.num_slabs, gpu.num_connections) == (32 * 2**20, 16, 4)
+
+
+@pytest.mark.parametrize(("deadline_s", "wait_s"), [(600, 60), (60, 30), (30, 15)])
+def test_who_waits_for_room_hears_of_it_before_the_deadline(deadline_s: float, wait_s: float) -> None:
+    config = load_config({"gateway": {"request_deadline_s": deadline_s}})
+    assert scheduler_policy(config).admission.max_wait_s == wait_s
+    assert load_config(config.model_dump()) == config
 
 
 def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
