@@ -177,9 +177,11 @@ class DecodeWorker(Worker):
     @property
     def _room_in_s(self) -> float:
         """Predicted seconds until all who wait now have room. Who is to be computed here waits as long as those before
-        did, and not shorter than the prompts take."""
+        did, and not shorter than the prompts take. One that waits for long, as one whose adapter gets no slot, tells
+        nothing of the others: its wait counts up to `reserve_wait_s`."""
         num_uncomputed = self.scheduler.num_uncomputed_tokens + self.prefix.num_loading_tokens
-        return max(self.reservations.room_in_s, self.scheduler.oldest_wait_s, self._queue_s(num_uncomputed))
+        oldest_wait_s = min(self._config.reserve_wait_s, self.scheduler.oldest_wait_s)
+        return max(self.reservations.room_in_s, oldest_wait_s, self._queue_s(num_uncomputed))
 
     def _reserve(self, gateway: GatewayId, request: RequestSpec) -> None:
         """Renew what an older attempt reserved, else reserve anew, else wait for room."""

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.errors import OverloadedError, RequestTooLargeError
 from decode_workers.worker import DecodeWorkerConfig
+from engine.sequence import SequenceKey
 from kv_transfer.connections.connection import Connection
 from kv_transfer.messages.requests import Cancel, HandedOver, RequestSpec, Reserve, Reserved, Start, StepFrame
 from prefill_workers.worker import PrefillWorkerConfig
@@ -133,7 +134,8 @@ async def test_a_reservation_that_finds_no_room_in_time_is_refused(llama: SmallM
 
 
 async def test_a_full_queue_says_when_those_in_it_have_room(llama: SmallModel) -> None:
-    """Not how long a reservation may wait, which nobody in it is."""
+    """Not how long a reservation may wait, which nobody in it is; nor how long one has waited whom something else
+    holds up."""
     async with cluster_of(
         llama, num_prefill=0, decode=DecodeWorkerConfig(max_waiting=1, reserve_wait_s=10 * HANGS_S)
     ) as cluster:
@@ -145,6 +147,12 @@ async def test_a_full_queue_says_when_those_in_it_have_room(llama: SmallModel) -
             with pytest.raises(OverloadedError, match="the workers are full") as refused:
                 await cluster.generate("c", PROMPT, greedy())
             assert refused.value.retry_after_s is not None and 0 < refused.value.retry_after_s < 10 * HANGS_S
+            waiting = cluster.decodes[0].scheduler.sequence(SequenceKey("b", 0))
+            assert waiting is not None
+            waiting.accepted_at -= 100 * HANGS_S
+            with pytest.raises(OverloadedError, match="the workers are full") as refused:
+                await cluster.generate("d", PROMPT, greedy())
+            assert refused.value.retry_after_s == 10 * HANGS_S
         assert [tokens_of(await other) for other in others] == [llama.local(PROMPT, greedy()).tokens] * 2
 
 
