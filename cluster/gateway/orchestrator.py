@@ -223,12 +223,20 @@ class Orchestrator:
             if worker_id in self.connections.unresponsive():
                 self._lost_in_a_step(worker_id)
                 raise AttemptFailedError("the worker is silent", worker_id) from None
-            # Its steps go on, so the sequence waits there, for blocks or for its adapter's slot: nobody's fault. Where
-            # there is no room either, it would only lose its place, and all of its KV.
-            if self._has_another(run, worker_id) and await self._placer.has_room(run, worker_id) and not run.ended:
-                raise AttemptFailedError(
-                    "it gets no token there, though the worker's steps go on", worker_id, "full"
-                ) from None
+            if self._has_another(run, worker_id):
+                await self._leave_for_room(run, worker_id)
+
+    async def _leave_for_room(self, run: RequestRun, worker_id: str) -> None:
+        """Raise AttemptFailedError if another worker has room for a sequence that gets no token from one whose steps go
+        on: it waits there, for blocks or for its adapter's slot, which is nobody's fault. Where there is no room
+        either, it would only lose its place, and all of its KV."""
+        has_room = await self._placer.has_room(run, worker_id)
+        if has_room and not run.ended:
+            raise AttemptFailedError(
+                "it gets no token there, though the worker's steps go on", worker_id, "full"
+            ) from None
+        if has_room is None and (standing := run.standing()) is not None:
+            self.scheduler.stands(standing)  # it may be counted elsewhere
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:
         """End the failed attempt on its workers, and wait until the next one may begin. Raises FailedError after too

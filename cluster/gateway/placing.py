@@ -66,8 +66,8 @@ class Placer:
                 raise AttemptFailedError("the worker cannot be reached", worker_id, "full")
         return placement
 
-    async def has_room(self, run: RequestRun, worker_id: str) -> bool:
-        """Whether another worker has room now for a request that this one holds up."""
+    async def has_room(self, run: RequestRun, worker_id: str) -> bool | None:
+        """Whether another worker has room now for a request that this one holds up; see `SchedulerClient`."""
         avoided = {worker_id} | self._connections.unresponsive()
         query = run.place_query(prefer_decode=None, avoid=avoided)
         return await self._scheduler.has_room(replace(query, attempt=run.attempt + 1, stays=True))

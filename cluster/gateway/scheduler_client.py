@@ -147,13 +147,20 @@ class SchedulerClient:
             raise UnavailableError(f"Not ready: {answer.reason}.", retry_after_s=answer.retry_after_s)
         raise OverloadedError(f"Overloaded: {answer.reason}. Try again later.", retry_after_s=answer.retry_after_s)
 
-    async def has_room(self, request: Place) -> bool:
+    async def has_room(self, request: Place) -> bool | None:
         """Whether a worker that is not excluded has room now for a request which `stays` where it is otherwise. It is
-        counted there already, so that as many are told so as there is room for. False where nobody can be asked."""
+        counted there already, so that as many are told so as there is room for: where it stays all the same, `stands`
+        takes that back. False where nobody can be asked. None: the answer is late, and may be either."""
         try:
             return isinstance(await self._asked_where(request), Placement)
-        except (TransportError, TimeoutError):
+        except TransportError:
             return False
+        except TimeoutError:
+            return None
+
+    def stands(self, request: StandingRequest) -> None:
+        """Have the scheduler count a request where it is, wherever it counted it."""
+        self.post(Standing(requests=[request]))
 
     def first_token(self, request_id: str) -> None:
         self.post(FirstToken(request_id=request_id))
@@ -316,7 +323,7 @@ class SchedulerClient:
         prefill_id = None if prefill is None else prefill.worker_id
         asked = replace(request, exclude=[], prefix_hashes=b"")
         # The scheduler may live all the same, only late or without its workers: tell it what was chosen.
-        self.post(Standing(requests=[StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id)]))
+        self.stands(StandingRequest(place=asked, prefill=prefill_id, decode=decode.worker_id))
         return Placement(
             request_id=request.request_id, attempt=request.attempt, prefill=prefill_id, decode=decode.worker_id
         )

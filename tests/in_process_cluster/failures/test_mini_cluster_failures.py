@@ -157,10 +157,10 @@ async def test_who_gets_no_token_stays_where_nobody_else_has_room(
 ) -> None:
     """Until somebody has: it asks again whenever it has waited as long."""
     next_attempt, has_room = RequestRun.next_attempt, Placer.has_room
-    answers: list[bool] = []
+    answers: list[bool | None] = []
     later: list[asyncio.Task[None]] = []
 
-    async def asked(placer: Placer, run: RequestRun, worker_id: str) -> bool:
+    async def asked(placer: Placer, run: RequestRun, worker_id: str) -> bool | None:
         if not answers:  # both workers have reported what they hold
             reports = cluster.scheduler.scheduler.ledger.workers
             await eventually(lambda: all(snapshot.blocks_available <= 8 for _, snapshot in reports()))
@@ -207,6 +207,46 @@ async def test_who_gets_no_token_stays_where_nobody_else_has_room(
         assert found == llama.local(PROMPT, greedy(40)).tokens
         await asyncio.gather(*later)
         assert answers.count(True) == 1
+
+
+async def test_who_was_to_go_elsewhere_and_stays_is_counted_where_it_is(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler counts it where it has room as soon as it says so; but its answer comes too late."""
+    has_room = Placer.has_room
+    elsewhere: list[set[str]] = []
+    going_on: list[asyncio.Task[None]] = []
+    async with (
+        cluster_of(llama, num_prefill=0, num_decode=2, decode=DecodeWorkerConfig(speculation=None)) as cluster,
+        AsyncExitStack() as stack,
+    ):
+        gateway, ledger = cluster.orchestrator, cluster.scheduler.scheduler.ledger
+        patient = gateway._config
+        names = {worker.info.worker_id for worker in cluster.decodes}
+        held: list[Brake] = []
+
+        async def asked(placer: Placer, run: RequestRun, worker_id: str) -> bool | None:
+            gateway._config = patient
+            assert await has_room(placer, run, worker_id)
+            elsewhere.append({name for name in names - {worker_id} if ledger.booked_on(name)})
+            going_on.append(asyncio.create_task(go_on(worker_id)))
+            return None
+
+        async def go_on(worker_id: str) -> None:
+            await eventually(lambda: {name for name in names if ledger.booked_on(name)} == {worker_id})
+            assert gateway.runs["interrupted"].attempt == 0
+            for one in held:
+                one.release()
+
+        async def hang() -> None:
+            held.append(stack.enter_context(brake(busy(cluster).model.runner)))
+            gateway._config = replace(patient, stall_s=0.05)
+
+        monkeypatch.setattr(Placer, "has_room", asked)
+        found = await asyncio.wait_for(interrupted(cluster, greedy(40), 5, hang), 2 * HANGS_S)
+        await asyncio.gather(*going_on)
+        assert found == llama.local(PROMPT, greedy(40)).tokens
+        assert [len(others) for others in elsewhere] == [1]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
