@@ -229,13 +229,14 @@ class Orchestrator:
     async def _leave_for_room(self, run: RequestRun, worker_id: str) -> None:
         """Raise AttemptFailedError if another worker has room for a sequence that gets no token from one whose steps go
         on: it waits there, for blocks or for its adapter's slot, which is nobody's fault. Where there is no room
-        either, it would only lose its place, and all of its KV."""
+        either, or a token comes meanwhile, it would only lose its place, and all of its KV."""
+        num_emitted = len(run.emitted)
         has_room = await self._placer.has_room(run, worker_id)
-        if has_room and not run.ended:
+        if has_room and not run.ended and len(run.emitted) == num_emitted:
             raise AttemptFailedError(
                 "it gets no token there, though the worker's steps go on", worker_id, "full"
             ) from None
-        if has_room is None and (standing := run.standing()) is not None:
+        if has_room is not False and (standing := run.standing()) is not None:
             self.scheduler.stands(standing)  # it may be counted elsewhere
 
     async def _prepare_retry(self, run: RequestRun, failure: AttemptFailedError) -> None:

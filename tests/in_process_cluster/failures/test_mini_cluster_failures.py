@@ -24,6 +24,7 @@ from tests.support.clusters.mini_requests import (
     busy,
     fail_once,
     interrupted,
+    is_long,
     prefills_braked,
     sampled,
     sees_draining,
@@ -209,10 +210,12 @@ async def test_who_gets_no_token_stays_where_nobody_else_has_room(
         assert answers.count(True) == 1
 
 
+@pytest.mark.parametrize("comes", ["too late", "with a token"])
 async def test_who_was_to_go_elsewhere_and_stays_is_counted_where_it_is(
-    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
-    """The scheduler counts it where it has room as soon as it says so; but its answer comes too late."""
+    """The scheduler counts it where it has room as soon as it says so; but the answer comes too late, or a token does
+    before it."""
     has_room = Placer.has_room
     elsewhere: list[set[str]] = []
     going_on: list[asyncio.Task[None]] = []
@@ -230,7 +233,12 @@ async def test_who_was_to_go_elsewhere_and_stays_is_counted_where_it_is(
             assert await has_room(placer, run, worker_id)
             elsewhere.append({name for name in names - {worker_id} if ledger.booked_on(name)})
             going_on.append(asyncio.create_task(go_on(worker_id)))
-            return None
+            if comes == "too late":
+                return None
+            num_emitted = len(run.emitted)
+            held[0].release()
+            await eventually(lambda: len(run.emitted) > num_emitted)
+            return True
 
         async def go_on(worker_id: str) -> None:
             await eventually(lambda: {name for name in names if ledger.booked_on(name)} == {worker_id})
@@ -239,7 +247,9 @@ async def test_who_was_to_go_elsewhere_and_stays_is_counted_where_it_is(
                 one.release()
 
         async def hang() -> None:
-            held.append(stack.enter_context(brake(busy(cluster).model.runner)))
+            runner = busy(cluster).model.runner
+            held.append(stack.enter_context(brake(runner)))
+            held.append(stack.enter_context(brake(runner, is_long(len(PROMPT) + 10))))
             gateway._config = replace(patient, stall_s=0.05)
 
         monkeypatch.setattr(Placer, "has_room", asked)
