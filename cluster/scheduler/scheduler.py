@@ -16,7 +16,7 @@ from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.decision_log import DecisionLog
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, Verdict
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.pick import Action
+from cluster.scheduler.placement.pick import Action, Decision
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.recovery import RecoveredRequests
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
@@ -138,13 +138,8 @@ class GlobalScheduler:
     def place(self, request: Place, now: float) -> PlacementAnswer | Queued:
         """Choose workers and count the work as theirs at once; or say when to come back, or that there will be an
         answer: see `answers`. What `stays` where there is no room elsewhere is counted where it is."""
-        if request.stays and not self._admission.has_room(self._narrowed(request), now):
-            return Unplaceable(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                reason="no other worker has room",
-                retry_after_s=MIN_RETRY_AFTER_S,
-            )
+        if request.stays:
+            return self._move(request, now)
         self.ledger.ended(request.request_id, now)  # an earlier attempt
         self._recovered.ended(request.request_id)
         self._waiting.pop(request.request_id, None)
@@ -202,21 +197,26 @@ class GlobalScheduler:
 
     # --- between the words and the decision ---
 
+    def _move(self, request: Place, now: float) -> PlacementAnswer:
+        decision = self._admission.move(self._narrowed(request), now)
+        if decision is None:
+            return Unplaceable(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reason="no other worker has room",
+                retry_after_s=MIN_RETRY_AFTER_S,
+            )
+        self._recovered.ended(request.request_id)
+        return _placement(request, decision)
+
     def _answer(self, request: Place, verdict: Verdict) -> PlacementAnswer:
-        request_id, attempt = request.request_id, request.attempt
         reason = self._reason(verdict)
         self.log.add(request, verdict, reason)
         if verdict.outcome is AdmissionOutcome.PLACED:
-            best = verdict.decision.best
-            return Placement(
-                request_id=request_id,
-                attempt=attempt,
-                prefill=best.prefill,
-                decode=best.decode,
-                ttft_s=best.ttft_s if math.isfinite(best.ttft_s) else None,
-                split_at=best.split_at,
-            )
-        return Unplaceable(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=verdict.retry_after_s)
+            return _placement(request, verdict.decision)
+        return Unplaceable(
+            request_id=request.request_id, attempt=request.attempt, reason=reason, retry_after_s=verdict.retry_after_s
+        )
 
     def _reason(self, verdict: Verdict) -> str:
         """Why so, or why not now."""
@@ -257,3 +257,15 @@ class GlobalScheduler:
         if worker_id is None or worker_id not in self.ledger.table:
             return False
         return bool(self.ledger.table.facts[Fact.DRAINING][self.ledger.table.row(worker_id)])
+
+
+def _placement(request: Place, decision: Decision) -> Placement:
+    best = decision.best
+    return Placement(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prefill=best.prefill,
+        decode=best.decode,
+        ttft_s=best.ttft_s if math.isfinite(best.ttft_s) else None,
+        split_at=best.split_at,
+    )

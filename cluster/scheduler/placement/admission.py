@@ -29,7 +29,6 @@ from cluster.scheduler.placement.pick import (
     pick,
     place_anyway,
     predict_later,
-    rank,
 )
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
@@ -117,18 +116,22 @@ class Admission:
             self._ledger.demand.observe(verdict.decision.best.prefill_s)
         return verdict
 
-    def has_room(self, query: Place, now: float) -> bool:
-        """Whether the worker that the request would go to now is none of the excluded and has room for it, as predicted
-        and as it reported last. Decides nothing."""
+    def move(self, query: Place, now: float) -> Decision | None:
+        """Book a request that is held up where it is on the workers that it would go to now. It does not count as
+        served again before its gateway asks where its next attempt goes. None, and nothing has changed: who would
+        decode it is excluded, or has no room for it, as predicted and as it reported last."""
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
-        candidates = rank(self._ledger, self._policy, query, found, now)
-        if candidates is None:
-            return False
-        best, predicted = candidates.order[0], candidates.predicted
-        decode = self._ledger.table.ids[predicted.decode[best]]
+        decision, candidates = pick(self._ledger, self._policy, query, found, now)
+        if candidates is None or decision.action is not Action.PLACE:
+            return None
+        decode = decision.best.decode
         if decode in query.exclude or self._ledger.free_tokens(decode) <= query.num_tokens:
-            return False
-        return bool(predicted.forecast.room_s[best] <= self._policy.max_room_s)
+            return None
+        if candidates.predicted.forecast.room_s[candidates.order[0]] > self._policy.max_room_s:
+            return None
+        self._ledger.ended(query.request_id, now)
+        bind(self._ledger, decision)
+        return decision
 
     def ask_again(self, now: float) -> list[Verdict]:
         """Look again at those who wait and are due; returns only what is news: placed, or rejected."""
