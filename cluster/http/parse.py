@@ -25,7 +25,15 @@ from cluster.http.openai.choice import Choice, Delta
 from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import Prompt
 from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody, TemplateBody
-from cluster.http.openai.tools import constrained, reading_of, thinking_of, told_calls, told_tools, with_tools
+from cluster.http.openai.tools import (
+    constrained,
+    has_one_call_each,
+    reading_of,
+    thinking_of,
+    told_calls,
+    told_tools,
+    with_tools,
+)
 from engine.sampling.params import SamplingParams
 from engine.text.formats import Message
 from kv_transfer.messages.requests import RequestSpec
@@ -38,6 +46,9 @@ MAX_ECHOED_CHARS: Final = 2**24  # of all choices together
 MAX_PROMPT_LOGPROBS: Final = 2**16  # of one choice, with its echo: a worker sends them in one message
 MAX_ALL_PROMPT_LOGPROBS: Final = 2**18  # of all choices together
 MAX_TOKENIZED: Final = 2**20  # tokens in an answer of /tokenize
+# Calls × messages, where each call is a message: for each call gpt-oss's template looks at all messages behind it, at
+# a microsecond for each.
+MAX_LOOKS_BEHIND_CALLS: Final = 2**21
 
 NO_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({})
 LONG_TEXT_CHARS: Final = 2_000  # longer texts are tokenised off the event loop, which they would hold for over 1 ms
@@ -201,8 +212,18 @@ async def chat_token_ids(
 ) -> list[int]:
     """The token ids of messages in the form that the model was trained on, ending where its answer begins. Raises
     InvalidRequestError."""
-    if len(messages) > _context(asked):
-        raise _too_long(f"{len(messages)} messages", asked, "messages")
+    calls = [len(message.tool_calls or ()) for message in messages]
+    num_messages = sum(max(1, each) for each in calls)  # as some templates are given them, each with one call at most
+    if num_messages > _context(asked):
+        raise _too_long(f"{num_messages} messages, one for each call,", asked, "messages")
+    num_looks = sum(calls) * num_messages if has_one_call_each(asked.model.formats) else 0
+    if num_looks > MAX_LOOKS_BEHIND_CALLS:
+        raise InvalidRequestError(
+            f"These messages have {sum(calls)} calls, which comes to {num_looks} for {num_messages} messages, one for"
+            f" each call. {MAX_LOOKS_BEHIND_CALLS} are possible. Leave out the oldest calls and their results.",
+            param="messages",
+            code="request_too_large",
+        )
     plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     variables = _template_variables(template, asked)
     num_chars = sum(len(text) for message in plain for text in message.values() if text is not None)
@@ -212,7 +233,7 @@ async def chat_token_ids(
         rendering = partial(_with_calls, messages, tools)
     num_chars += sum(len(text) for document in template.documents for text in document.values())
     _require_chars_fit(num_chars, asked, "messages")
-    size = num_chars + _MESSAGE_CHARS * (len(messages) + len(template.documents))
+    size = num_chars + _MESSAGE_CHARS * (num_messages + len(template.documents)) + num_looks
     try:
         return await _off_loop_if_long(size, asked, rendering, plain, variables, template, asked)
     except (ValueError, RecursionError) as error:  # such as arguments of a call in a thousand lists

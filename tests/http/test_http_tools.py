@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 from openai.lib.streaming.chat import ChunkEvent
 
+from cluster.errors import InvalidRequestError
 from cluster.http.openai.events import Reading
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
@@ -25,7 +27,7 @@ from engine.text.output import OutputParser
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import MESSAGES, Target
-from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
 from tests.support.thinker import HARMONY_TEMPLATE, replace
 from tests.support.thinker import thinker as thinker_in
 from tests.support.waiting import wait_until
@@ -140,10 +142,25 @@ def test_the_model_is_told_of_its_tools(target: Target, generator: ScriptedGener
     assert "user\n<tool_response>\nRain.\n</tool_response>" in told
 
 
-async def prompt_of(messages: list[Any], template: str, folder: Path) -> str:
-    """What the same model reads with another chat template."""
+class ThreadedTokenizer(Tokenizer):
+    """Notes the threads in which chats are rendered."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.threads: set[threading.Thread] = set()
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> list[int]:
+        self.threads.add(threading.current_thread())
+        return super().apply_chat_template(*args, **kwargs)
+
+
+def tokenizer_of(template: str, folder: Path) -> ThreadedTokenizer:
+    """The same model's, with another chat template."""
     replace(thinker_in(folder) / "chat_template.jinja", template)
-    tokenizer = Tokenizer(folder)
+    return ThreadedTokenizer(folder)
+
+
+async def prompt_of(messages: list[Any], tokenizer: Tokenizer) -> str:
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
     body = ChatBody.model_validate({"model": MODEL, "tools": TOOLS, "messages": messages})
     job = await prepare_chat(body, asked, "auto", "")
@@ -178,7 +195,7 @@ async def test_a_result_has_its_functions_name(tmp_path: Path) -> None:
         calling(("1", "time")),
         result("1", "dusk"),
     ]
-    prompt = await prompt_of(messages, NAMED_RESULTS, tmp_path / "gemma")
+    prompt = await prompt_of(messages, tokenizer_of(NAMED_RESULTS, tmp_path / "gemma"))
     assert prompt.endswith("time said noon;sky said rain;time said dusk;")
 
 
@@ -204,14 +221,36 @@ async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
         calling(("2", "time")),
         result("2", "dusk"),
     ]
-    prompt = await prompt_of(messages, ONE_CALL, tmp_path / "llama")
+    prompt = await prompt_of(messages, tokenizer_of(ONE_CALL, tmp_path / "llama"))
     assert prompt == (
         "2<|python_tag|>user Now?;assistant weather;tool rain;assistant time;tool noon;assistant weather;tool what?;"
         "assistant Rain.;tool late;assistant time;tool dusk;"
     )
-    prompt = await prompt_of(messages, HARMONY_TEMPLATE, tmp_path / "gpt-oss")
+    prompt = await prompt_of(messages, tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss"))
     told = [prompt.index(words) for words in ("to=functions.weather", "rain", "to=functions.time", "noon")]
     assert told == sorted(told)
+
+
+async def test_many_calls_of_a_chat_are_told_in_a_thread_or_refused(tmp_path: Path) -> None:
+    """gpt-oss's template looks for each call at all messages behind it, however few characters a client sends."""
+    tokenizer = tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss")
+    say: dict[str, Any] = {"role": "user", "content": "x"}
+    await prompt_of([say, calling(("1", "time"))], tokenizer)
+    assert tokenizer.threads == {threading.current_thread()}
+    tokenizer.threads.clear()
+    prompt = await prompt_of([say, calling(*[("1", "time")] * 50)], tokenizer)
+    assert prompt.count("to=functions.time") == 50
+    assert tokenizer.threads and threading.current_thread() not in tokenizer.threads
+    many = calling(*[("1", "time")] * 128)  # the most that one message may have
+    for messages, said in (
+        ([say, *[many] * 16], f"but {MAX_MODEL_LEN + 1} messages, one for each call,"),
+        ([say, *[many] * 12], "Leave out the oldest calls"),
+        ([*[many] * 9, *[say] * 800], "Leave out the oldest calls"),
+    ):
+        tokenizer.threads.clear()
+        with pytest.raises(InvalidRequestError, match=said) as refused:
+            await prompt_of(messages, tokenizer)
+        assert refused.value.param == "messages" and not tokenizer.threads
 
 
 def test_without_tools_nothing_is_a_call(target: Target, generator: ScriptedGenerator) -> None:

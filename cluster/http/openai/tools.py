@@ -286,14 +286,19 @@ def with_tools(
     """The messages, and the variables for the chat template, that together tell a model of its tools."""
     if not formats.in_template:
         return with_hermes_tools(messages, tools), {}
-    if formats.tools.bare or formats.tools.body == "harmony":
+    if has_one_call_each(formats):
         messages = _one_call_each(messages)
     return messages, {"tools": list(tools)} if tools else {}
 
 
+def has_one_call_each(formats: OutputFormats) -> bool:
+    """Whether the chat template is given messages with at most one call in each, whatever the client's have."""
+    return formats.in_template and (formats.tools.bare or formats.tools.body == "harmony")
+
+
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """The messages with at most one call in each, followed by its results. Of several calls in one message Llama's
-    template refuses all, and gpt-oss's tells the first."""
+    template refuses all, and gpt-oss's tells the first. `cluster.http.parse` bounds how many there may be."""
     groups: list[list[Message]] = [[]]  # messages that stay together
     of_call: dict[str, list[Message]] = {}  # by the ids of the newest calls
     for message in messages:
