@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,9 +227,18 @@ async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
         "2<|python_tag|>user Now?;assistant weather;tool rain;assistant time;tool noon;assistant weather;tool what?;"
         "assistant Rain.;tool late;assistant time;tool dusk;"
     )
+    messages.remove(result("2", "late"))  # gpt-oss's refuses a result behind the answer
     prompt = await prompt_of(messages, tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss"))
-    told = [prompt.index(words) for words in ("to=functions.weather", "rain", "to=functions.time", "noon")]
-    assert told == sorted(told)
+    assert told_in_harmony(prompt) == [
+        ("weather", "call"), ("weather", "rain"), ("time", "call"), ("time", "noon"), ("weather", "call"),
+        ("weather", "what?"), ("time", "call"), ("time", "dusk"),
+    ]  # fmt: skip
+
+
+def told_in_harmony(prompt: str) -> list[tuple[str, str]]:
+    """The calls and results of a prompt, in their order: each function, with `call` or the result's text."""
+    call, told = r"assistant to=functions\.(\w+)<", r"functions\.(\w+) to=assistant<[^<]*<\|message\|>([^<]*)<"
+    return [(of or name, "call" if of else text) for of, name, text in re.findall(f"{call}|{told}", prompt)]
 
 
 async def test_many_calls_of_a_chat_are_told_in_a_thread_or_refused(tmp_path: Path) -> None:

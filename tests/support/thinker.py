@@ -30,14 +30,18 @@ HARMONY_TEMPLATE: Final = """
 {%- for tool in tools %}
 type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson }}) => any;
 {%- endfor %}<|end|>{% endif %}
+{%- set last_tool_call = namespace(name=none) %}
 {%- for message in messages %}
 {%- if message.role == "tool" -%}
-<|start|>functions.{{ message.name }} to=assistant<|channel|>commentary<|message|>{{ message.content }}<|end|>
+{%- if last_tool_call.name is none %}{{ raise_exception("no previous message with a tool call") }}{% endif -%}
+<|start|>functions.{{ last_tool_call.name }} to=assistant<|channel|>commentary<|message|>{{ message.content }}<|end|>
 {%- elif message.tool_calls -%}
 {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif -%}
 {%- set f = message.tool_calls[0].function -%}
 <|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>
+{%- set last_tool_call.name = f.name %}
 {%- elif message.role == "assistant" -%}
+{%- set last_tool_call.name = none -%}
 <|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
 {%- else -%}
 <|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
