@@ -235,6 +235,30 @@ async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [calling(("1", "weather"), ("1", "time")), result("1", "rain"), result("1", "noon")],
+        [calling(("1", "weather")), calling(("2", "time")), result("1", "rain"), result("2", "noon")],
+        [calling(("1", "weather")), calling(("1", "time")), result("1", "rain"), result("1", "noon")],
+        [calling(("1", "weather"), ("2", "time")), result("2", "noon"), calling(("3", "sky")), result("1", "rain"),
+         result("3", "blue")],
+        [calling(("1", "weather")), result("1", "rain"), calling(("1", "time")), result("1", "noon")],
+        [calling(("1", "weather")), *MESSAGES, calling(("1", "time")), result("1", "noon")],
+        [calling(("1", "weather")), calling(("2", "time")), result("1", "rain"), result("1", "hail"),
+         result("2", "noon")],
+    ],
+)  # fmt: skip
+async def test_a_result_stands_behind_its_own_call(tmp_path: Path, messages: list[Any]) -> None:
+    """Where an id comes twice, and where results come behind calls of several messages, too."""
+    prompt = await prompt_of([*MESSAGES, *messages], tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss"))
+    own = {"rain": "weather", "hail": "weather", "noon": "time", "blue": "sky"}
+    told = told_in_harmony(prompt)
+    results = [(name, text) for name, text in told if text != "call"]
+    assert len(results) == sum(message["role"] == "tool" for message in messages)
+    assert all(own[text] == name for name, text in results), told
+
+
 def told_in_harmony(prompt: str) -> list[tuple[str, str]]:
     """The calls and results of a prompt, in their order: each function, with `call` or the result's text."""
     call, told = r"assistant to=functions\.(\w+)<", r"functions\.(\w+) to=assistant<[^<]*<\|message\|>([^<]*)<"

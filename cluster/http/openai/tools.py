@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -300,14 +301,22 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """The messages with at most one call in each, followed by its results. Of several calls in one message Llama's
     template refuses all, and gpt-oss's tells the first. `cluster.http.parse` bounds how many there may be."""
     groups: list[list[Message]] = [[]]  # messages that stay together
-    of_call: dict[str, list[Message]] = {}  # by the ids of the newest calls
+    # By the calls' ids, of the calls that no other message is behind yet. An id may come twice.
+    waiting: dict[str, deque[list[Message]]] = {}
+    answered: dict[str, list[Message]] = {}
     for message in messages:
         if message["role"] == "tool":
-            of_call.get(message["tool_call_id"], groups[-1]).append(message)
+            call_id = message["tool_call_id"]
+            if of_call := waiting.get(call_id):
+                answered[call_id] = of_call.popleft()
+            answered.get(call_id, groups[-1]).append(message)
             continue
         calls = message.get("tool_calls", [])
         parts = [{**message, "tool_calls": calls[:1]} if calls else message]
         parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
         groups += [[part] for part in parts]
-        of_call = {call["id"]: group for call, group in zip(calls, groups[-len(parts) :], strict=False)}
+        if not calls:
+            waiting, answered = {}, {}
+        for call, group in zip(calls, groups[-len(parts) :], strict=False):
+            waiting.setdefault(call["id"], deque()).append(group)
     return [message for group in groups for message in group]
