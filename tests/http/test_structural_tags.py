@@ -121,6 +121,30 @@ def test_what_may_be_written(llg: LLTokenizer, case: str) -> None:
         assert not may_be(llg, grammar, text), text
 
 
+OPTIONAL = ("type", "style", "any_order", "at_least_one", "stop_after_first", "loop", "excludes", "max_chars", "x")
+
+
+def with_nulls(part: Any) -> Any:
+    """A part in which each format has all that it lacks as null. Schemas stay as they are."""
+    if isinstance(part, list):
+        return [with_nulls(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {name: value if name == "json_schema" else with_nulls(value) for name, value in part.items()}
+    return {**dict.fromkeys(OPTIONAL), **kept}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_null_is_not_given(llg: LLTokenizer, case: str) -> None:
+    tree = TREES[case][0]
+    assert grammar_of(llg, with_nulls(tree)) == grammar_of(llg, tree)
+
+
+def test_null_in_a_schema_is_a_value(llg: LLTokenizer) -> None:
+    grammar = grammar_of(llg, schema({"enum": [None, 1]}))
+    assert may_be(llg, grammar, "null") and may_be(llg, grammar, "1") and not may_be(llg, grammar, "2")
+
+
 _TAG = {"type": "tag", "begin": "<a>", "content": ANY, "end": "</a>"}
 REFUSED: list[tuple[Any, str]] = [
     ("any_text", "must be an object"),
@@ -143,6 +167,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "repeat", "min": 3, "max": 2, "content": const("x")}, "repeat"),
     ({"type": "repeat", "min": True, "max": 2, "content": const("x")}, "repeat"),
     ({**_TAG, "end": ""}, "must not be empty"),
+    ({**_TAG, "end": None}, "must be an object"),
+    ({"type": None}, "must have a `type`"),
+    ({"type": "const_string", "value": None}, "must be a text"),
+    ({"type": "json_schema", "json_schema": None}, "allow something"),
     ({**_TAG, "end": "x<|im_start|>"}, "only at its beginning"),
     ({**_TAG, "end": "<|im_end|>"}, "ends an answer"),
     ({**_TAG, "end": []}, "must be an object"),
@@ -175,6 +203,8 @@ NO_TAGS = [
     "{",
     '{"triggers": ["a"]}',
     '{"structures": [{}], "triggers": ["a"]}',
+    '{"structures": [{"begin": "a", "schema": null, "end": "b"}], "triggers": ["a"]}',
+    '{"format": null}',
     '{"type": "x", "format": {}}',
 ]
 
@@ -213,7 +243,7 @@ def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterato
         yield target
 
 
-STRUCTURES = {
+STRUCTURES: dict[str, Any] = {
     "type": "structural_tag",
     "structures": [{"begin": "<function=sum>", "schema": {"type": "integer"}, "end": "</function>"}],
     "triggers": ["<function="],
@@ -231,12 +261,14 @@ FORMAT = {
 def test_every_spelling_is_one_grammar(target: Target, shared_generator: ScriptedGenerator) -> None:
     """Of `response_format`, and of `structured_outputs`, where vLLM has it as a text."""
     shared_generator.requests.clear()
-    for spelling in (STRUCTURES, FORMAT):
+    (structure,) = STRUCTURES["structures"]
+    with_nulls = {**STRUCTURES, "structures": [{**structure, "content": None}], "format": None}
+    for spelling in (STRUCTURES, FORMAT, with_nulls):
         target.chat(response_format=spelling, max_tokens=3)
         target.complete(extra_body={"response_format": spelling}, max_tokens=3)
         for wish in (spelling, json.dumps(spelling)):
             target.chat(extra_body={"structured_outputs": {"structural_tag": wish}}, max_tokens=3)
-    assert len(shared_generator.requests) == 8
+    assert len(shared_generator.requests) == 12
     assert len({request.params.grammar for request in shared_generator.requests}) == 1
     assert shared_generator.requests[0].params.grammar is not None
 

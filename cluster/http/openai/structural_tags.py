@@ -35,7 +35,7 @@ def written(text: str, tokenizer: LLTokenizer) -> str:
     tag = json.loads(text)
     if not isinstance(tag, dict):
         raise _refused("A structural tag must be an object with a `format`")
-    tag = {name: value for name, value in tag.items() if name != "type" or value != "structural_tag"}
+    tag = {name: value for name, value in _given(tag).items() if name != "type" or value != "structural_tag"}
     if "format" not in tag:
         tag = {"format": _of_structures(tag)}
     _refuse_unknown_keys(tag, {"format"})
@@ -45,9 +45,9 @@ def written(text: str, tokenizer: LLTokenizer) -> str:
 def _of_structures(tag: Format) -> Format:
     """The format of a tag in the older spelling, which knows only one."""
     _refuse_unknown_keys(tag, {"structures", "triggers"})
-    structures = _list(tag, "structures")
+    structures = [_given(one) if isinstance(one, dict) else {} for one in _list(tag, "structures")]
     for structure in structures:
-        if not isinstance(structure, dict) or not {"begin", "schema", "end"} == set(structure):
+        if not {"begin", "schema", "end"} == set(structure):
             raise _refused("Each of the `structures` must have a `begin`, a `schema` and an `end`, and nothing else")
     return {
         "type": "triggered_tags",
@@ -199,7 +199,7 @@ class _Writer:
 
     def _any_text(self, part: Format, ends: list[Mark] | None) -> str:
         _refuse_unknown_keys(part, {"type", "excludes", "max_chars", "max_tokens"})
-        if part.get("max_tokens") is not None:
+        if "max_tokens" in part:
             raise _refused("`max_tokens` of any_text is not supported; use `max_chars`")
         most = part.get("max_chars")
         if most is not None and not _is_count(most, _MAX_CHARS):
@@ -362,10 +362,15 @@ def _refused(sentence: str) -> UnsupportedGrammarError:
     return UnsupportedGrammarError(f"{sentence}.")
 
 
+def _given(part: Format) -> Format:
+    """The members that are given: null stands for one that is not."""
+    return {name: value for name, value in part.items() if value is not None}
+
+
 def _object(part: object) -> Format:
     if not isinstance(part, dict):
         raise _refused("Each format must be an object with a `type`, such as {'type': 'any_text'}")
-    return part
+    return _given(part)
 
 
 def _kind(part: object) -> str:
@@ -384,7 +389,7 @@ def _tag(part: object) -> Format:
 
 
 def _refuse_unknown_keys(part: Format, known: set[str]) -> None:
-    stranger = next((name for name in part if name not in known and part[name] is not None), None)
+    stranger = next((name for name in part if name not in known), None)
     if stranger is not None:
         raise _refused(f"{stranger[:40]!r} is not known in the format {str(part.get('type', 'structural_tag'))[:40]!r}")
 
