@@ -90,7 +90,8 @@ class HarmonyParser(EventReader):
         is_thought = channel is not None and channel[1] == "analysis"
         if recipient is not None and recipient[1] in self._functions:
             self.num_calls += 1
-            self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
+            self._has_dropped = self._single and self.num_calls > 1
+            self._part = "dropped" if self._has_dropped else "arguments"
             if self._part == "arguments":
                 self._tell("call", recipient[1], self.num_calls - 1)
                 self._arguments.clear()

@@ -37,11 +37,14 @@ class OutputEvent:
 
 
 class EventReader(ABC):
-    """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one."""
+    """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one. Texts around a call that is
+    dropped are lines of one text."""
 
     def __init__(self) -> None:
         self._buffer = ""  # not decided yet
         self._events: list[OutputEvent] = []
+        self._last: EventKind | None = None  # what was told last
+        self._has_dropped = False  # since then, a call
         self.num_calls = 0
         self.is_cut = False  # the answer ended in the middle of a call's arguments, by a stop string or by itself
         self.has_reasoned = False
@@ -74,10 +77,15 @@ class EventReader(ABC):
         """Tell of what waits: it is all."""
 
     def _tell(self, kind: EventKind, text: str, index: int = 0) -> None:
+        if not text:
+            return
+        if self._has_dropped and kind == self._last == "text":
+            text = "\n" + text
+        self._last, self._has_dropped = kind, False
         last = self._events[-1] if self._events else None
         if last is not None and kind != "call" and (last.kind, last.index) == (kind, index):
             last.text += text
-        elif text:
+        else:
             self._events.append(OutputEvent(kind, text, index))
 
     def _taken(self) -> list[OutputEvent]:
@@ -139,6 +147,8 @@ class OutputParser(EventReader):
             if self.num_calls == 1 or not self._single:
                 self._say("call", name or "", self.num_calls - 1)
                 self._say("arguments", "".join(arguments), self.num_calls - 1)
+            else:
+                self._has_dropped = True
         if left is None:
             return False
         self._leave(*left)

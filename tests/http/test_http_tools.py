@@ -107,6 +107,10 @@ def test_texts_around_calls_are_one_content(target: Target, generator: ScriptedG
     (choice,), _ = streamed(target, tools=TOOLS)
     for answer in (whole, choice):
         assert answer.message.content == "I will look.\nThen I say.\nAnd now." and len(calls_of(answer.message)) == 4
+    (whole,) = target.chat(tools=TOOLS, parallel_tool_calls=False).choices
+    (choice,), _ = streamed(target, tools=TOOLS, parallel_tool_calls=False)
+    for answer in (whole, choice):
+        assert answer.message.content == "I will look.\nThen I say.\nAnd now." and len(calls_of(answer.message)) == 1
 
 
 def test_arguments_are_streamed_as_they_come(target: Target, generator: ScriptedGenerator) -> None:

@@ -70,6 +70,19 @@ def call(index: int, name: str, arguments: str) -> Said:
             id="one call where one is wanted",
         ),
         pytest.param(
+            'A <tool_call>{"name": "f"}</tool_call> B <tool_call>{"name": "g"}</tool_call>\n\nC'
+            '<tool_call>{"name": "g"}</tool_call>',
+            {"tools": HERMES, "single": True},
+            [text("A"), *call(0, "f", "{}"), text("B\nC")],
+            id="texts around a call that is dropped are lines",
+        ),
+        pytest.param(
+            'A <tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}</tool_call> C',
+            {"tools": HERMES, "single": True},
+            [text("A"), *call(0, "f", "{}"), text("C")],
+            id="a text behind calls of which one is dropped",
+        ),
+        pytest.param(
             '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>',
             {"tools": HERMES},
             call(0, "f", '{"x": 1}'),
@@ -187,6 +200,14 @@ def call(index: int, name: str, arguments: str) -> Said:
             {**HARMONY, "reasons": True, "single": True},
             [("reasoning", "hm", 0), *call(0, "f", "{}")],
             id="one of harmony's calls, the prompt began the reasoning",
+        ),
+        pytest.param(
+            "<|channel|>commentary to=functions.f<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>B"
+            "<|end|><|start|>assistant<|channel|>commentary to=functions.g<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>final<|message|>C<|end|>",
+            {**HARMONY, "single": True},
+            [*call(0, "f", "{}"), text("B\nC")],
+            id="texts around one of harmony's calls that is dropped are lines",
         ),
         pytest.param(
             "<|channel|>commentary to=functions.h<|message|>{}<|call|>",
