@@ -159,6 +159,18 @@ def test_what_is_said_around_calls_is_told_again(
     assert "assistant\nI will look.\nThen I say. And now.\n<tool_call>" in prompts(generator, tokenizer)[-1]
 
 
+def test_empty_texts_are_no_lines(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    call: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "Rain."}
+    for texts, told in (("", "B"), "B"), (("A", ""), "A"), (("A", "", "B"), "A\nB"):
+        first, *others = ({"type": "text", "text": text} for text in texts)
+        said = {"role": "assistant", "content": [first, call, *others]}
+        client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
+        assert f"assistant\n{told}\n<tool_call>" in prompts(generator, tokenizer)[-1]
+
+
 def test_how_it_stopped(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     for answer in both(client, stop_sequences=["ra", "q"]):
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "ra")

@@ -243,7 +243,8 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     texts: list[str] = []
     members: dict[str, Any] = {}
     before = kind = ""
-    for block in turn.content:
+    content = [block for block in turn.content if block["type"] != "text" or block["text"]]
+    for block in content:
         before, kind = kind, block["type"]
         if kind == "tool_result":
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]}
@@ -254,7 +255,7 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
             members["reasoning"] = members.get("reasoning", "") + block["thinking"]
         elif kind == "text":
             texts.append("\n" + block["text"] if texts and before != "text" else block["text"])
-    if texts or members or not turn.content:
+    if texts or members or not content:
         yield {"role": turn.role, "content": "".join(texts), **members}
 
 
