@@ -27,7 +27,8 @@ class LoggedDecision:
 
     @property
     def is_unattainable(self) -> bool:
-        """Whether it would be late on an idle cluster, too, so that it was served like one without targets."""
+        """Whether it would be late on an idle cluster, too, or is an embedding's that would be late now, so that it was
+        served like one without targets."""
         return self.request.has_targets and not self.verdict.decision.query.has_targets
 
     def as_json(self, clock_offset_s: float) -> str:

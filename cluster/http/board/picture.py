@@ -422,7 +422,7 @@ def _others(candidates: list[dict[str, Any]]) -> str:
 
 
 def _unattainable(decision: dict[str, Any]) -> str:
-    return "; its targets cannot be met even on an idle cluster" if decision["unattainable"] else ""
+    return "; its targets cannot be met, and do not count" if decision["unattainable"] else ""
 
 
 def _readable(reason: str) -> str:

@@ -171,12 +171,16 @@ class Admission:
     def _judge(self, query: Place, now: float, came_at: float) -> Verdict:
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
         share = self._share(query, now)
+        without = replace(query, ttft_s=None, tpot_s=None, gap_s=None)
         if _is_unattainable(query, found):
-            decision, candidates = self._pick(replace(query, ttft_s=None, tpot_s=None, gap_s=None), found, now)
+            decision, candidates = self._pick(without, found, now)
         else:
             decision, candidates = self._pick(query, found, now, share)
             if query.has_targets:
                 self._slo_traffic_until = now + self._rules.slo_traffic_s
+            if query.is_pooled and query.has_targets and decision.action is Action.DEFER:
+                # A client sends many inputs at once, which make each other late; were one refused, all would fail.
+                decision, candidates = self._pick(without, found, now)
         if decision.action is Action.PLACE:
             return self._place(decision, now)
         if candidates is None:

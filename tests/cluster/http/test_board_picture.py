@@ -75,7 +75,7 @@ def test_other_ends_of_a_decision() -> None:
     assert "…r (100 tokens, attempt 2) runs on d 1 alone" in _said(alone)
     assert "(d" not in _said(alone), "there was no other candidate"
     placed(alone, "late", num_tokens=5000, **TARGETS)
-    assert _said(alone).endswith("its targets cannot be met even on an idle cluster.")
+    assert _said(alone).endswith("its targets cannot be met, and do not count.")
     refused(alone, "long", num_tokens=99_000)
     assert _said(alone).endswith(
         "turned away: no decode worker holds more than 10000 tokens; it never could be served."

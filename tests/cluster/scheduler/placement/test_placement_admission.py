@@ -254,10 +254,32 @@ def test_many_embeddings_do_not_shut_others_out(targets: dict[str, Any]) -> None
     embedding: dict[str, Any] = {"max_new_tokens": 0, "tpot_s": None}
     assert _ask(admission, "first", **embedding).outcome is AdmissionOutcome.PLACED
     verdicts = [_ask(admission, f"r{number}", **embedding | targets) for number in range(10)]
-    assert AdmissionOutcome.PLACED not in {verdict.outcome for verdict in verdicts[2:]}
+    assert {verdict.outcome for verdict in verdicts[2:]} == {AdmissionOutcome.WAITING}
     newcomer = _ask(admission, "short", num_tokens=100, max_new_tokens=10)
     assert newcomer.outcome is AdmissionOutcome.PLACED
     assert newcomer.decision.best.ttft_s < 2.0
+
+
+@pytest.mark.parametrize("workers", [("p1", "p2", "d1", "d2"), ("d1", "d2")])
+def test_the_inputs_of_one_request_are_not_refused_for_each_other(workers: tuple[str, ...]) -> None:
+    """One that is refused fails all of them, at every try, however idle the workers."""
+    ledger = ledger_of(*workers)
+    admission, names = _admission(ledger), [f"r{number}" for number in range(20)]
+    verdicts = [_ask(admission, name, num_tokens=500, max_new_tokens=0, tpot_s=None) for name in names]
+    assert Counter(verdict.outcome for verdict in verdicts).keys() == {
+        AdmissionOutcome.PLACED,
+        AdmissionOutcome.WAITING,
+    }
+    left = set(names)
+    while left:
+        booking = min(ledger.bookings(), key=lambda booking: booking.computed_at)
+        now = booking.computed_at
+        left.remove(booking.query.request_id)
+        ledger.first_token(booking.query.request_id, now)
+        ledger.ended(booking.query.request_id, now)
+        admission.wake(now, 1)
+        assert {verdict.outcome for verdict in admission.ask_again(now)} <= {AdmissionOutcome.PLACED}
+    assert now == pytest.approx(10 * 0.51), "no worker had nothing to do"
 
 
 # --- overload ---
