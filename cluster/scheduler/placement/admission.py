@@ -35,7 +35,6 @@ from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MI
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
-_NEVER_EMPTY_AT: Final = 0.5  # of the full lack: workers are not seen without anybody, as others come before that
 _OUTPUT_WEIGHT: Final = 2.0  # a token that is put out costs a tenant as much as two of the prompt
 
 Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
@@ -267,7 +266,7 @@ class Admission:
         arrived_at = now - query.waited_s
         latest_start = arrived_at + query.ttft_target_s - decision.best.prefill_s
         deadline = min(came_at + self._rules.max_wait_s, latest_start)
-        later = predict_later(self._ledger, query, candidates, now, empties=self._lack() < _NEVER_EMPTY_AT)
+        later = predict_later(self._ledger, query, candidates, now)
         if now < deadline and self._may_wait(query):
             within_s = deadline - now if query.has_targets else NO_TARGET
             wait_s = first_good_s(
@@ -372,8 +371,9 @@ def _length_class(query: Place) -> Hashable:
 
 
 def _is_unattainable(query: Place, found: Filtered) -> bool:
-    """Late also where nothing else is to be done: it is lost for goodput, so it gets what others leave. What was begun
-    already goes on as it was."""
+    """Late also with no other prompt before it: it is lost for goodput, so it gets what others leave. What was begun
+    already goes on as it was. Those who decode beside it count as well: did it wait for a worker where nobody decodes,
+    it would lose minutes instead of the little that they take (docs/log/goodput.md)."""
     pace_s = min(query.tpot_target_s, query.gap_target_s)
     is_late = query.ttft_target_s < found.shortest_s or pace_s < found.shortest_tpot_s
     return query.attempt == 0 and found.shortest_s < NO_TARGET and is_late

@@ -32,8 +32,7 @@ _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either
 class PromptForecast:
     """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to load its adapter, to bring
     up the hits that lie in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`:
-    of that, what it adds to steps that they have in any case; `pace`: seconds for each that it adds; `idle_s`: what
-    `work_s` would be, did nobody decode there.
+    of that, what it adds to steps that they have in any case; `pace`: seconds for each that it adds.
 
     Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
     in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
@@ -43,7 +42,6 @@ class PromptForecast:
     work_s: Floats
     added_s: Floats
     pace: Floats
-    idle_s: Floats
     split_at: Floats
     first_s: Floats
     rest_s: Floats
@@ -63,7 +61,8 @@ _PROMPT_FIELDS: Final = tuple(field.name for field in fields(PromptForecast))
 class Filtered:
     """`prompt`: by row of the table. `ready_s`: by row, when the prompt would be computed there; inf for those that may
     not compute it, or of the decode workers, may not do the rest. `decodes`: whether any may do that, if there is one.
-    `shortest_s` and `shortest_tpot_s`: TTFT and TPOT on the fastest, were nobody else there; inf without any.
+    `shortest_s`: TTFT on the fastest, were no other prompt there, beside those who decode there now; `shortest_tpot_s`:
+    TPOT on the fastest, were nobody else there; inf without any.
     """
 
     prompt: PromptForecast
@@ -83,14 +82,13 @@ def filter_workers(
     prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
     if query.adapter:  # who decodes loads it while the prompt is computed
         adapter_s = table.adapter_s(query.adapter)
-        slower = {name: getattr(prompt, name) + adapter_s for name in ("work_s", "first_s", "idle_s")}
-        prompt = replace(prompt, **slower)
+        prompt = replace(prompt, work_s=prompt.work_s + adapter_s, first_s=prompt.first_s + adapter_s)
     alone_tpot_s = table.alone_s(decodes, query.num_tokens) / table.facts[Fact.TOKENS_PER_STEP, decodes]
     return Filtered(
         prompt=prompt,
         ready_s=np.where(allowed, prompt.wait_s + prompt.work_s, np.inf),
         decodes=bool(allowed[decodes].any()) or (query.is_pooled and bool(allowed.any())),
-        shortest_s=float(prompt.idle_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
+        shortest_s=float(prompt.work_s[allowed].min(initial=np.inf)) + ledger.overhead.seconds,
         shortest_tpot_s=float(alone_tpot_s[allowed[decodes]].min(initial=np.inf)),
     )
 
@@ -171,8 +169,6 @@ def forecast_prompt(
     num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
     num_steps = np.maximum(num_steps, 1.0)
     work_s = load_s + (added_s + num_steps * with_any_s)
-    idle_steps = np.maximum(np.ceil(uncached / facts[Fact.CHUNK_TOKENS]), 1.0)
-    idle_s = load_s + (added_s + idle_steps * (facts[Fact.BASE_S] + facts[Fact.PREFILL_BASE_S]))
     added_s = added_s + num_steps * facts[Fact.PREFILL_BASE_S]
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
     full_s = chunk * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * num_tokens / 2)  # of a step
@@ -183,7 +179,6 @@ def forecast_prompt(
         work_s=work_s[best],
         added_s=added_s[best],
         pace=1.0 + step_s / np.maximum(np.minimum(room_s, full_s), 1e-9),
-        idle_s=idle_s.min(axis=0),
         split_at=nothing,
         first_s=work_s[best],
         rest_s=nothing,

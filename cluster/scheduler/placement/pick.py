@@ -222,21 +222,12 @@ def place_anyway(decision: Decision) -> Decision:
     return replace(decision, action=Action.PLACE, rows=rows)
 
 
-def predict_later(
-    ledger: Ledger, query: Place, candidates: Candidates, now: float, *, empties: bool
-) -> PlacementForecast:
+def predict_later(ledger: Ledger, query: Place, candidates: Candidates, now: float) -> PlacementForecast:
     """The best candidates as if the request were placed at each of the moments `LATER_S` from now; those who may come
-    in between are not foreseen. `empties`: nor is it certain that some come, so that nobody on a worker holds prompts
-    up any more once all have ended who are there now."""
-    predicted, best, later_s = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES], np.array(LATER_S)
+    in between are not foreseen."""
+    predicted, best = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES]
     computing, decode, prompt = predicted.computing[best], predicted.decode[best], predicted.prompt.at(best)
-    later = predict(ledger, query, computing, decode, prompt, later_s, now)
-    if empties and (prompt.idle_s < prompt.work_s).any():
-        idle_at = np.array([ledger.idle_at(ledger.table.ids[row], now) for row in computing.tolist()])
-        sooner_s = np.minimum(prompt.idle_s, prompt.work_s)
-        work_s = np.where(later_s[:, None] >= idle_at - now, sooner_s, prompt.work_s)
-        later = replace(later, prompt=replace(prompt, work_s=work_s))
-    return later
+    return predict(ledger, query, computing, decode, prompt, np.array(LATER_S), now)
 
 
 def first_good_s(

@@ -114,18 +114,6 @@ def test_who_could_not_keep_the_pace_alone_holds_nobody_up_and_loses_nothing_by_
     assert found[0][1:] == (0.0, False)
 
 
-def test_the_shortest_that_a_prompt_could_take_is_what_an_idle_worker_takes() -> None:
-    ledger = ledger_of("d1", "d2", chunk_tokens=300)
-    query, policy = query_of(), DecisionPolicy()
-    idle_s = filter_workers(ledger, policy, query, {}, 0.0).shortest_s
-    assert idle_s == pytest.approx(1.0 + 4 * 0.01)
-    for number in range(8):
-        decoding(ledger, f"r{number}", prefill=None, decode=f"d{1 + number % 2}", tpot_s=0.02)
-    found = filter_workers(ledger, policy, query, {}, 0.0)
-    assert found.prompt.work_s.min() > 2 * idle_s
-    assert found.shortest_s == idle_s
-
-
 def test_hits_are_brought_up_as_far_down_as_it_pays() -> None:
     ledger = ledger_of("p1")
     cheap = _prompt(ledger, "p1", 100, 400, 900, tiers=(0.0001, 0.0005))
