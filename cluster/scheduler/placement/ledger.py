@@ -18,7 +18,7 @@ import numpy as np
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
 from cluster.scheduler.placement.worker_table import Fact, Slot, WorkerTable
-from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, StepCost
+from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, KEPT, StepCost, margin_of
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
@@ -401,11 +401,16 @@ class Ledger:
 
     def _kept_pace(self, query: Place, row: int) -> tuple[float, float]:
         """The targets of TPOT and gap that others there are to heed. One that the worker could not keep with nobody
-        else holds nobody up, as it does not there (`decode_workers.pacing`)."""
+        else holds nobody up, as it does not there (`decode_workers.pacing`): a mean by what its steps take in the mean,
+        a gap by what nearly all of them take."""
         alone_s = float(self.table.alone_s(row, query.num_tokens))
         tpot_s, gap_s = query.tpot_target_s, query.gap_target_s
         num_tokens = float(self.table.facts[Fact.TOKENS_PER_STEP, row])
-        return tpot_s if tpot_s * num_tokens >= alone_s else NO_TARGET, gap_s if gap_s >= alone_s else NO_TARGET
+        longest_s = margin_of(float(self.table.facts[Fact.RELATIVE_ERROR, row])) * alone_s
+        return (
+            tpot_s if tpot_s * num_tokens >= alone_s else NO_TARGET,
+            gap_s if KEPT * gap_s >= longest_s else NO_TARGET,
+        )
 
     def _join_queue(self, computing: BookedWorker, booking: Booking, now: float) -> bool:
         """Put a prompt behind all others. Returns whether there are none."""

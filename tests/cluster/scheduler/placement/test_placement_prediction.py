@@ -104,14 +104,18 @@ def test_who_can_hardly_keep_the_pace_does_not_hold_prompts_up_for_ever() -> Non
 
 
 def test_who_could_not_keep_the_pace_alone_holds_nobody_up_and_loses_nothing_by_others() -> None:
-    """A step of its own takes 12 ms. Whatever it was promised: what clients send is not for others to pay."""
-    found = []
-    for changes in ({"tpot_s": 0.001, "gap_s": 0.001}, {"tpot_s": None, "gap_s": None}):
+    """A step of its own takes 12 ms in the mean, and nearly all up to 17.4. Whatever it was promised: what clients send
+    is not for others to pay."""
+    found, none = [], {"tpot_s": None, "gap_s": None}
+    for changes in ({"tpot_s": 0.001, "gap_s": 0.001}, none | {"gap_s": 0.0144}, none):
         ledger = ledger_of("p1", "d1")
         decoding(ledger, "hasty", **changes)
         found.append((_prompt(ledger, "d1").work_s[0], _decode(ledger).slo_loss[0], ledger.table.has_targets()))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert found[0][1:] == (0.0, False)
+    kept = ledger_of("p1", "d1")
+    decoding(kept, "gap", tpot_s=None, gap_s=0.0185)
+    assert kept.table.has_targets() and _prompt(kept, "d1").work_s[0] > found[0][0]
 
 
 def test_hits_are_brought_up_as_far_down_as_it_pays() -> None:
@@ -297,11 +301,12 @@ def test_the_longest_gap_is_that_of_a_step_with_everyone_there() -> None:
     newcomer = 0.001 + 1100e-6
     longest = 0.010 + newcomer + 0.001 + 1050e-6
     assert _decode(ledger, gap_s=0.015).gap_s[0] == pytest.approx(longest)
-    decoding(ledger, "b", max_new_tokens=50, gap_s=0.013)
+    decoding(ledger, "b", max_new_tokens=50, gap_s=0.0185)
     asked = _decode(ledger)
     assert asked.gap_s[0] == pytest.approx(longest + 0.001 + 1050e-6)
     without_s = asked.gap_s[0] - newcomer
-    lost = log_probability(without_s, 0.013, 0.1) - log_probability(asked.gap_s[0], 0.013, 0.1)
+    lost = log_probability(without_s, 0.0185, 0.1) - log_probability(asked.gap_s[0], 0.0185, 0.1)
+    assert lost > 0.01
     assert asked.slo_loss[0] == pytest.approx(lost, rel=0.05)
 
 
