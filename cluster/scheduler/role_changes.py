@@ -62,11 +62,13 @@ class RoleChanges:
         order.expect(min(leaves.ledger.idle_at(request.worker_id, now), now + request.drain_s))
         return RoleAnswer(ask_id=request.ask_id, outcome="ordered")
 
-    def gone(self, worker_id: str, now: float) -> None:
-        """The worker has left, as ordered or for another reason. Unknown ids are fine."""
-        if self._is_changing(worker_id, now):
+    def gone(self, worker_id: str, now: float) -> bool:
+        """The worker has left. Returns whether it was as ordered, and not for another reason. Unknown ids are fine."""
+        is_changing = self._is_changing(worker_id, now)
+        if is_changing:
             self._orders[worker_id].expect(now)
         self._orders.pop(worker_id, None)
+        return is_changing
 
     def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:
         worker_id = request.worker_id

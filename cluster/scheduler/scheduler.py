@@ -93,11 +93,11 @@ class GlobalScheduler:
             return self.block_index.on_events(message, now)
         return self.block_index.on_snapshot(message, now)
 
-    def unregister(self, worker_id: str, now: float) -> bool:
-        """Forget a worker that is gone. Returns False if it was not known."""
+    def unregister(self, worker_id: str, now: float, *, may_be_replaced: bool = True) -> bool:
+        """Forget a worker that is gone. Returns False if it was not known. `may_be_replaced`: see `Ledger`."""
         self.block_index.forget(worker_id)
         self._recovered.on_worker_lost(worker_id, now)
-        return self.ledger.unregister(worker_id, now)
+        return self.ledger.unregister(worker_id, now, may_be_replaced=may_be_replaced)
 
     def expect_worker(self, at: float) -> None:
         """Note that a worker is on its way here, to take requests from `at` on: who is turned away until then is told

@@ -209,8 +209,9 @@ class SchedulerServer:
         if newest is not connection:
             return  # it has come back on another one since
         del self._workers[worker_id]
-        self._role_changes.gone(worker_id, time.monotonic())
-        if scheduler.unregister(worker_id, time.monotonic()):
+        now = time.monotonic()
+        is_changing = self._role_changes.gone(worker_id, now)
+        if scheduler.unregister(worker_id, now, may_be_replaced=not is_changing):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()
 

@@ -136,7 +136,7 @@ class Ledger:
 
     def register(self, info: WorkerInfo, snapshot: WorkerSnapshot, now: float) -> None:
         """Begin a worker's new life. What was booked on an earlier one is void."""
-        self.unregister(info.worker_id, now)
+        self.unregister(info.worker_id, now, may_be_replaced=False)  # it is here itself
         self.joins_at = math.inf
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
         self.table.add(info, now)
@@ -156,14 +156,15 @@ class Ledger:
             self._take_in(worker, snapshot, now, snapshot.context_tokens if counts_context else None)
         return True
 
-    def unregister(self, worker_id: str, now: float) -> bool:
-        """Forget a worker that is gone, and all that was booked there. Returns False if it was not known."""
+    def unregister(self, worker_id: str, now: float, *, may_be_replaced: bool = True) -> bool:
+        """Forget a worker that is gone, and all that was booked there. Returns False if it was not known.
+        `may_be_replaced`: another like it may be on its way."""
         if worker_id not in self._workers:
             return False
         for booking in self.booked_on(worker_id):
             self.ended(booking.query.request_id, now)
         info = self._workers.pop(worker_id).info
-        if info.role == "decode":
+        if info.role == "decode" and may_be_replaced:
             self._gone[info.max_model_len] = now
         self.table.remove(worker_id)
         return True

@@ -321,6 +321,21 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         assert server.scheduler.ledger.joins_at == math.inf
 
 
+async def test_a_worker_that_changes_its_role_is_not_replaced() -> None:
+    """What only it could hold never comes back, and is told so."""
+    async with _server() as server, _client(server) as client:
+        links: dict[str, Connection] = {}
+        for name, changes in (("d1", {}), ("d2", {"max_model_len": 3000}), ("p1", {"role": "prefill"})):
+            links[name] = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+            await links[name].send(Register(info=small_info(name, **changes), snapshot=small_snapshot(name)))
+        await eventually(lambda: len(client.workers) == 3)
+        await client.change_role("d2", "prefill", 90.0)
+        links["d2"].close("it becomes a prefill worker")
+        await eventually(lambda: len(client.workers) == 2)
+        with pytest.raises(RequestTooLargeError):
+            await client.place(place(num_tokens=2000))
+
+
 async def test_a_model_that_is_not_served_is_nobodys() -> None:
     """Of several; of a single one nobody looks at its name."""
     async with _server(["a", "b"]) as server:
