@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
-from cluster.scheduler.placement.worker_table import Fact, Slot, WorkerTable
+from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Fact, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, KEPT, StepCost, margin_of
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
@@ -176,15 +176,19 @@ class Ledger:
         return [] if worker is None else [*worker.queue.values(), *worker.decoding]
 
     def idle_at(self, worker_id: str, now: float) -> float:
-        """When all that was placed there will have ended, as predicted."""
+        """When all that was placed there will have ended, as predicted; inf where nobody knows, as sequences run there
+        that were placed before this scheduler's time."""
         row = self.table.row(worker_id)
         self.table.advance(row, now)
         facts = self.table.facts[:, row]
+        if facts[Fact.EXTRA_DECODES] > 0.0:
+            return math.inf
         slots = self.table.slots[:, row, : int(facts[Fact.BOOKED])]
-        emitted = np.maximum(facts[Fact.STEPS] - slots[Slot.JOINED_STEP], 0.0)  # of those yet to join: none
-        ends = (
-            np.maximum(slots[Slot.FIRST_AT], now) + np.maximum(slots[Slot.OUTPUT] - emitted, 1.0) * facts[Fact.STEP_S]
-        )
+        output, most, residuals = slots[Slot.OUTPUT], slots[Slot.MAX_OUTPUT], self.table.residuals
+        emitted = np.clip(facts[Fact.STEPS] - slots[Slot.JOINED_STEP], 0.0, most)  # of those yet to join: none
+        age = np.minimum(emitted / output / RESIDUAL_STEP, len(residuals) - 1.0).astype(np.intp)
+        left = np.minimum(output * residuals[age], most - emitted)
+        ends = np.maximum(slots[Slot.FIRST_AT], now) + left * facts[Fact.STEP_S]
         return max(now, float(facts[Fact.DRAINED_AT]), float(ends.max(initial=now)))
 
     def longest_gone(self, now: float) -> int:

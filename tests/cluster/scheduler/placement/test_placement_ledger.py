@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -66,6 +68,20 @@ def test_a_worker_is_idle_when_its_prompts_are_computed_and_its_answers_have_com
     assert ledger.idle_at("d1", 3.0) == pytest.approx(3.0 + 100 * step_s)
     assert ledger.idle_at("d1", 3.0 + 50 * step_s) == pytest.approx(3.0 + 100 * step_s), "half of them have come"
     assert ledger.idle_at("d2", 3.0) == 3.0
+
+
+def test_a_worker_is_not_idle_soon_for_an_answer_that_is_longer_than_expected_nor_with_unknown_ones() -> None:
+    ledger = ledger_of("d1")
+    for _ in range(8):
+        ledger.lengths.observe("t", "", 100)
+    book(ledger, "a", prefill=None, max_new_tokens=4000)
+    ledger.first_token("a", 0.0)
+    expected_s = ledger.idle_at("d1", 0.0)
+    assert 1.0 < expected_s < 10.0
+    now = 2 * expected_s
+    assert ledger.idle_at("d1", now) >= now + 0.9 * expected_s, "it is as far from its end as one that begins"
+    ledger.heartbeat(costed_snapshot("d1", 2, num_running=2), now)
+    assert ledger.idle_at("d1", now) == math.inf
 
 
 def test_a_prompt_in_two_parts_takes_its_time_on_each_worker() -> None:
