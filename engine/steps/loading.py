@@ -283,7 +283,7 @@ def _with_ends(config: ModelConfig | HuggingFaceConfig, folder: Path) -> Decoder
     except ValueError as error:  # gateways refuse the model for the same reason; prompts of token ids can be computed
         logger.info("what ends an answer is known by the model's config alone: %s", error)
         return config
-    known = sorted(token_id for token_id in named if token_id < config.vocab_size)
+    known = sorted(token_id for token_id in named if 0 <= token_id < config.vocab_size)
     return replace(config, eos_token_ids=tuple(known)) if known else config
 
 

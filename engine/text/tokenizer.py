@@ -122,7 +122,8 @@ class Tokenizer:
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size: int = known["vocab_size"]
         self.longest_token_chars: int = known["longest_token_chars"]  # no token stands for more characters of a text
-        self.eos_token_ids = eos_token_ids(folder)
+        # An id that it lacks, such as a base model's whose vocabulary was cut, ends nothing; grammars refuse it.
+        self.eos_token_ids = frozenset(end for end in eos_token_ids(folder) if 0 <= end < self.vocab_size)
 
     @property
     def json(self) -> str:

@@ -227,6 +227,9 @@ def test_the_tokenizer_s_own_end_ends_answers(tmp_path: Path) -> None:
     (found,) = _generate(engine, [prompt], [greedy(ignore_eos=False)])
     assert ([emission.token.token_id for emission in found], found[-1].finish) == (tokens[: end + 1], "stop")
     assert Tokenizer(tmp_path).eos_token_ids == {EOS, tokens[end]}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, EOS, 1 << 20]}))
+    config = EngineConfig(model_ref=str(tmp_path), model_name="model", kv_blocks=256, num_threads=1)
+    assert load_model(config).eos_token_ids == {EOS, tokens[end]}
 
 
 def test_chunks_of_any_size_give_the_same_tokens(llama: SmallModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cluster.http.served_model import ServedModel
 from cluster.load.prompts import WORDS
 from engine.checkpoint.pooling import CheckpointPooling
+from engine.sampling.grammar import grammar_tokenizer
 from engine.text.formats import HERMES
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
 
@@ -274,6 +276,17 @@ def test_leading_space_is_dropped_only_where_the_text_begins(llama2_like: Path) 
 def test_eos_ids_come_from_every_place_that_names_one(llama2_like: Path) -> None:
     (llama2_like / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert Tokenizer(llama2_like).eos_token_ids == {2, 5, 6}
+
+
+def test_an_end_outside_the_vocabulary_takes_no_structured_output_away(llama2_like: Path, tmp_path: Path) -> None:
+    """As a config has it that was not changed with its vocabulary, or one that means by -1 that there is none."""
+    folder = Path(shutil.copytree(llama2_like, tmp_path / "model"))
+    size = Tokenizer(folder).vocab_size
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, size - 1]}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": size}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.eos_token_ids == {2, size - 1}
+    grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
 
 
 def test_added_token_outside_the_byte_alphabet_stands_for_itself() -> None:
