@@ -425,7 +425,8 @@ def weight_sizes(
     """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
     CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
     `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. What a GGUF file has of what is expanded is
-    counted too. Raises ValueError if some are missing or files are damaged."""
+    counted too, and so is a head beside tied embeddings, even one whose values are the embedding's. Raises ValueError
+    if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
@@ -446,10 +447,13 @@ def weight_sizes(
             if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
                 del sizes[name]
         return {**sizes, **values}
+    head = {_HEAD: expected[_EMBEDDING]} if model.tied_embeddings else {}
+    if _HEAD in tensors:  # which may be another than the embedding
+        expected = {**head, **expected}
     if not is_gguf and not stays_packed:
         _require_all(folder, expected, tensors)
-    if model.tied_embeddings and (is_gguf or quantisation is not None):  # the head is there a second time
-        expected = {_HEAD: expected[_EMBEDDING], **expected}
+    if is_gguf or quantisation is not None:  # the head is there a second time
+        expected = {**head, **expected}
 
     def bytes_each(name: str) -> float:
         if forms and (form := forms.get(name)) is not None:  # scales in float32, zero points in a byte

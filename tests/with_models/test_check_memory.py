@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from cluster.__main__ import main
 from cluster.command.check import worker_memory
@@ -148,6 +149,20 @@ def test_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path / "whole").model.save_pretrained(tmp_path / "base")
     whole, base = (configured(tmp_path / name) for name in ("whole", "base"))
     assert worker_memory("decode", base, tmp_path / "base") == worker_memory("decode", whole, tmp_path / "whole")
+
+
+def test_a_head_of_its_own_beside_tied_embeddings(tmp_path: Path) -> None:
+    build_oracle("llama-tied-biased-llama3", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = configured(tmp_path)
+    said = worker_memory("decode", config, tmp_path).weight_bytes
+    assert said == pytest.approx(loaded(config).runner.weight_bytes, rel=0.001)
+    save_file(tensors | {"lm_head.weight": head[1:]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head.weight in .* is \[306, 64\], and by its config.json it is"):
+        worker_memory("decode", config, tmp_path)
 
 
 @pytest.mark.parametrize(
