@@ -118,10 +118,11 @@ def load_weights(
 def load_output_layer(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """`[vocabulary, hidden size]`, alone. Raises ValueError as `load_weights` does."""
     found: dict[str, Tensor | QuantisedWeight] = {}
+    last = _HEAD if not config.tied_embeddings or _has_head(folder) else _EMBEDDING
     for name, stored in _stored(folder, config, None, CPU):
         if name == _HEAD or (name == _EMBEDDING and config.tied_embeddings):
             found[name] = _part_of(stored, (), None, name)
-        if _HEAD in found:
+        if name == last:  # of what is packed each tensor costs its unpacking
             break
     layer = found.popitem()[1]  # of two the head, which comes last
     return layer.dequantise(dtype) if isinstance(layer, QuantisedWeight) else layer.to(dtype)
@@ -350,7 +351,7 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
     """Of a model with tied embeddings also a head that the checkpoint has, behind the embedding, where it is another
     one: transformers does not tie the two then, whatever the config says."""
     expected = expected_shapes(config)
-    optional = {_HEAD: expected[_EMBEDDING]} if config.tied_embeddings else {}
+    optional = {_HEAD: expected[_EMBEDDING]} if config.tied_embeddings and _has_head(where) else {}
     shapes = expected | optional
     has_idle_biases = config.packing is not None and config.packing.method == "gptq"
     behind = range(config.num_layers, config.num_layers + config.num_drafting_layers)
@@ -372,8 +373,10 @@ def _checked(where: Path, config: ModelConfig, stored: Iterator[tuple[str, _Stor
                 yield name, tensor
             if optional and name in (_EMBEDDING, _HEAD):
                 tied[name] = tensor
-                if len(tied) == 2 and not _are_equal(*tied.values()):
-                    yield _HEAD, tied[_HEAD]
+                if len(tied) == 2:
+                    if not _are_equal(*tied.values()):
+                        yield _HEAD, tied[_HEAD]
+                    tied.clear()
         elif not (name.endswith(_DERIVED) or name.startswith(unread) or (has_idle_biases and _is_idle(name, tensor))):
             unknown.append(name)
     _complain(where, "lacks", sorted(expected.keys() - found))
@@ -394,6 +397,18 @@ def _are_equal(one: _Stored, other: _Stored) -> bool:
         if len(values) < 2 or not torch.equal(*values):
             return False
     return True
+
+
+def _has_head(where: Path) -> bool:
+    """Whether a folder's safetensors files have an output layer, in whatever form, by their headers. A GGUF file that
+    has one is no model of tied embeddings."""
+    if where.is_file() or (where / GGUF_NAME).exists():
+        return False
+    for path in _weight_files(where):
+        with _open(path, CPU) as file:
+            if any(name.startswith(_HEAD.removesuffix("weight")) for name in file.keys()):  # noqa: SIM118 - not a dict
+                return True
+    return False
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from cluster.command.check import expanded_on_cpus, weight_sizes, worker_memory
 from cluster.config.load import load_config
 from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation, QuantisationName
-from engine.checkpoint.weights import expected_shapes, load_weights
+from engine.checkpoint.weights import expected_shapes, load_output_layer, load_weights
 from engine.model.config import ModelConfig
 from engine.model.shards import WHOLE, Shard, shards_of
 from kernels.native.linear import can_pack_quantised
@@ -76,10 +76,16 @@ def pack(method: str, bits: int, codes: Tensor, zeros: Tensor, less: int) -> dic
 
 
 def write_packed(
-    folder: Path, quantization: dict[str, Any], *, symmetric: bool = False, family: str = "qwen2", width: int = 64
+    folder: Path,
+    quantization: dict[str, Any],
+    *,
+    symmetric: bool = False,
+    family: str = "qwen2",
+    width: int = 64,
+    **changes: Any,
 ) -> dict[str, Tensor]:
     """A small model whose projections in the layers are packed, in two files; the values of all its tensors."""
-    build_oracle(family, folder, intermediate_size=width, num_hidden_layers=2)
+    build_oracle(family, folder, intermediate_size=width, num_hidden_layers=2, **changes)
     bits = quantization["bits"]
     less = 1 if quantization["quant_method"] == "gptq" and quantization.get("checkpoint_format") != "gptq_v2" else 0
     values: dict[str, Tensor] = load_file(folder / "model.safetensors")
@@ -404,6 +410,22 @@ def test_what_lacks_is_named(tmp_path: Path) -> None:
         save_file(kept, file)
     with pytest.raises(ValueError, match=LOST):
         load_weights(tmp_path, ModelConfig.from_folder(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("quantization", [AWQ, GPTQ], ids=["awq", "gptq"])
+def test_a_tied_output_layer_is_read_without_the_layers(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    """Which would all be unpacked for nothing; so none misses what one of them lacks."""
+    torch.manual_seed(0)
+    values = write_packed(tmp_path, quantization, tie_word_embeddings=True)
+    for file in (tmp_path / f"model-{index}.safetensors" for index in (0, 1)):
+        kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("down_proj.qzeros")}
+        save_file(kept, file)
+    config = ModelConfig.from_folder(tmp_path)
+    layer = load_output_layer(tmp_path, config, torch.float32)
+    assert torch.equal(layer, values["model.embed_tokens.weight"])
+    head = values["model.embed_tokens.weight"].flip(0)
+    save_file(load_file(tmp_path / "model-0.safetensors") | {"lm_head.weight": head}, tmp_path / "model-0.safetensors")
+    assert torch.equal(load_output_layer(tmp_path, config, torch.float32), head)
 
 
 @pytest.mark.parametrize(
