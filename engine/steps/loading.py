@@ -363,8 +363,14 @@ def _decode_recording(loading: _Loading, runner: ModelRunner) -> Callable[[], No
         return None
     if engine.tensor_parallel > 1 or not isinstance(loading.config, ModelConfig):
         return None
-    limits = DecodeGraphLimits.of(engine.largest_step.num_seqs, runner.config.longest_context)
-    return partial(runner.record_decode, kernels, limits)
+    return partial(runner.record_decode, kernels, decode_graph_limits(engine, loading.config))
+
+
+def decode_graph_limits(engine: EngineConfig, config: ModelConfig) -> DecodeGraphLimits:
+    """By the longest sequence that a worker takes, whatever its KV memory then holds: that is not measured yet. Raises
+    ValueError as `context_length` does."""
+    max_model_len = context_length(engine.max_model_len, config, held=sys.maxsize)
+    return DecodeGraphLimits.of(engine.largest_step.num_seqs, max_model_len)
 
 
 def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:

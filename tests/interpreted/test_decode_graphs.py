@@ -15,9 +15,12 @@ from torch import Tensor
 
 from cluster.config.build import engine_config
 from cluster.config.settings import LegatoConfig
+from engine.model.config import ModelConfig
 from engine.sequence import ScheduledSequence, StepPlan
 from engine.sequence import Sequence as Seq
 from engine.steps.decode_graphs import DecodeGraphLimits, Record, Replay, call_again, record_for
+from engine.steps.loading import EngineConfig, decode_graph_limits
+from engine.steps.memory_profile import StepSize
 from engine.steps.runner import ModelRunner
 from kernels import reference
 from kernels.cpu import kernels as cpu
@@ -289,6 +292,18 @@ def test_sizes(num_seqs: int, sizes: list[int]) -> None:
 def test_context_is_bounded() -> None:
     assert DecodeGraphLimits.of(4, 1024).context_tokens == 4096
     assert DecodeGraphLimits.of(64, 131_072).context_tokens == 1 << 19
+
+
+def test_they_are_sized_by_the_length_that_a_worker_serves(tmp_path: Path) -> None:
+    """And not by what a worker could be told to serve, which attention's lists would be sized for in vain."""
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    build_oracle("qwen2", tmp_path, max_position_embeddings=64, rope_parameters=rope)
+    config = ModelConfig.from_folder(tmp_path)
+    assert config.longest_context == 256
+    step = StepSize(num_tokens=2, num_seqs=2)
+    for wanted, served in ((None, 64), (40, 40), (256, 256)):
+        engine = EngineConfig(model_ref="m", model_name="m", max_model_len=wanted, largest_step=step)
+        assert decode_graph_limits(engine, config).context_tokens == 2 * served
 
 
 def test_a_call_is_recorded_with_its_result_in_one_place() -> None:
