@@ -35,7 +35,7 @@ from cluster.http.openai.tools import (
     with_tools,
 )
 from engine.sampling.params import SamplingParams
-from engine.text.formats import Message
+from engine.text.formats import HERMES, Message, with_hermes_tools
 from kv_transfer.messages.requests import RequestSpec
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default of the completions endpoint
@@ -257,8 +257,16 @@ def _with_calls(
     for told, message in zip(plain, messages, strict=True):
         called.update((call.id, call.function.name) for call in message.tool_calls or ())
         told.update(told_calls(message, asked.model.formats, called))
-    plain, of_tools = with_tools(plain, tools, asked.model.formats)
-    return _chat_token_ids(plain, {**variables, **of_tools}, template, asked)
+    formats = asked.model.formats
+    shown, of_tools = with_tools(plain, tools, formats)
+    try:
+        return _chat_token_ids(shown, {**variables, **of_tools}, template, asked)
+    except ValueError:
+        if not (of_tools and formats.apart and formats.tools is HERMES):
+            raise
+    # Such as Hermes 3's own template, which writes schemas as Python's types and has no end at some. The other template
+    # takes the same tools in words, and the answer is read alike.
+    return _chat_token_ids(with_hermes_tools(plain, tools), variables, template, asked)
 
 
 def _plain_message(message: ChatMessage, index: int) -> Message:

@@ -109,10 +109,12 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormats:
-    """How one model writes. `in_template`: its chat template is told of tools; else the prompt says it in words."""
+    """How one model writes. `in_template`: its chat template is told of tools; else the prompt says it in words.
+    `apart`: that template is for chats with tools alone, and the other one knows nothing of calls."""
 
     tools: ToolFormat
     in_template: bool
+    apart: bool
     reasoning: ReasoningFormat | None
 
 
@@ -131,7 +133,7 @@ def choose_tool_format(
     if declared is not None and declared.get("content") == "json":
         return ToolFormat(opening=declared["open"], closing=declared["close"], template_words=())
     for known in TOOL_FORMATS.values():
-        if _has_any(chat_template, known.template_words) and not _has_any(chat_template, known.foreign_words):
+        if _writes(chat_template, known):
             return known
     return None
 
@@ -159,6 +161,14 @@ def _declared(response_template: Mapping[str, Any] | None, field: str) -> Mappin
     return found if plain else None
 
 
+def _writes(template: str, known: ToolFormat) -> bool:
+    return _has_any(template, known.template_words) and not _has_any(template, known.foreign_words)
+
+
+def _reads_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
 def _has_any(text: str, words: Sequence[str]) -> bool:
     return any(word in text for word in words)
 
@@ -173,9 +183,11 @@ def output_formats(
     """The formats of a checkpoint's output, as far as the two names leave it to that. `tools_template` is the chat
     template of chats with tools."""
     chosen = choose_tool_format(tools, tools_template, response_template)
+    in_template = chosen is not None and _reads_tools(tools_template)
     return OutputFormats(
         tools=chosen or HERMES,
-        in_template=chosen is not None and re.search(r"\btools\b", tools_template) is not None,
+        in_template=in_template,
+        apart=in_template and not _reads_tools(chat_template),
         reasoning=choose_reasoning_format(reasoning, chat_template, response_template),
     )
 

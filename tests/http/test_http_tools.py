@@ -172,6 +172,58 @@ async def prompt_of(messages: list[Any], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
 
 
+# In what Hermes 3's template for tools takes for granted: a description, and types that it knows.
+APART: Final = """{%- macro kind(schema) -%}
+{%- set names = {"string": "str", "integer": "int"} -%}
+{%- if names[schema.type] is defined -%}{{ names[schema.type] }}
+{%- elif schema.type is iterable -%}{% for one in schema.type %}{{ kind({"type": one}) }}|{% endfor %}
+{%- else -%}any{%- endif -%}
+{%- endmacro -%}
+<|im_start|>system
+{% for tool in tools %}{% set f = tool.function %}
+{%- for name, schema in f.parameters.properties.items() %}{{ f.name }}({{ name }}: {{ kind(schema) }}){% endfor %}
+{{- f.name + " - " + f.description }}
+{% endfor %}<tool_call><|im_end|>
+{% for message in messages %}{% if message.tool_calls is defined %}{{ message.tool_calls[0].function.name }} was called
+{% else %}{{ message.role + ": " + message.content }}
+{% endif %}{% endfor %}"""
+CHATML: Final = """{% for message in messages %}{{ "<|im_start|>" + message["role"] + "\n" + message["content"] }}
+{%- endfor %}"""
+
+
+async def test_a_template_for_tools_alone_has_the_default_one_behind_it(tmp_path: Path) -> None:
+    """In Hermes' words: for chats without tools that have had some, and for tools that it refuses."""
+    folder = thinker_in(tmp_path / "hermes")
+    replace(folder / "chat_template.jinja", CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(APART)
+    tokenizer = Tokenizer(folder)
+    asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
+
+    async def prompt(messages: list[Any], **fields: Any) -> str:
+        body = ChatBody.model_validate({"model": MODEL, "messages": messages, **fields})
+        job = await prepare_chat(body, asked, "auto", "")
+        return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
+
+    history = [*MESSAGES, calling(("1", "time")), result("1", "noon")]
+    told = await prompt(history, tools=TOOLS)
+    assert "weather(place: str)weather - The weather of a place.\ntime - \n" in told
+    assert "time was called\ntool: noon\n" in told and "# Tools" not in told
+    called = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    silent = {**calling(("1", "time")), "content": ""}
+    for chat, fields in (
+        (history, {}),
+        (history, {"tools": TOOLS, "tool_choice": "none"}),
+        ([*MESSAGES, silent, result("1", "noon")], {}),
+    ):
+        bare = await prompt(chat, **fields)
+        assert f"assistant\n{called}" in bare and "<tool_response>\nnoon" in bare and "# Tools" not in bare
+    schema = {"type": "object", "properties": {"place": {"type": ["string", "null"]}}}
+    odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    refused = await prompt(history, tools=[odd])
+    assert "# Tools" in refused and '"name": "odd"' in refused and called in refused
+
+
 def calling(*calls: tuple[str, str], **said: str) -> dict[str, Any]:
     """An assistant's message that calls functions, each by an id."""
     told = [{"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}} for id, name in calls]

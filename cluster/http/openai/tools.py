@@ -285,8 +285,11 @@ def with_tools(
     messages: list[Message], tools: Sequence[Mapping[str, Any]], formats: OutputFormats
 ) -> tuple[list[Message], dict[str, Any]]:
     """The messages, and the variables for the chat template, that together tell a model of its tools."""
-    if not formats.in_template:
+    if not formats.in_template or (formats.apart and not tools):  # calls of before are told of, too
         return with_hermes_tools(messages, tools), {}
+    if formats.apart:  # Hermes 3's takes a description for granted
+        functions = [{"name": tool["function"]["name"], "description": "", **tool["function"]} for tool in tools]
+        tools = [{**tool, "function": function} for tool, function in zip(tools, functions, strict=True)]
     if has_one_call_each(formats):
         messages = _one_call_each(messages)
     return messages, {"tools": list(tools)} if tools else {}
