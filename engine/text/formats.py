@@ -184,6 +184,8 @@ def output_formats(
     template of chats with tools."""
     chosen = choose_tool_format(tools, tools_template, response_template)
     in_template = chosen is not None and _reads_tools(tools_template)
+    if chosen is HERMES and not _writes(tools_template, HERMES):  # it was named, and the template would say otherwise
+        in_template = False
     return OutputFormats(
         tools=chosen or HERMES,
         in_template=in_template,

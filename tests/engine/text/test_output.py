@@ -15,6 +15,7 @@ from engine.text.formats import (
     TOOL_FORMATS,
     choose_reasoning_format,
     choose_tool_format,
+    output_formats,
     with_hermes_tools,
 )
 from engine.text.harmony import output_parser
@@ -303,6 +304,16 @@ def test_a_checkpoints_own_template_comes_first() -> None:
     assert read(output, [], tools=tools, reasoning=reasoning) == [("reasoning", "hm", 0), *call(0, "f", "{}")]
     own["fields"]["tool_calls"] = {"open_pattern": "(a+)+", "close": "</c>", "content": "json"}
     assert choose_tool_format("auto", "<tool_call>", own) is HERMES
+
+
+def test_a_format_that_is_named_has_no_template_of_another() -> None:
+    """The model would be told to write its calls in a way that nobody reads."""
+    hermes, other = "{{ tools }} <tool_call>", "{{ tools }} Action: <function="
+    for template, is_told in ((hermes, True), (other, False), ("", False)):
+        formats = output_formats("hermes", "auto", "{{ messages }}", template, None)
+        assert formats.tools is HERMES and formats.in_template == formats.apart == is_told
+    assert output_formats("llama", "auto", other, other, None).in_template
+    assert not output_formats("auto", "auto", hermes, hermes, None).apart
 
 
 def test_tools_as_text() -> None:
