@@ -40,6 +40,7 @@ PARTS = {
     "offload": ("benchmarks.engine.offload", 420),
     "prefix": ("benchmarks.engine.prefix", 300),
     "gaps": ("benchmarks.serving.gaps", 900),
+    "adapters": ("benchmarks.serving.adapters", 900),
     "shown": ("benchmarks.serving.shown", 2400),
     "layerkv": ("benchmarks.serving.layerkv", 1800),
     "simulator_honesty": ("benchmarks.serving.simulator_honesty", 1200),

@@ -515,6 +515,17 @@ def _gaps(results: Report) -> str:
     return f"{shown}\nPrompts at {results['prompts_share']:g} of their speed with nothing promised.\n"
 
 
+def _adapters(results: Report) -> str:
+    streams, cold = results["streams"], results["cold"]
+    rows: list[list[object]] = [[name, spread(streams[name])] for name in ("base", "adapters")]
+    shown = table([streams["load"], "output tokens/s"], rows)
+    rows = [
+        [what, *(spread(found[name]) for name in ("cold_ms", "warm_ms", "later_ms"))] for what, found in cold.items()
+    ]
+    later = table(["an adapter that is not in memory", "TTFT, ms", "of its next request", "later"], rows)
+    return f"{shown}\nWith adapters {streams['share']:g} of the model's tokens/s.\n\n{later}"
+
+
 def _transports(results: Report) -> str:
     names = list(results["rows"][0])
     return table(["GB/s: " + names[0], *names[1:]], ([row[name] for name in names] for row in results["rows"]))
@@ -549,6 +560,7 @@ _TABLES: dict[str, Callable[[Report], str]] = {
     "eviction": _eviction,
     "layerkv": _layerkv,
     "gaps": _gaps,
+    "adapters": _adapters,
     "prefix": _prefix,
     "offload": offload_tables,
     "shown": shown_table,
@@ -580,6 +592,10 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     "gaps": lambda results: {
         "promised_p99_gap_ms": results["promised"]["gap_ms"]["p99"],
         "prompts_share": results["prompts_share"],
+    },
+    "adapters": lambda results: {
+        "streams_share": results["streams"]["share"],
+        "cold_later_ms": results["cold"]["put_out"]["later_ms"]["median"],
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,
