@@ -623,14 +623,15 @@ class ServedSettings(Settings):
 
     @model_validator(mode="after")
     def _check_shared_gpus(self) -> Self:
-        """Refuse a share of what is left of a GPU to workers that share it: whoever starts first would have all of it,
-        and two that start at once the same."""
-        for name, pool in self.pools.items():
+        """Refuse a share of what is left of a GPU to workers beside which Ray may put another one of theirs or of the
+        other pool's: whoever starts first would have all of it, and two that start at once the same."""
+        on_gpu = {name: pool.num_gpus for name, pool in self.pools.items() if pool.replicas and pool.num_gpus}
+        for name, num_gpus in on_gpu.items():
             memory = self.kv.pools[name].memory
-            if 0 < pool.num_gpus < 1 and memory.share is not None:
+            if num_gpus + min(on_gpu.values()) <= 1 and memory.share is not None:
                 raise ValueError(
                     f"kv.{name}.memory is {memory}, a share of what a whole GPU has left, but {name}.num_gpus is"
-                    f" {pool.num_gpus:g}, so that other workers may be on it; set kv.{name}.memory to a size such as"
+                    f" {num_gpus:g}, so that other workers may be on it; set kv.{name}.memory to a size such as"
                     f" 20GiB, or {name}.num_gpus: 1"
                 )
         return self

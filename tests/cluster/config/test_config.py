@@ -183,6 +183,10 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             {"decode": {"num_gpus": 0.5}, "kv": {"decode": {"memory": "45%"}}},
             ("kv.decode.memory is 45%", "decode.num_gpus is 0.5", "a size such as 20GiB, or decode.num_gpus: 1"),
         ),
+        (
+            {"prefill": {"num_gpus": 0.25}, "decode": {"num_gpus": 0.75}, "kv": {"decode": {"memory": "45%"}}},
+            ("kv.decode.memory is 45%", "decode.num_gpus is 0.75"),
+        ),
         ({"decode": {"num_gpus": 1.5}}, ("decode.num_gpus is 1.5", "set decode.num_gpus: 1, or both to 2")),
         ({"decode": {"resources": {"gold": -1}}}, ("decode.resources.gold", "greater than or equal to 0")),
         ({"gateway": {"request_deadline_s": 7200}}, ("gateway.request_deadline_s", "less than or equal to 3600")),
@@ -300,6 +304,18 @@ def test_nonsense_is_refused_with_advice(tree: dict[str, Any], mentions: tuple[s
         load_config(tree)
     for mention in mentions:
         assert mention in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [
+        {"prefill": {"replicas": 0, "num_gpus": 0.5}, "kv": {"prefill": {"memory": "45%"}}},
+        {"decode": {"num_gpus": 0.9}, "kv": {"decode": {"memory": "80%"}}},
+        {"workers": 2, "decode": {"num_gpus": 0.75}, "kv": {"decode": {"memory": "80%"}}},
+    ],
+)
+def test_a_share_of_a_gpu_is_given_where_no_second_worker_fits(pools: dict[str, Any]) -> None:
+    assert load_config(pools).pools
 
 
 def test_each_of_several_models_reads_as_if_it_were_the_only_one() -> None:
