@@ -12,10 +12,10 @@ late, ends the connection.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import torch
@@ -67,7 +67,7 @@ class _Direction:
 
         self.store = PeerStore(tell, timeout_s=config.join_timeout_s)
         self.group = GroupThread(
-            partial(
+            functools.partial(
                 join_group, self.store, rank, device=config.device, host=link.host, timeout_s=config.join_timeout_s
             ),
             timeout_s=config.move_timeout_s,
@@ -120,7 +120,7 @@ class _Incoming(_Direction):
                 break
             self._waiting.popleft()
             frame = Frame(message, slab, len(announced.message))
-            self.group.move(_as_tensor(slab.view), partial(self._inbox.put, frame))
+            self.group.move(_as_tensor(slab.view), functools.partial(self._inbox.put, frame))
             wanted.append(announced.slab)
         if wanted:
             self._post(SlabsWanted(slabs=wanted))
@@ -248,9 +248,16 @@ class DistributedLink(ConnectedLink):
 
 
 def arena_on(device: torch.device, slabs: SlabConfig) -> SlabBytes:
-    """Memory for a pool's slabs. On a GPU it is of a stream of its own: what compute has let go of, it may use still,
-    and no copy waits for that."""
-    return private_arena(slabs) if device.type == "cpu" else CudaStream(device).empty(slabs.arena_bytes)
+    """Memory for a pool's slabs. On a GPU it is of a stream beside compute's: what compute has let go of, it may use
+    still, and no copy waits for that."""
+    return private_arena(slabs) if device.type == "cpu" else _stream_of_arenas(device).empty(slabs.arena_bytes)
+
+
+@functools.cache
+def _stream_of_arenas(device: torch.device) -> CudaStream:
+    """One for all: torch gives memory that was freed to its own stream only, so the next link's slabs need it. By then
+    nobody is at work in it, as whoever copies or moves a slab holds a view until that is done."""
+    return CudaStream(device)
 
 
 def _as_tensor(view: SlabBytes) -> Tensor:

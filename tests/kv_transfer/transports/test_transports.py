@@ -45,6 +45,14 @@ if torch.cuda.is_available():
         arena = arena_on(device, SMALL)
         assert isinstance(arena, torch.Tensor) and arena.data_ptr() != address
 
+    def test_the_next_link_s_slabs_are_where_those_of_a_closed_one_were() -> None:
+        device = torch.device("cuda", 0)
+        arena_on(device, SMALL)
+        reserved = torch.cuda.memory_reserved(device)
+        for _ in range(3):
+            arena_on(device, SMALL)
+        assert torch.cuda.memory_reserved(device) == reserved
+
 
 if torch.cuda.device_count() > 1:
 
