@@ -28,7 +28,7 @@ from benchmarks.texts import QUESTIONS
 from engine.checkpoint.store import resolve_model
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.speculation import Speculation
-from engine.steps.calibration import calibrate
+from engine.steps.calibration import calibrate, compile_kernels
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
 from engine.text.tokenizer import Tokenizer
 
@@ -47,6 +47,7 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
         with tempfile.TemporaryDirectory() as made:
             deepened(folder, Path(made), strength)
             model = _load(Path(made))
+            compile_kernels(model)
             model.costs.seed(calibrate(model))
             assert isinstance(model.draft_model, DraftModel)
             ratio_of_bytes = model.draft_model.model.runner.weight_bytes / model.runner.weight_bytes

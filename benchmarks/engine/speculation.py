@@ -38,7 +38,7 @@ from engine.drafting.drafter import DrafterName
 from engine.drafting.speculation import Speculation, SpeculationConfig
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from engine.steps.calibration import calibrate
+from engine.steps.calibration import calibrate, compile_kernels
 from engine.steps.loading import LoadedModel
 from engine.text.tokenizer import Tokenizer
 
@@ -115,6 +115,7 @@ class Run:
 
 def measure() -> Json:
     model = load_default_model("bfloat16", num_threads=NUM_THREADS, kv_blocks=2048)
+    compile_kernels(model)
     model.costs.seed(calibrate(model))
     tokenizer = Tokenizer(resolve_model(MODEL))
     quiet = QuietMachine()

@@ -43,7 +43,7 @@ def legato(weights: Any, *, drafts: bool = False) -> Wave:
     with those of a worker's default settings."""
     from benchmarks.common.local import KV_BYTES, local_engine
     from engine.drafting.speculation import Speculation, SpeculationConfig
-    from engine.steps.calibration import calibrate
+    from engine.steps.calibration import calibrate, compile_kernels
     from engine.steps.loading import EngineConfig, load_model
 
     quantised = weights in get_args(QuantisationName)
@@ -58,6 +58,7 @@ def legato(weights: Any, *, drafts: bool = False) -> Wave:
     )
     model = load_model(config)
     if drafts:
+        compile_kernels(model)
         model.costs.seed(calibrate(model))
     speculation = Speculation.of(SpeculationConfig(), model.costs, model.runner.sampler.masks) if drafts else None
     engine = local_engine(model, speculation)
