@@ -115,9 +115,9 @@ class WorkerReplica:
 
         async with telling_of_loading(identity, report, self._locate_scheduler):
             loaded = await asyncio.to_thread(self._tiers.load, progress)
-            await asyncio.to_thread(compile_kernels, loaded)  # not within somebody's step, nor a measured one
             costs = self._costs.setdefault((self.model_name, self.role), loaded.costs)
-            self._model = replace(loaded, costs=costs)
+            self._model = replace(loaded, costs=costs)  # from here on, `stop` closes it
+            await asyncio.to_thread(compile_kernels, loaded)  # not within somebody's step, nor a measured one
             if not costs.is_seeded and (told := reported_cost(self.role, step_cost)) is not None:
                 costs.seed(told)
             self._events = BlockEventLog(self._worker_id, layer_groups=self.model.layout.num_layer_groups)

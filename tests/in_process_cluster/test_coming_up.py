@@ -13,6 +13,9 @@ import pytest
 from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
 from engine.drafting.draft_model import DraftModel
+from engine.steps.loading import LoadedModel
+from engine.steps.runner import ModelRunner
+from kv_transfer.worker import replica
 from kv_transfer.worker.base import WorkerParts
 from tests.support.clusters.mini_cluster import cluster_of
 from tests.support.clusters.mini_requests import PROMPT, tokens
@@ -59,8 +62,8 @@ async def test_a_gateway_hears_how_far_a_model_is_loaded(llama: SmallModel, monk
         finally:
             reading.released.set()
             placing.released.set()
-        replica = await coming
-        assert replica.worker is not None and replica.worker.info.worker_id == report.worker_id
+        worker = (await coming).worker
+        assert worker is not None and worker.info.worker_id == report.worker_id
         await eventually(lambda: report.worker_id in gateway.workers and gateway.loading == [])
 
 
@@ -94,6 +97,28 @@ async def test_so_is_that_of_the_model_that_drafts(llama: SmallModel, tmp_path: 
     async with replica_cluster(llama, num_prefill=0, num_decode=1, decode_engine=engine) as cluster:
         await cluster.add_replica("decode", {"decode": begun})
         assert found == [True]
+
+
+async def test_a_model_whose_kernels_do_not_compile_is_closed(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a group's other processes would stay."""
+    closed: list[ModelRunner] = []
+
+    def close(runner: ModelRunner, of_runner: Callable[[ModelRunner], None] = ModelRunner.close) -> None:
+        of_runner(runner)
+        closed.append(runner)
+
+    def fail(model: LoadedModel) -> None:
+        raise RuntimeError(f"no compiler for {model.name}")
+
+    async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        with monkeypatch.context() as broken:
+            broken.setattr(replica, "compile_kernels", fail)
+            broken.setattr(ModelRunner, "close", close)
+            with pytest.raises(RuntimeError, match="no compiler"):
+                await cluster.add_replica("decode", cluster.roles)
+        assert len(closed) == 1
 
 
 async def test_ready_is_who_would_be_answered(llama: SmallModel) -> None:

@@ -80,7 +80,11 @@ class ReplicaCluster(MiniCluster):
         kits = {name: kit(name, ref) for name, ref in refs.items()}
         site = ReplicaSite(name=secrets.token_hex(4), node_id="node", host="127.0.0.1", secret=self.secret)
         replica = WorkerReplica(role, model, kits, site, self.locate)
-        await replica.start()
+        try:
+            await replica.start()
+        except BaseException:
+            await replica.stop(0.0)  # as Serve does with whom it could not start
+            raise
         self.replicas.append(replica)
         self.update()
         return replica
