@@ -34,14 +34,24 @@ _REPEATED_BELOW_S = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A step of `num_seqs` sequences, each with so many new tokens behind so many that count as computed."""
+    """A step of `num_seqs` sequences, each with so many new tokens behind so many that count as computed; on blocks of
+    its own, or `is_shared`: all on the same."""
 
     num_seqs: int = 1
     num_tokens: int = 1
     num_cached: int = 0
+    is_shared: bool = False
+
+    @property
+    def num_tables(self) -> int:
+        """How many sequences have blocks of their own."""
+        return 1 if self.is_shared else self.num_seqs
+
+    def columns_each(self, block_size: int) -> int:
+        return -(-(self.num_cached + self.num_tokens) // block_size)
 
     def num_columns(self, block_size: int) -> int:
-        return self.num_seqs * -(-(self.num_cached + self.num_tokens) // block_size)
+        return self.num_tables * self.columns_each(block_size)
 
 
 # From cheap to dear, so that a slow device, whose time is up early, has seen some of each kind.
@@ -59,6 +69,13 @@ TRIALS = (
     Trial(num_tokens=256),
     Trial(num_tokens=512),
 )
+
+_FEW_TOKENS = (3, 5, 9, 48)
+"""A few new tokens behind others have a kernel of their own, where they and the query heads of a key head make 17 to 64
+rows: these are such with 6 to 16 heads, 4 to 12, 2 to 7, and one."""
+
+_SHARING = Trial(num_seqs=32, num_cached=2600, is_shared=True)
+"""So long that reading what is shared once pays, also with one key head of 64 in 16 bits."""
 
 
 def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], float] = time.perf_counter) -> StepCost:
@@ -94,13 +111,14 @@ def calibrate(model: LoadedModel, *, budget_s: float = 2.0, clock: Callable[[], 
 
 
 def compile_kernels(model: LoadedModel) -> None:
-    """Run every trial once where the model computes on a GPU, and the drafting model's: the first step that launches a
-    kernel compiles it, for seconds, or loads what was compiled before. Blocks, and raises, as `calibrate` does."""
+    """Run every trial once where the model computes on a GPU, and the drafting model's, and steps that launch what no
+    trial does: the first step that launches a kernel compiles it, for seconds, or loads what was compiled before.
+    Blocks, and raises, as `calibrate` does."""
     if model.kv_cache.device.type == "cpu":
         return
     if isinstance(model.draft_model, DraftModel):
         compile_kernels(model.draft_model.model)
-    trials = (*TRIALS, *_beyond_windows(model))
+    trials = (*TRIALS, *_launching_others(model))
     scratch = Scratch(model, trials)
     try:
         for trial in scratch.possible(trials):
@@ -109,10 +127,16 @@ def compile_kernels(model: LoadedModel) -> None:
         scratch.close()
 
 
-def _beyond_windows(model: LoadedModel) -> list[Trial]:
-    """A prompt and decoding behind more than layers see, which other kernels compute."""
+def _launching_others(model: LoadedModel) -> list[Trial]:
+    """A few new tokens, and the most that experts are given at once; a shared prefix; and prompts, a few tokens and
+    decoding behind more than layers see, which other kernels compute."""
     windows = sorted({window for window in model.runner.config.layer_windows if window is not None})
-    return [Trial(num_tokens=count, num_cached=window) for window in windows for count in (128, 1)]
+    return [
+        *(Trial(num_tokens=count, num_cached=250) for count in _FEW_TOKENS),
+        Trial(num_tokens=min(model.largest_step.num_tokens, model.max_model_len)),
+        _SHARING,
+        *(Trial(num_tokens=count, num_cached=window) for window in windows for count in (128, *_FEW_TOKENS, 1)),
+    ]
 
 
 def is_calibrated(model: LoadedModel) -> bool:
@@ -147,18 +171,16 @@ class Scratch:
 
     def _fitting(self, trial: Trial) -> Trial | None:
         """The trial, cut to what fits; None where not even the new tokens fit."""
-        room = min(self._model.max_model_len, self._num_columns // trial.num_seqs * self._layout.block_size)
+        room = min(self._model.max_model_len, self._num_columns // trial.num_tables * self._layout.block_size)
         num_cached = min(trial.num_cached, room - trial.num_tokens)
         return dataclasses.replace(trial, num_cached=num_cached) if num_cached >= 0 else None
 
     def plan(self, trial: Trial) -> StepPlan:
-        """Every sequence on blocks of its own."""
-        each = trial.num_columns(self._layout.block_size) // trial.num_seqs
+        each = trial.columns_each(self._layout.block_size)
+        firsts = [index % trial.num_tables * each for index in range(trial.num_seqs)]
         items = (
-            ScheduledSequence(
-                self._sequence(trial, self._blocks[:, index * each : (index + 1) * each]), trial.num_tokens
-            )
-            for index in range(trial.num_seqs)
+            ScheduledSequence(self._sequence(trial, self._blocks[:, first : first + each]), trial.num_tokens)
+            for first in firsts
         )
         return StepPlan(tuple(items))
 

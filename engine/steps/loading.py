@@ -435,6 +435,7 @@ class LoadedModel:
     block_pool: BlockPool
     host_pool: BlockPool | None  # None without host memory
     max_model_len: int
+    largest_step: StepSize  # that there is memory for
     prefix_caching: bool
     costs: StepCosts
     draft_model: DraftModel | HeadDrafter | None = None
@@ -507,6 +508,7 @@ def load_model(
         block_pool=BlockPool(runner.num_pool_blocks),
         host_pool=None if runner.host_cache is None else BlockPool(runner.host_cache.num_blocks),
         max_model_len=context_length(config.max_model_len, runner.config, held=_longest_held(runner)),
+        largest_step=config.largest_step,
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
         draft_model=draft_model,

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,11 +22,16 @@ import triton.language as tl
 from benchmarks.gpu.compilation import read_record
 from engine.checkpoint.adapters import LowRankWeights
 from engine.checkpoint.weights import Weights, expected_shapes
+from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
-from engine.model.batch import Batch
+from engine.model.batch import Batch, build_batch
 from engine.model.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from engine.model.shards import Shard, possible_degrees
 from engine.model.transformer import Model
+from engine.sequence import StepPlan
+from engine.steps.calibration import compile_kernels
+from engine.steps.loading import LoadedModel
+from engine.steps.memory_profile import StepSize
 from kernels.adapters import RowAdapters
 from kernels.interface import Segment
 from kernels.triton import matmul, shipped
@@ -177,6 +183,67 @@ def test_what_a_model_launches_is_shipped(
     assert launched - read_record()["kernels"].keys() <= _NOT_SHIPPED
 
 
+class Launching:
+    """A runner of tensors without memory, which samples nothing."""
+
+    def __init__(self, config: ModelConfig, model: Model, kv_cache: KVCache) -> None:
+        self.config, self._model, self._kv_cache = config, model, kv_cache
+
+    def execute(self, plan: StepPlan) -> None:
+        self._model.forward(build_batch(plan, self._kv_cache), self._kv_cache)
+
+
+_CHUNKS = (*range(1, 18), 32, 33, 64, 65, 300, 1024, 2048)
+
+
+def _heads(group: int) -> dict[str, Any]:
+    """Two key heads and so many query heads for each."""
+    return {"hidden_size": 256 * group, "num_attention_heads": 2 * group, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        *(("LlamaForCausalLM", _heads(group)) for group in (1, 2, 3, 4, 5, 7, 8, 12, 16)),
+        ("LlamaForCausalLM", {"num_key_value_heads": 1, "num_attention_heads": 8, "head_dim": 64}),
+        *(("MistralForCausalLM", _heads(group)) for group in (1, 4, 7)),
+        *((name, {}) for name in ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Gemma2ForCausalLM")),
+        ("DeepseekV2ForCausalLM", _ALSO_SAID["DeepseekV2ForCausalLM"][0]),
+    ],
+)
+def test_no_step_compiles_a_kernel(
+    architecture: str, said: dict[str, Any], batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a model's forward passes launch was launched when it was loaded: of one decoding or several, which share a
+    prefix or do not, of chunks of any length and these beside decoding, within windows and beyond."""
+    launched: set[str] = set()
+    monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: launched.add(shipped.name))
+    kind = getattr(transformers, architecture).config_class
+    kind(num_hidden_layers=_NUM_LAYERS, architectures=[architecture], **said).save_pretrained(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    model, kv_cache = _without_memory(config, batch_invariant, num_blocks=4096)
+    loaded = SimpleNamespace(
+        runner=Launching(config, model, kv_cache),
+        kv_cache=kv_cache,
+        sequence_kv=kv_cache,
+        layout=kv_cache.layout,
+        block_pool=BlockPool(4096),
+        max_model_len=_CONTEXT,
+        largest_step=StepSize(num_tokens=2048),
+        draft_model=None,
+    )
+    compile_kernels(cast(LoadedModel, loaded))
+    compiled = frozenset(launched)
+    launched.clear()
+    steps = [[count] for count in _CHUNKS] + [[1, 300], [1] * 64]
+    for context_len in (2048, _CONTEXT):
+        for queries in steps:
+            model.forward(_batch(queries, model.device, context_len), kv_cache)
+    assert any(name.startswith("prefill_attention") for name in launched)
+    assert launched <= compiled
+
+
 def test_a_step_with_adapters_asks_the_device_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever launches it would wait for all that is queued: tensors without memory cannot be looked at."""
     monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: None)
@@ -210,7 +277,7 @@ def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
         sample(logits, packed, torch.from_numpy(packed.words).to(device))
 
 
-def _without_memory(config: ModelConfig, batch_invariant: bool) -> tuple[Model, KVCache]:
+def _without_memory(config: ModelConfig, batch_invariant: bool, num_blocks: int = 16) -> tuple[Model, KVCache]:
     device, dtype = torch.device("meta"), torch.bfloat16
     shapes = expected_shapes(config)
     weights: Weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
@@ -223,11 +290,12 @@ def _without_memory(config: ModelConfig, batch_invariant: bool) -> tuple[Model, 
         block_size=16,
         dtype=dtype,
     )
-    return Model(config, weights, GpuKernels(device, batch_invariant=batch_invariant)), KVCache(layout, 16, device)
+    kernels = GpuKernels(device, batch_invariant=batch_invariant)
+    return Model(config, weights, kernels), KVCache(layout, num_blocks, device)
 
 
-def _batch(queries: Sequence[int], device: torch.device) -> Batch:
-    table = np.zeros((1, -(-_CONTEXT // 16)), dtype=np.int32)
+def _batch(queries: Sequence[int], device: torch.device, context_len: int = _CONTEXT) -> Batch:
+    table = np.zeros((1, -(-context_len // 16)), dtype=np.int32)
     firsts, num_rows = np.cumsum([0, *queries]).tolist(), sum(queries)
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
     return Batch(
@@ -235,7 +303,7 @@ def _batch(queries: Sequence[int], device: torch.device) -> Batch:
         positions=rows,
         slot_mapping=rows.unsqueeze(0),
         segments=tuple(
-            Segment(first_row=first, num_queries=count, context_len=_CONTEXT, block_table=table)
+            Segment(first_row=first, num_queries=count, context_len=context_len, block_table=table)
             for first, count in zip(firsts, queries, strict=False)
         ),
         output_rows=rows,
