@@ -65,19 +65,25 @@ class Database:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
-        note_version = f"PRAGMA user_version = {_VERSION};" if version < _VERSION else ""
-        self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}{note_version}COMMIT;")
+        begin, end = "BEGIN", "COMMIT"  # neither of which waits for whoever reads, where nothing is written
+        if version < _VERSION:
+            begin, end = "BEGIN IMMEDIATE", f"PRAGMA user_version = {_VERSION};COMMIT"
+        self._connection.executescript(f"{begin};{_TABLES}{end};")
 
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call `work` with the connection, in a transaction: all that it writes is kept or, if this raises, nothing."""
+        """Call `work` with the connection, in a transaction: all rows that it writes are kept, or none if it raises."""
 
         def whole() -> T:
             self._connection.execute("BEGIN IMMEDIATE")
+            num_before = self._connection.total_changes
             try:
                 done = work(self._connection, *args, **kwargs)
-                self._connection.execute("COMMIT")  # waits for whoever reads, such as a backup, and may give up
+                # The end of a write waits for whoever reads, such as a backup, and may give up. SQLite takes an end
+                # by COMMIT for one even where no row was written.
+                has_written = self._connection.total_changes > num_before
+                self._connection.execute("COMMIT" if has_written else "ROLLBACK")
             except BaseException:
                 if self._connection.in_transaction:  # where the disk is full SQLite has ended it by itself
                     self._connection.execute("ROLLBACK")

@@ -95,6 +95,22 @@ async def test_a_write_that_a_reader_kept_out_is_not_there_and_keeps_nobody_out(
     other.close()
 
 
+async def test_who_reads_the_database_keeps_nobody_from_reading_it_or_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+    database = Database(tmp_path)
+    await database.transact(keep, 1)
+    reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    assert lines(reader) == [1]
+    another = Database(tmp_path)
+    for each in (database, another):
+        assert await each.transact(lines) == [1]
+        each.close()
+    reader.close()
+
+
 async def test_a_write_without_room_says_so(tmp_path: Path) -> None:
     database = Database(tmp_path)
 
