@@ -228,16 +228,20 @@ def _delete(connection: sqlite3.Connection, response_id: str, owner: str) -> Non
 def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
     wanted: set[str] = set()
     for response_id, (first, events) in written.items():
+        (num_there,) = connection.execute(
+            "SELECT coalesce(max(number) + 1, 0) FROM response_events WHERE response = ?", (response_id,)
+        ).fetchone()
+        new = events[max(0, num_there - first) :]
         row = connection.execute(
             "UPDATE responses SET runs_until = ?, bytes = bytes + ?, status = iif(?, 'in_progress', status)"
             " WHERE id = ? AND runs_until IS NOT NULL RETURNING id",
-            (until, sum(map(len, events)), bool(events), response_id),
+            (until, sum(map(len, new)), bool(events), response_id),
         ).fetchone()
         if row is not None:
             wanted.add(response_id)
             connection.executemany(
-                "INSERT OR IGNORE INTO response_events VALUES (?, ?, ?)",
-                ((response_id, first + at, event) for at, event in enumerate(events)),
+                "INSERT INTO response_events VALUES (?, ?, ?)",
+                ((response_id, number, event) for number, event in enumerate(new, max(first, num_there))),
             )
     return wanted
 

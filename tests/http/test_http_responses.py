@@ -21,7 +21,7 @@ from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, Resp
 from starlette.types import Receive, Scope, Send
 
 from cluster.batch.database import Database
-from cluster.batch.stored_responses import KEPT_S, Responses, StoredResponse
+from cluster.batch.stored_responses import KEPT_S, ResponseEvents, Responses, StoredResponse
 from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
 from cluster.http import background
 from cluster.http.background import StoredResponses
@@ -599,6 +599,28 @@ async def test_what_is_kept(tmp_path: Path) -> None:
     assert {row["id"] for row in await database.transact(rows)} == {"a", "c", "d"}
     await kept.sweep(4e9 + KEPT_S)
     assert await database.transact(rows) == []
+    database.close()
+
+
+async def test_events_count_once(tmp_path: Path) -> None:
+    """A gateway writes again what it does not know to be written."""
+    database = Database(tmp_path)
+    kept = Responses(database, budget=10**6)
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    await kept.add(StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known))
+
+    def size(connection: sqlite3.Connection) -> int:
+        (found,) = connection.execute("SELECT bytes FROM responses").fetchone()
+        return int(found)
+
+    before = await database.transact(size)
+    for events in (ResponseEvents(0, ("a" * 10, "b" * 100)), ResponseEvents(1, ("b" * 100, "c" * 1000))):
+        assert await kept.advance({"r": events}, time.time() + HANGS_S) == {"r"}
+    assert await database.transact(size) - before == 1110
+    await kept.finish("r", ResponseEvents(1, ("b" * 100, "c" * 1000, "d" * 10000)), "completed", "{}")
+    assert await database.transact(size) - before == 11110 + len("{}")
+    found, num_events, _ = await kept.events("r", "o", -1, 10)
+    assert [(number, event[0]) for number, event in found] == list(enumerate("abcd")) and num_events == 4
     database.close()
 
 
