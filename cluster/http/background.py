@@ -28,6 +28,7 @@ CLAIM_S: Final = 10.0  # a response whose gateway is gone counts as lost after t
 WRITE_S: Final = 0.2  # between two looks at what was generated, by the gateway that writes it and by who follows it
 BEAT_S: Final = 15.0  # between two comments of a stream that has nothing to say
 MOST_FOLLOWED: Final = 64  # streams at a time
+_FINISH_S: Final = 60.0  # for which the end of a response is tried to be written
 _SWEEP_S: Final = 60.0
 _READ_AT_ONCE: Final = 500  # events
 _BEAT: Final = b": waiting\n\n"
@@ -122,13 +123,18 @@ class StoredResponses:
             del self._runs[run.queued.id]
 
     async def _finish(self, run: _Run, status: str, response: str) -> None:
-        """Write the end of a response. What keeps it from being written is raised once the claim on it is over."""
+        """Write the end of a response. What keeps it from being written is raised after `_FINISH_S`, and not before it
+        was tried again: one try may wait for long."""
+        give_up_at, has_failed = time.time() + _FINISH_S, False
         while True:
             try:
                 return await self.kept.finish(run.queued.id, run.unwritten(), status, response)
             except (sqlite3.Error, OSError):
-                if time.time() >= run.runs_until:
+                if has_failed and time.time() >= give_up_at:
                     raise
+                if not has_failed:
+                    logger.exception("the end of %s can't be written, which is tried again", run.queued.id)
+                has_failed = True
             await asyncio.sleep(WRITE_S)
 
     async def _write(self) -> None:

@@ -687,6 +687,35 @@ async def test_a_disk_that_is_full_for_a_moment_costs_nothing_in_the_background(
     database.close()
 
 
+async def test_an_end_that_cannot_be_written_is_told_and_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the claim is prolonged meanwhile; and not before a second try, since the first may wait for long."""
+    monkeypatch.setattr(background, "_FINISH_S", 0.0)
+    database = Database(tmp_path)
+    responses, tries = StoredResponses(database, 2**30), list[str]()
+
+    async def finish(response_id: str, *args: object) -> None:
+        tries.append(response_id)
+        assert len(tries) <= 2
+        raise sqlite3.OperationalError("database is locked")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'event: response.completed\ndata: {"response":{}}\n\n'})
+
+    monkeypatch.setattr(responses.kept, "finish", finish)
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    async with responses.running():
+        queued = StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known)
+        await responses.begin(queued, answer)
+        await eventually(lambda: not responses._runs)
+    assert tries == ["r", "r"]
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["the end of r can't be written, which is tried again", "the response r is lost"]
+    database.close()
+
+
 def test_without_a_folder(generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
     with running_server(generator, tokenizer) as target, strict(target) as client:
         for answer in both(client):
