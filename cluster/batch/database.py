@@ -20,7 +20,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BUSY_S: Final = 20.0  # how long one gateway waits for another one's transaction, which takes milliseconds
+BUSY_S: Final = 5.0  # how long a write waits for others: less than a claim lasts, so that one is tried again within it
 _VERSION: Final = 1  # of the tables
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS files (

@@ -94,10 +94,11 @@ class Responses:
         """Delete the owner's response of that id. Raises NotFoundError, also for one of another owner."""
         await self._database.transact(_delete, response_id, owner)
 
-    async def advance(self, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
-        """Add events of responses, those that are not there already, and prolong this gateway's claims on them until
-        the time `until`. Returns the ids of those that are still wanted: neither cancelled, deleted nor ended."""
-        return await self._database.transact(_advance, written, until)
+    async def advance(self, written: Mapping[str, ResponseEvents], claim_s: float) -> set[str]:
+        """Add events of responses, those that are not there already, and prolong this gateway's claims on them: they
+        last for `claim_s` from when this is written, however long that waited. Returns the ids of those that are still
+        wanted: neither cancelled, deleted nor ended."""
+        return await self._database.transact(_advance, written, claim_s)
 
     async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
         """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
@@ -225,7 +226,8 @@ def _delete(connection: sqlite3.Connection, response_id: str, owner: str) -> Non
     connection.execute("DELETE FROM response_events WHERE response = ?", (response.id,))
 
 
-def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents], until: float) -> set[str]:
+def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents], claim_s: float) -> set[str]:
+    until = time.time() + claim_s
     wanted: set[str] = set()
     for response_id, (first, events) in written.items():
         (num_there,) = connection.execute(
@@ -249,7 +251,7 @@ def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvent
 def _finish(
     connection: sqlite3.Connection, response_id: str, written: ResponseEvents, status: str, response: str
 ) -> None:
-    if _advance(connection, {response_id: written}, time.time()):
+    if _advance(connection, {response_id: written}, 0.0):
         connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
         _end(connection, response_id, status, response)
 

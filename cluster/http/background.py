@@ -39,10 +39,9 @@ _LAST: Final = {"completed": "response.completed", "failed": "response.failed"} 
 class _Run:
     """A response that is being generated. `events`: those that are not known to be written; `first`: the number of the
     first of them. `last`: the newest event, which is held back: the last of all holds the response, and is not written.
-    `runs_until`: when the gateway's claim on it ends."""
+    """
 
     queued: StoredResponse
-    runs_until: float
     task: asyncio.Task[None] | None = None
     rest: bytearray = field(default_factory=bytearray)  # the beginning of an event
     events: list[str] = field(default_factory=list)
@@ -65,11 +64,10 @@ class _Run:
         """The events that are not known to be written."""
         return ResponseEvents(self.first, tuple(self.events))
 
-    def wrote(self, written: ResponseEvents, until: float) -> None:
-        """Note that these events are written, and that the claim was prolonged until then."""
+    def wrote(self, written: ResponseEvents) -> None:
+        """Note that these events are written."""
         del self.events[: len(written.events)]
         self.first += len(written.events)
-        self.runs_until = until
 
 
 class StoredResponses:
@@ -99,8 +97,7 @@ class StoredResponses:
     async def begin(self, queued: StoredResponse, answer: ASGIApp) -> None:
         """Keep a response, and begin to generate it in the background: its events are what `answer` streams."""
         await self.kept.add(queued)
-        assert queued.runs_until is not None
-        run = self._runs[queued.id] = _Run(queued, queued.runs_until)
+        run = self._runs[queued.id] = _Run(queued)
         run.task = asyncio.create_task(self._run(run, answer), name=queued.id)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write(), name="responses in the background")
@@ -139,23 +136,23 @@ class StoredResponses:
 
     async def _write(self) -> None:
         """Write what was generated into the folder every `WRITE_S`, as long as anything is being generated. What can't
-        be written, as on a disk that is full, is tried again for as long as the claim on it lasts."""
+        be written, as on a disk that is full, is tried again. That the claims run out meanwhile ends nothing here: what
+        is wanted the folder says, once it can be written."""
         has_failed = False
         while self._runs:
             await asyncio.sleep(WRITE_S)
-            runs, until = dict(self._runs), time.time() + CLAIM_S
+            runs = dict(self._runs)
             written = {response_id: run.unwritten() for response_id, run in runs.items()}
             try:
-                wanted = await self.kept.advance(written, until)
+                wanted = await self.kept.advance(written, CLAIM_S)
             except Exception:
                 if not has_failed:
                     logger.exception("what was generated in the background can't be written, which is tried again")
-                has_failed, now = True, time.time()
-                wanted = {response_id for response_id, run in runs.items() if run.runs_until > now}
-            else:
-                has_failed = False
-                for response_id in wanted:
-                    runs[response_id].wrote(written[response_id], until)
+                has_failed = True
+                continue
+            has_failed = False
+            for response_id in wanted:
+                runs[response_id].wrote(written[response_id])
             for response_id in written.keys() - wanted:
                 self.end(response_id)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -615,7 +616,7 @@ async def test_events_count_once(tmp_path: Path) -> None:
 
     before = await database.transact(size)
     for events in (ResponseEvents(0, ("a" * 10, "b" * 100)), ResponseEvents(1, ("b" * 100, "c" * 1000))):
-        assert await kept.advance({"r": events}, time.time() + HANGS_S) == {"r"}
+        assert await kept.advance({"r": events}, HANGS_S) == {"r"}
     assert await database.transact(size) - before == 1110
     await kept.finish("r", ResponseEvents(1, ("b" * 100, "c" * 1000, "d" * 10000)), "completed", "{}")
     assert await database.transact(size) - before == 11110 + len("{}")
@@ -684,6 +685,51 @@ async def test_a_disk_that_is_full_for_a_moment_costs_nothing_in_the_background(
         assert (await responses.kept.get("r", "o")).status == "completed"
     shown = [event for event in told.split("\n\n") if event.startswith("event: ")]  # besides comments
     assert shown[:3] == events[:3] and len(shown) == 4
+    database.close()
+
+
+async def test_who_reads_the_database_for_long_ends_nothing_in_the_background(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the claims run out meanwhile: nobody else has ended it."""
+    monkeypatch.setattr(background, "CLAIM_S", 0.0)
+    monkeypatch.setattr("cluster.batch.database.BUSY_S", 0.0)
+    database = Database(tmp_path)
+    responses, may_end = StoredResponses(database, 2**30), asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await may_end.wait()
+        await send({"type": "http.response.body", "body": b'event: response.completed\ndata: {"response":{}}\n\n'})
+
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    async with responses.running():
+        await responses.begin(StoredResponse(id="r", status="queued", runs_until=0.0, **known), answer)
+        reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM responses").fetchall()
+        await eventually(lambda: "tried again" in caplog.text)
+        reader.close()
+        may_end.set()
+        await eventually(lambda: not responses._runs)
+        assert (await responses.kept.get("r", "o")).status == "completed"
+    database.close()
+
+
+async def test_a_claim_lasts_from_when_it_is_written(tmp_path: Path) -> None:
+    """However long that waited, behind writes that a reader keeps out, say."""
+    database = Database(tmp_path)
+    kept, may_go_on = Responses(database, 10**6), threading.Event()
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    await kept.add(StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known))
+    before = asyncio.ensure_future(database.in_thread(may_go_on.wait))
+    advancing = asyncio.ensure_future(kept.advance({"r": ResponseEvents(0, ())}, HANGS_S))
+    await asyncio.sleep(0)
+    waited_until = time.time()
+    may_go_on.set()
+    await asyncio.gather(before, advancing)
+    found = await kept.get("r", "o")
+    assert found.runs_until is not None and found.runs_until >= waited_until + HANGS_S
     database.close()
 
 

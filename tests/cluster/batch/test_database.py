@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from cluster.batch import database as storage
+from cluster.batch import service
 from cluster.batch.database import Database
+from cluster.http import background
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,10 @@ async def test_a_write_that_a_reader_kept_out_is_not_there_and_keeps_nobody_out(
     assert await database.transact(lines) == [1, 3, 4]
     database.close()
     other.close()
+
+
+def test_a_write_is_tried_again_before_a_claim_is_over() -> None:
+    assert min(background.CLAIM_S, service.CLAIM_S) > storage.BUSY_S
 
 
 async def test_who_reads_the_database_keeps_nobody_from_reading_it_or_from_starting(
