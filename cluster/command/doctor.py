@@ -277,10 +277,14 @@ def _files() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     """Look whether the folder for models and compiled kernels can be written and has room."""
-    folder = default_cache_dir()
+    advice = "Set LEGATO_CACHE to a folder of your own: a model has to be converted into it before it is served."
+    try:
+        folder = default_cache_dir()
+    except RuntimeError as error:  # there is no home
+        yield Finding("stop", "cache", f"cannot be written: {error}", advice)
+        return
     there = _nearest(folder)
     if not _can_be_written(there):
-        advice = "Set LEGATO_CACHE to a folder of your own: a model has to be converted into it before it is served."
         yield Finding("stop", "cache", f"{folder} cannot be written", advice)
         return
     free = shutil.disk_usage(there).free
@@ -304,19 +308,27 @@ def _token() -> Iterator[Finding]:
     """Look whether Ray's token is there or can be made."""
     if "RAY_AUTH_TOKEN" in os.environ or os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
-    if not os.access(path := token_path(), os.R_OK) and not _can_be_written(_nearest(path.parent)):
-        yield Finding("stop", "Ray's token", f"{path} cannot be written", TOKEN_ADVICE)
+    try:
+        path = token_path()
+        if not os.access(path, os.R_OK) and not _can_be_written(_nearest(path.parent)):
+            yield Finding("stop", "Ray's token", f"{path} cannot be written", TOKEN_ADVICE)
+    except (OSError, RuntimeError) as error:  # there is no home
+        yield Finding("stop", "Ray's token", f"cannot be written: {error}", TOKEN_ADVICE)
 
 
 def _storage() -> Iterator[Finding]:
     """Look whether gateways can keep what clients leave."""
-    folder = Path(GatewaySettings.model_fields["storage"].default).expanduser()
-    if not _can_be_written(_nearest(folder)):
-        advice = (
-            "Set HOME to a folder of your own, or serve a configuration (`legato serve MODEL --print-config`) whose"
-            " gateway.storage names one; empty, it keeps nothing."
-        )
-        yield Finding("stop", "gateway.storage", f"{folder} cannot be written", advice)
+    advice = (
+        "Set HOME to a folder of your own, or serve a configuration (`legato serve MODEL --print-config`) whose"
+        " gateway.storage names one; empty, it keeps nothing."
+    )
+    folder = Path(GatewaySettings.model_fields["storage"].default)
+    try:
+        folder = folder.expanduser()
+        if not _can_be_written(_nearest(folder)):
+            yield Finding("stop", "gateway.storage", f"{folder} cannot be written", advice)
+    except (OSError, RuntimeError) as error:  # there is no home
+        yield Finding("stop", "gateway.storage", f"{folder} cannot be written: {error}", advice)
 
 
 def _clock() -> Iterator[Finding]:

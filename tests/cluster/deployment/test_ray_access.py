@@ -50,6 +50,13 @@ def test_a_token_that_cannot_be_written_is_told() -> None:
         keep_ray_on_loopback()
 
 
+def test_without_a_home_there_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    del os.environ["HOME"]
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as where a container's user has no entry
+    with pytest.raises(ConfigError, match=r"Could not determine home directory\. Set RAY_AUTH_TOKEN_PATH"):
+        keep_ray_on_loopback()
+
+
 def test_an_operator_may_choose_otherwise_by_name(tmp_path: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     keep_ray_on_loopback()
