@@ -93,8 +93,8 @@ class Database:
         return await self.in_thread(whole)
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work`, which may read or write the folder's files, in the database's thread. It goes on even if the
-        caller is cancelled meanwhile."""
+        """Call `work`, which may read or write the folder's files, in the database's thread. If the caller is cancelled
+        meanwhile it goes on where it has begun, and is not called where others were before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     def close(self) -> None:

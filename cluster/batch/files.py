@@ -67,14 +67,21 @@ class Files:
         return self._database.files / file.id
 
     async def copy(self, source: BinaryIO, content: Path) -> None:
-        """Copy `source` to a path that `new_content` gave, and onto the disk."""
-        await asyncio.to_thread(_copy, source, content)
+        """Copy `source` to a path that `new_content` gave, and onto the disk. If this raises or is cancelled, nothing
+        stays there."""
+        try:
+            await asyncio.to_thread(_copy, source, content)
+        except BaseException:
+            content.unlink(missing_ok=True)  # noqa: ASYNC240 - who is cancelled should not wait
+            raise
 
     async def add(
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> StoredFile:
         """Make a file of the content at a path that `new_content` gave. `expires_after_s` None: it is kept.
-        Raises UnavailableError if there is no room for it. If this raises or is cancelled, there is no such file."""
+        Raises UnavailableError if there is no room for it. If this raises there is no such file, and the content is
+        the caller's to delete. If it is cancelled there may be one: the content must stay, for a sweep if there isn't.
+        """
         created_at = int(time.time())
         file = StoredFile(
             id=content.name,
@@ -87,11 +94,7 @@ class Files:
         )
         num_bytes = await self._database.in_thread(_bytes_in, self._database.files)  # may take long, so under no lock
         await self._database.transact(_require_room, num_bytes, self._budget)
-        try:
-            await self._database.transact(insert_file, file)
-        except asyncio.CancelledError:  # the record is written all the same, and the content goes: its client is gone
-            await self._database.transact(_delete, file.id)
-            raise
+        await self._database.transact(insert_file, file)
         return file
 
     async def get(self, file_id: str, owner: str) -> StoredFile:

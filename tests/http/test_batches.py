@@ -473,10 +473,11 @@ async def test_who_leaves_while_sending_a_file_is_no_failure(
     assert b"/v1/files" not in generate_latest(api.metrics.registry)
 
 
+@pytest.mark.parametrize("times", [1, 5])
 async def test_who_leaves_while_a_file_is_recorded_has_no_file_without_a_content(
-    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Serve cancels what a client asked for that has left."""
+    """Serve cancels what a client asked for that has left: once, or again while it ends."""
     api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
     assert api.batches is not None
     insert, loop = stored_files.insert_file, asyncio.get_running_loop()
@@ -486,7 +487,9 @@ async def test_who_leaves_while_a_file_is_recorded_has_no_file_without_a_content
         insert(connection, file)
 
     async def cancel() -> None:
-        uploading.cancel()
+        for _ in range(times):
+            uploading.cancel()
+            await asyncio.sleep(0)
 
     monkeypatch.setattr(stored_files, "insert_file", leave)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://x") as client:
@@ -494,8 +497,9 @@ async def test_who_leaves_while_a_file_is_recorded_has_no_file_without_a_content
         uploading = asyncio.ensure_future(client.post("/v1/files", **form))
         with pytest.raises(asyncio.CancelledError):
             await uploading
-        assert (await client.get("/v1/files", headers=OWNER)).json()["data"] == []
-    assert not list(api.batches.database.files.iterdir())
+        (file,) = (await client.get("/v1/files", headers=OWNER)).json()["data"]
+        assert (await client.get(f"/v1/files/{file['id']}/content", headers=OWNER)).text == "{}"
+    assert len(list(api.batches.database.files.iterdir())) == 1
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:

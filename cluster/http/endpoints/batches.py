@@ -69,14 +69,14 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
         if not isinstance(upload, UploadFile):
             raise InvalidRequestError("There is no file in the form. Send it as `file`.", param="file")
         expires_after_s = _checked_fields(form)
+        filename = _text((upload.filename or "file")[:_MAX_FILENAME])
         content = service.files.new_content()
+        await service.files.copy(upload.file, content)
         try:
-            await service.files.copy(upload.file, content)
-            filename = _text((upload.filename or "file")[:_MAX_FILENAME])
             file = await service.files.add(
                 content, owner, filename=filename, purpose=PURPOSE, expires_after_s=expires_after_s
             )
-        except BaseException:
+        except Exception:
             content.unlink(missing_ok=True)
             raise
     return file.describe()
