@@ -388,6 +388,7 @@ def test_stored_responses(client: openai.OpenAI, target: Target, generator: Scri
     with pytest.raises(openai.BadRequestError, match="may have been deleted") as nowhere:
         client.responses.input_items.list(third.id, after=items[0].id)
     assert nowhere.value.param == "after"
+    assert [item.id for item in client.responses.input_items.list(third.id, after="")] == [own[0].id]
     forgotten = create(client, store=False)
     assert forgotten.store is False
     with pytest.raises(openai.NotFoundError):

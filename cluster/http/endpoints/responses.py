@@ -257,7 +257,7 @@ async def list_input_items(
         if order == "desc":
             items.reverse()
         begin = 0
-        if after is not None:
+        if after:  # some clients send an empty one for the first page
             begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
             if not begin:
                 raise not_in_list(after)
