@@ -292,7 +292,7 @@ class RequestTimeline:
     slo_outcome: SloOutcome | None = SloOutcome.CANCELLED
     retry_after_s: float | None = None  # where it was rejected: when its client was told to come back
     num_prompt_tokens: int = 0
-    prompts_hash: int | None = None  # equal in this process where all prompts are; None: they are not read yet
+    requests: Sequence[RequestSpec] = ()  # one for each choice, until it has ended: prompts may be long
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     trace_headers: Mapping[str, list[str]] = field(default_factory=dict)  # of W3C's trace context, as they came
@@ -307,7 +307,7 @@ class RequestTimeline:
         self.parsed_at = time.monotonic()
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
-        self.prompts_hash = _hash_of_prompts(requests)
+        self.requests = requests
         self.sequences = [SequenceTimeline(self.terms, request) for request in requests]
         self._unsent = set(range(len(requests)))
 
@@ -446,14 +446,6 @@ class RequestTimeline:
                 )
             last = upto
         return parts
-
-
-def _hash_of_prompts(requests: Sequence[RequestSpec]) -> int:
-    """A hash of all prompts, each with what keeps its prefixes apart. Choices of one prompt share its list of tokens,
-    which may be long, and is hashed once."""
-    by_list = {id(request.prompt_token_ids): request for request in requests}
-    hashes = {key: hash((tuple(one.prompt_token_ids), one.prefix_salt)) for key, one in by_list.items()}
-    return hash(tuple(hashes[id(request.prompt_token_ids)] for request in requests))
 
 
 class _Mark(NamedTuple):

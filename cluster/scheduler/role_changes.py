@@ -63,7 +63,8 @@ class RoleChanges:
         return RoleAnswer(ask_id=request.ask_id, outcome="ordered")
 
     def gone(self, worker_id: str, now: float) -> bool:
-        """The worker has left. Returns whether it was as ordered, and not for another reason. Unknown ids are fine."""
+        """The worker has left. Returns whether it had an order to change, as who leaves for it has. Unknown ids are
+        fine."""
         is_changing = self._is_changing(worker_id, now)
         if is_changing:
             self._orders[worker_id].expect(now)

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -21,6 +21,7 @@ from cluster.gateway.timeline import Attempt, RequestTimeline
 from cluster.slo.classes import NO_TARGETS, RequestTerms, SloClass, SloConfig
 from cluster.slo.report import Counts, SeriesKey, Served, SloOutcome, SloReport
 from cluster.slo.tracker import SeriesSnapshot, SloTracker
+from kv_transfer.messages.requests import RequestSpec
 
 PERIOD_S: Final = 1.0
 # So long before its time somebody is back on time: clients round seconds, and clocks differ. Half the wait at most.
@@ -76,12 +77,14 @@ class SloAccount:
     def ended(self, timeline: RequestTimeline) -> None:
         """Count how a followed request ended. Call it once, whatever way the request ended."""
         reader = self._readers.pop(id(timeline))
+        requests, timeline.requests = timeline.requests, ()
         if timeline.slo_outcome is None:
             return
-        if timeline.slo_outcome is not SloOutcome.REJECTED:
-            self._turned_away.pop(_question(timeline), None)
-        elif self._is_repeated(timeline):
-            timeline.slo_outcome = SloOutcome.REPEATED
+        if timeline.slo_outcome is SloOutcome.REJECTED:
+            if self._is_repeated(timeline, requests):
+                timeline.slo_outcome = SloOutcome.REPEATED
+        elif self._turned_away:
+            self._turned_away.pop(_question(timeline, requests), None)
         self._count_news([reader])
         slowest = timeline.slowest
         self._news.ended(
@@ -139,11 +142,11 @@ class SloAccount:
         self.publish_news()
         return self._trackers[scope].replicas(time.monotonic())
 
-    def _is_repeated(self, timeline: RequestTimeline) -> bool:
+    def _is_repeated(self, timeline: RequestTimeline, requests: Sequence[RequestSpec]) -> bool:
         """Whether the same client was told for the same question to come back, and comes before that: else one that
         tries again and again would use up the budget of all. Remembers whoever is told now. Clients without a name are
         not told apart, and each counts."""
-        question = _question(timeline)
+        question = _question(timeline, requests)
         if question is None or timeline.retry_after_s is None:
             return False
         told_at, until = self._turned_away.get(question, (math.inf, math.inf))
@@ -186,12 +189,21 @@ class SloAccount:
             self.publish_news()
 
 
-def _question(timeline: RequestTimeline) -> Hashable:
-    """A key that is the same whenever the same client asks the same again. None: it cannot be told."""
-    if not timeline.terms.tenant or timeline.prompts_hash is None:
+def _question(timeline: RequestTimeline, requests: Sequence[RequestSpec]) -> Hashable:
+    """A key that is the same whenever the same client asks the same again. None: it cannot be told. It takes a
+    millisecond for each 100,000 tokens, so only what may need it asks."""
+    if not timeline.terms.tenant or not requests:
         return None
     terms, max_tokens = timeline.terms, timeline.sequences[0].max_tokens
-    return (terms.tenant, terms.slo.name, terms.model, max_tokens, timeline.prompts_hash)
+    return (terms.tenant, terms.slo.name, terms.model, max_tokens, _hash_of_prompts(requests))
+
+
+def _hash_of_prompts(requests: Sequence[RequestSpec]) -> int:
+    """A hash of all prompts, each with what keeps its prefixes apart. Choices of one prompt share its list of tokens,
+    which may be long, and is hashed once."""
+    by_list = {id(request.prompt_token_ids): request for request in requests}
+    hashes = {key: hash((tuple(one.prompt_token_ids), one.prefix_salt)) for key, one in by_list.items()}
+    return hash(tuple(hashes[id(request.prompt_token_ids)] for request in requests))
 
 
 def slo_outcome_of(error: ApiError) -> SloOutcome | None:

@@ -283,7 +283,7 @@ class Admission:
                     deadline=deadline,
                 )
                 return Verdict(outcome=AdmissionOutcome.WAITING, decision=decision, until=until)
-        if query.has_targets and came_at < now and decision.best.ttft_s < NO_TARGET:
+        if (query.has_targets or query.is_pooled) and came_at < now and decision.best.ttft_s < NO_TARGET:
             return self._place(place_anyway(decision), now)
         comes_then = -np.array(LATER_S)[:, None]
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)

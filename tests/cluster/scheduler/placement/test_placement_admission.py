@@ -261,6 +261,28 @@ def test_the_inputs_of_one_request_are_not_refused_for_each_other(workers: tuple
     assert now == pytest.approx(10 * 0.51), "no worker had nothing to do"
 
 
+def test_inputs_that_are_overtaken_until_their_time_is_over_are_not_refused() -> None:
+    """A gateway sends the next one of a request as each ends; these have their targets yet, and go ahead."""
+    ledger = ledger_of("d1")
+    admission, in_flight, num_asked, now = _admission(ledger), set[str](), 0, 0.0
+    while num_asked < 2_000 or in_flight:
+        while num_asked < 2_000 and len(in_flight) < 64:
+            name = f"r{num_asked}"
+            num_asked += 1
+            in_flight.add(name)
+            verdict = _ask(admission, name, now, num_tokens=100, max_new_tokens=0, tpot_s=None)
+            assert verdict.outcome is not AdmissionOutcome.REJECTED, (name, now)
+        booking = min(ledger.bookings(), key=lambda booking: booking.computed_at)
+        now = max(now, booking.computed_at)
+        in_flight.remove(booking.query.request_id)
+        ledger.first_token(booking.query.request_id, now)
+        ledger.ended(booking.query.request_id, now)
+        admission.wake(now, 1)
+        for verdict in admission.ask_again(now):
+            assert verdict.outcome is not AdmissionOutcome.REJECTED, (verdict.decision.query.request_id, now)
+    assert now > 60.0, "nobody's time was over"
+
+
 # --- overload ---
 
 
