@@ -170,16 +170,15 @@ class Admission:
     def _judge(self, query: Place, now: float, came_at: float) -> Verdict:
         found = filter_workers(self._ledger, self._policy, query, self._prefixes(query.prefix_hashes), now)
         share = self._share(query, now)
-        without = replace(query, ttft_s=None, tpot_s=None, gap_s=None)
         if _is_unattainable(query, found):
-            decision, candidates = self._pick(without, found, now)
+            decision, candidates = self._pick(_without_targets(query), found, now)
         else:
             decision, candidates = self._pick(query, found, now, share)
             if query.has_targets:
                 self._slo_traffic_until = now + self._rules.slo_traffic_s
             if query.is_pooled and query.has_targets and decision.action is Action.DEFER:
                 # A client sends many inputs at once, which make each other late; were one refused, all would fail.
-                decision, candidates = self._pick(without, found, now)
+                decision, candidates = self._pick(_without_targets(query), found, now)
         if decision.action is Action.PLACE:
             return self._place(decision, now)
         if candidates is None:
@@ -368,6 +367,10 @@ def _length_class(query: Place) -> Hashable:
     """Prompts of one class differ by less than a fifth: else its shorter half, which is placed more easily, keeps all
     of it above its floor."""
     return int(4 * math.log2(max(1, query.num_tokens)))
+
+
+def _without_targets(query: Place) -> Place:
+    return replace(query, ttft_s=None, tpot_s=None, gap_s=None)
 
 
 def _is_unattainable(query: Place, found: Filtered) -> bool:
