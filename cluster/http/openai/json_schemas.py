@@ -16,6 +16,8 @@ from itertools import count
 from typing import Any, Final
 from urllib.parse import unquote
 
+from pydantic_core import to_json
+
 MAX_DEPTH: Final = 64  # of schemas within schemas
 
 Schema = dict[str, Any] | bool
@@ -86,7 +88,7 @@ class _Schemas:
         """What is kept of a whole schema. Raises UnsupportedGrammarError, which names the place."""
         kept = self._at(schema, "#", 0)
         for reference in self._references:
-            if unquote(reference) not in self._places:
+            if reference not in self._places and unquote(reference) not in self._places:
                 raise UnsupportedGrammarError(
                     f"The reference {reference[:100]!r} leads to no part of the schema. References must begin with #"
                     " and lead to a schema within, such as #/$defs/name; nothing is fetched from elsewhere."
@@ -99,24 +101,28 @@ class _Schemas:
         return kept
 
     def _at(self, schema: object, place: str, depth: int) -> Schema:
-        if not isinstance(schema, bool | dict):
+        if isinstance(schema, dict):
+            if depth > MAX_DEPTH:
+                raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
+            if not _READ.isdisjoint(schema):
+                schema = self._kept(schema, place, depth)
+        elif not isinstance(schema, bool):
             raise UnsupportedGrammarError(f"At {place}: a schema must be an object, true or false.")
-        if depth > MAX_DEPTH and isinstance(schema, dict):
-            raise UnsupportedGrammarError(f"The schema is nested deeper than {MAX_DEPTH} levels.")
-        kept = schema if isinstance(schema, bool) or _READ.isdisjoint(schema) else self._kept(schema, place, depth)
-        self._places[place] = kept
-        return kept
+        self._places[place] = schema
+        return schema
 
     def _kept(self, schema: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        _require_enforced(schema, place)
+        if not _MARKED.isdisjoint(schema):  # true of nearly all schemas
+            _require_enforced(schema, place)
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
         kept: dict[str, Any] = {}
         for name, value in schema.items():
-            if name not in _READ:
-                kept[name] = value
-            elif name in _LOOKED_AT and _is_annotation(name, value):
+            if name in _ANNOTATIONS:
                 continue
+            if name not in _WITHIN:
+                if name not in _LOOKED_AT or not _is_annotation(name, value):
+                    kept[name] = value
             elif name in _OF_NAMED and isinstance(value, dict):
                 at = f"{place}/{name}/"
                 kept[name] = {key: self._at(inner, at + _escaped(key), depth + 1) for key, inner in value.items()}
@@ -156,8 +162,6 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _require_enforced(schema: dict[str, Any], place: str) -> None:
     """Refuse keywords that would be ignored. Raises UnsupportedGrammarError."""
-    if _MARKED.isdisjoint(schema):  # true of nearly all schemas
-        return
     for name, value in schema.items():
         if name in _REFUSED or (name in _LACKING and not _is_annotation(name, value)):
             raise UnsupportedGrammarError(f"At {place}: the keyword {name!r} cannot be enforced.")
@@ -245,16 +249,16 @@ class _Proof:
         """Replace a schema's `oneOf` by `anyOf`, if that is proven to say the same. Otherwise it stays, and llguidance
         proves it or refuses it. Raises UnsupportedGrammarError if it allows nothing."""
         branches = schema["oneOf"]
-        beside = {name: value for name, value in schema.items() if name != "oneOf"}
+        beside = {name: value for name, value in schema.items() if name != "oneOf"} if len(schema) > 1 else {}
         around = self._parts(beside) if beside else []
         own = [self._parts(branch) for branch in branches]
-        kinds = [self._kinds([*parts, *around]) for parts in own]
+        kinds = [self._kinds([*parts, *around] if around else parts) for parts in own]
         seen, shared = kinds[0] if kinds else _NO_KINDS, _NO_KINDS
         for possible in kinds[1:]:
             shared |= seen & possible
             seen |= possible
         impossible = set()
-        for kind in sorted(shared):
+        for kind in sorted(shared) if shared else ():
             takers = [parts for parts, possible in zip(own, kinds, strict=True) if kind in possible]
             pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
             if all(self._are_disjoint_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
@@ -270,6 +274,8 @@ class _Proof:
             types = []
         if "anyOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
+        elif len(schema) == 1:
+            schema["anyOf"] = schema.pop("oneOf")
         else:
             members = {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
             schema.clear()
@@ -289,8 +295,8 @@ class _Proof:
         if not isinstance(schema, dict) or depth > _MAX_PROOF_DEPTH:
             return [{"type": []}] if schema is False else []
         if isinstance(reference := schema.get("$ref"), str):
-            more = [{"$ref": reference}] if len(schema) > 1 else []
-            return [*self._parts(self._places.get(unquote(reference), True), depth + 1), *more]
+            parts = self._parts(self._places.get(unquote(reference), True), depth + 1)
+            return [*parts, {"$ref": reference}] if len(schema) > 1 else parts
         if "allOf" not in schema:
             return [schema]
         return [schema, *(part for one in schema["allOf"] for part in self._parts(one, depth + 1))]
@@ -304,7 +310,7 @@ class _Proof:
                 kinds &= (
                     _KINDS_OF_TYPE.get(types, _NO_KINDS) if isinstance(types, str) else set(map(_kind_of_type, types))
                 )
-            if (values := self._values(part)) is not None:
+            if ("enum" in part or "const" in part) and (values := self._values(part)) is not None:
                 kinds &= {_kind_of(value) for value in values}
         return kinds
 
@@ -410,14 +416,13 @@ _MAX_GROWTH: Final = 2_048  # characters that the text of one schema may have mo
 _SHARED_FOR_NOTHING: Final = 160  # bytes of `_said` (five for two characters, or fewer) that always make up for it
 # Definitions, which move as they are; their names are no longer afterwards (numbers have four digits).
 _MOVED: Final = re.compile(r"#(?:/definitions/[^/]+|/\$defs/[^/]{4,})+")
-_COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
 _ONE_NAME: Final = re.compile(r"\^(?:([A-Za-z0-9_-]+)|\(([A-Za-z0-9_-]+)\))\$")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _COMPACT_JSON: Final = {"whitespace_flexible": False}
 _IN_ONE_SPELLING: Final = _COMPACT_JSON | {"json_allowed_escapes": 'nrbtf\\"'}
 # Control characters that JSON can only write as a number, `_AS_NUMBERS`; and where the text of a schema may name some.
 _AS_NUMBERS: Final = frozenset(chr(code) for code in (*range(0x20), 0x7F) if chr(code) not in "\b\t\n\f\r")
-_MAY_NAME: Final = re.compile(r"\\u00(?:[01]|7f)|\\\\[avxuU]")
+_MAY_NAME: Final = re.compile(r"\\(?:u00[01]|\\[avxuU])")  # or the character 127
 # Of a pattern: an escape, with the number of the character that it means, or a character; and a class, or an escape.
 _ITEM: Final = re.compile(
     r"\\(?:[xuU]\{([0-9a-fA-F]+)\}|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.|[^\\]", re.DOTALL
@@ -454,15 +459,19 @@ def _text_of(schema: dict[str, Any]) -> str:
     another name than `a`, and readers of JSON take both for one. It would also leave out, without a word, characters
     that only a number writes. Raises UnsupportedGrammarError where a schema has both.
     """
-    text = _COMPACT.encode({**schema, "x-guidance": _IN_ONE_SPELLING})
-    if not _MAY_NAME.search(text) or not _names_control(schema):
+    text = _text({**schema, "x-guidance": _IN_ONE_SPELLING})
+    if not (_MAY_NAME.search(text) or "\x7f" in text) or not _names_control(schema):
         return text
     if _is_open_with_names(schema):
         raise UnsupportedGrammarError(
             "A control character in the schema cannot be enforced together with an object that names some properties"
             " and allows others: set additionalProperties to false there, or leave the character out."
         )
-    return _COMPACT.encode({**schema, "x-guidance": _COMPACT_JSON})
+    return _text({**schema, "x-guidance": _COMPACT_JSON})
+
+
+def _text(schema: Any) -> str:
+    return to_json(schema).decode()
 
 
 def _directly_within(schema: dict[str, Any]) -> list[Any]:
@@ -555,7 +564,7 @@ class _Form:
         # Schemas that have a `$ref`, by where it leads, without percent signs.
         self._references: dict[str, list[dict[str, Any]]] = {}
         self._pending: list[str] = []  # references whose targets are to be looked at
-        self._named: list[dict[str, Any]] = []  # schemas whose patterns are names
+        self._named: list[tuple[dict[str, Any], list[str]]] = []  # schemas whose patterns are names, and these
         self._defining: list[dict[str, Any]] = []  # schemas that have definitions
 
     def look(self) -> None:
@@ -564,13 +573,12 @@ class _Form:
         self._look(self._schema)
         for reference in self._pending:  # grows meanwhile
             target = _target_of(reference, self._schema)
-            said = reference if self._look(target) else _said(target)
-            self._parts.setdefault(said, _Part(target)).references.append(reference)
+            self._part_of(target, reference if self._look(target) else _said(target)).references.append(reference)
 
     def _look(self, schema: Schema) -> bool:
         """Go through a schema within. Returns whether there are references in it."""
         found = False
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or _MATTERING.isdisjoint(schema):
             return found
         for name, value in schema.items():
             if name not in _MATTERING:
@@ -581,8 +589,8 @@ class _Form:
             elif name in _OF_VALUES and isinstance(value, dict):
                 for key, inner in value.items():
                     found |= self._look_at_value(inner, value, key)
-                if name == "patternProperties" and _has_names_for_patterns(schema):
-                    self._named.append(schema)
+                if name == "patternProperties" and (names := _names_for_patterns(schema)):
+                    self._named.append((schema, names))
             elif name in _OF_ONE and isinstance(value, dict):
                 found |= self._look_at_value(value, schema, name)
             elif name == "oneOf" or (name in _OF_ITS_OWN and schema is not self._schema):
@@ -597,14 +605,16 @@ class _Form:
     def _look_at_value(self, schema: Schema, holder: dict[str, Any], key: str) -> bool:
         if not schema or not isinstance(schema, dict):
             return False
-        if self._look(schema):
+        if not _MATTERING.isdisjoint(schema) and self._look(schema):
             return True
-        said = _said(schema)
+        self._part_of(schema, _said(schema)).values.append((holder, key))
+        return False
+
+    def _part_of(self, schema: Schema, said: bytes | str) -> _Part:
         part = self._parts.get(said)
         if part is None:
             part = self._parts[said] = _Part(schema)
-        part.values.append((holder, key))
-        return False
+        return part
 
     def _follow(self, reference: object, schema: dict[str, Any]) -> None:
         if not isinstance(reference, str):
@@ -639,8 +649,8 @@ class _Form:
             reference = f"#/$defs/{name}"
             instead = {"$ref": reference}
             if values and len(said) < _SHARED_FOR_NOTHING:
-                own = len(_COMPACT.encode(part.schema))
-                grows = len(values) * (len(_COMPACT.encode(instead)) - own)
+                own = len(_text(part.schema))
+                grows = len(values) * (len(_text(instead)) - own)
                 if not part.references:
                     grows += own + len(name) + 4  # the definition
                 if growth + grows <= _MAX_GROWTH:
@@ -657,9 +667,9 @@ class _Form:
                 holder[key] = instead
         if parts:
             self._schema["$defs"] = parts  # where any draft's reader finds them; beside a `$ref` they are nothing to it
-        for schema in self._named:
-            names = {_name_of(pattern): inner for pattern, inner in schema.pop("patternProperties", {}).items()}
-            schema["properties"] = {**schema.get("properties", {}), **names}
+        for schema, names in self._named:
+            inner = schema.pop("patternProperties", {}).values()  # none: it was looked at from two places
+            schema["properties"] = {**schema.get("properties", {}), **dict(zip(names, inner, strict=False))}
 
     def _definition_of(self, part: _Part, taken: dict[str, Schema]) -> str:
         """The name of a definition, if the library's messages and URIs can have it; or else a number."""
@@ -701,8 +711,9 @@ def _target_of(reference: str, schema: Any) -> Schema:
     root, *path = reference.split("/")
     try:
         for step in path:
-            key = int(step) if isinstance(schema, list) else step.replace("~1", "/").replace("~0", "~")
-            schema = schema[key]
+            if "~" in step:
+                step = step.replace("~1", "/").replace("~0", "~")
+            schema = schema[int(step) if isinstance(schema, list) else step]
     except (LookupError, TypeError, ValueError):
         root = ""
     if root != "#" or not isinstance(schema, dict | bool):
@@ -710,20 +721,15 @@ def _target_of(reference: str, schema: Any) -> Schema:
     return schema
 
 
-def _name_of(pattern: str) -> str | None:
-    """The only name that matches a pattern of a property; None: others may, too."""
-    found = _ONE_NAME.fullmatch(pattern)
-    return found and (found[1] or found[2])
-
-
-def _has_names_for_patterns(schema: dict[str, Any]) -> bool:
-    """Whether each pattern matches one name alone, of which nothing else is said."""
+def _names_for_patterns(schema: dict[str, Any]) -> list[str] | None:
+    """The names that its patterns match, if each matches one alone, of which nothing else is said."""
     patterns, named = schema["patternProperties"], schema.get("properties", {})
-    if not isinstance(patterns, dict) or not isinstance(named, dict):
-        return False
-    names = {_name_of(pattern) for pattern in patterns}
     counted = "minProperties" in schema or "maxProperties" in schema  # llguidance counts few forms of objects
-    return not counted and len(names) == len(patterns) and None not in names and names.isdisjoint(named)
+    if counted or not isinstance(named, dict):
+        return None
+    found = [_ONE_NAME.fullmatch(pattern) for pattern in patterns]
+    names = [one[1] or one[2] for one in found if one]
+    return names if len({*names} - named.keys()) == len(patterns) else None
 
 
 # --- schemas whose instances end ---
