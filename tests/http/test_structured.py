@@ -84,6 +84,12 @@ ENFORCED: list[tuple[dict[str, Any], Any, Any]] = [
     (TREE, [[], [[]]], [1]),
     ({"properties": AB, "required": ["a"]}, {"a": 1}, {}),
     ({"$defs": {"s": {"type": "string"}}, "$ref": "#/$defs/s", "minLength": 2}, "ab", "a"),
+    ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, {"b": 1}, {"a": "x"}),
+    ({"type": "object", "propertyNames": {"type": "string", "enum": ["a", 1]}}, {"a": []}, {"1": 1}),
+    ({"type": "object", "propertyNames": {"const": "a"}, "required": ["a"]}, {"a": 1}, {}),
+    ({"propertyNames": {"$ref": "#/$defs/c"}, "$defs": {"c": {"title": "C", "enum": ["a"]}}}, {"a": 1}, {"b": 1}),
+    ({"propertyNames": {"pattern": "^n"}, "additionalProperties": {"type": "integer"}}, {"no": 1}, {"yes": 1}),
+    ({"type": "object", "propertyNames": {"pattern": "^n"}, "additionalProperties": False}, {}, {"no": 1}),
     # Draft 4 and 7
     ({"definitions": {"s": {"type": "string"}}, "$ref": "#/definitions/s"}, "ab", 1),
     ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, 4, 3),
@@ -92,6 +98,8 @@ ENFORCED: list[tuple[dict[str, Any], Any, Any]] = [
     ({"type": "integer", "title": "x", "default": 3, "x-guidance": {"lenient": True}, "made-up": 3}, 4, "4"),
     ({"type": "string", "format": "colour"}, "green", 1),
     ({"type": "array", "uniqueItems": False, "unevaluatedItems": True}, [1, 1], {}),
+    ({"type": "object", "propertyNames": {"type": "string", "title": "x"}, "properties": AB}, {"c": 1}, {"a": "x"}),
+    ({"type": "object", "propertyNames": True, "additionalProperties": {"type": "null"}}, {"c": None}, {"c": 1}),
     ({"type": "object", "properties": {"title": {"type": "integer"}, "not": {}}}, {"title": 1}, {"title": "x"}),
 ]
 
@@ -137,6 +145,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
     ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
     ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"maxLength": 1, "pattern": "a"}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": AB}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"type": "integer"}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"$ref": "#/$defs/none"}}, "propertyNames"),
+    ({"type": "object", "propertyNames": False}, "propertyNames"),
     ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),

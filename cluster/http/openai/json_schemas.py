@@ -7,7 +7,6 @@ arguments of calls that must be made, and last `for_llguidance`.
 from __future__ import annotations
 
 import contextlib
-import json
 import marshal
 import re
 from collections.abc import Callable, Iterator
@@ -80,12 +79,14 @@ class _Schemas:
     """Goes through one schema and all within it: drops what changes nothing, and refuses what would be ignored."""
 
     def __init__(self) -> None:
+        self._root: dict[str, Any] = {}
         self._places: dict[str, Schema] = {}  # what is kept of the schema at each place, inner ones first
         self._references: list[str] = []
         self._one_of: list[tuple[dict[str, Any], str]] = []  # what is kept of schemas with branches, and where
 
     def kept(self, schema: dict[str, Any]) -> dict[str, Any]:
         """What is kept of a whole schema. Raises UnsupportedGrammarError, which names the place."""
+        self._root = schema
         kept = self._at(schema, "#", 0)
         for reference in self._references:
             if reference not in self._places and unquote(reference) not in self._places:
@@ -112,7 +113,9 @@ class _Schemas:
         return schema
 
     def _kept(self, schema: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        if not _MARKED.isdisjoint(schema):  # true of nearly all schemas
+        if not _MARKED.isdisjoint(schema):  # of nearly all schemas it is
+            if "propertyNames" in schema:
+                schema = self._with_possible_names(schema)
             _require_enforced(schema, place)
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
@@ -140,6 +143,32 @@ class _Schemas:
         if isinstance(anchor := schema.get("$anchor"), str):
             self._places[f"#{anchor}"] = kept
         return kept
+
+    def _with_possible_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema without `propertyNames`, if all texts are possible names, or if it lists them or has a pattern, in
+        a schema that says nothing of single names itself."""
+        names = schema["propertyNames"]
+        if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str) and len(names) == 1:
+            with contextlib.suppress(_StaysAsItIsError):
+                names = _target_of(unquote(reference), self._root)
+        said = {} if names is True else names
+        if not isinstance(said, dict):
+            return schema
+        said = {name: value for name, value in said.items() if name not in _ANNOTATIONS}
+        if said.get("type") == "string":
+            del said["type"]
+        rest = {name: value for name, value in schema.items() if name != "propertyNames"}
+        if not said:
+            return rest
+        if len(said) > 1 or not _OF_VALUES.isdisjoint(rest):
+            return schema
+        of_each = rest.pop("additionalProperties", True)
+        if isinstance(pattern := said.get("pattern"), str):
+            return rest | {"patternProperties": {pattern: of_each}, "additionalProperties": False}
+        listed = [said["const"]] if "const" in said else said.get("enum")
+        if isinstance(listed, list):
+            return rest | {"properties": dict.fromkeys(_texts(listed), of_each), "additionalProperties": False}
+        return schema
 
 
 def _is_annotation(name: str, value: object) -> bool:
