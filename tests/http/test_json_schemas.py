@@ -337,6 +337,37 @@ def _text(schema: dict[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": GUIDANCE}, separators=(",", ":"))
 
 
+def test_definitions_that_one_place_refers_to_are_written_out(llg: LLTokenizer) -> None:
+    """Of a chain of them only some: JSON may have 128 levels."""
+    chain = {f"list{n}": {"type": "array", "items": {"$ref": f"#/$defs/list{n + 1}"}} for n in range(200)}
+    schema = {"$ref": "#/$defs/list0", "$defs": {**chain, "list200": {"type": "null"}}}
+    text = json.loads(for_llguidance(enforceable(schema)))
+    assert text["type"] == "array"
+    assert 100 < len(text["$defs"]) < 200
+    grammar = _compiled(schema, llg)
+    instance: object = None
+    for _ in range(200):
+        instance = [instance]
+    assert takes(grammar, llg, instance)
+    assert not takes(grammar, llg, [instance])
+
+
+JOINED: Final = [  # each was refused with its definitions written out, as a circle with a sibling
+    {"$ref": "#/definitions/r", "definitions": {"p": {"properties": {"c": {"$ref": "#/definitions/q"}}},
+                                                "q": {"allOf": [{"$ref": "#"}]},
+                                                "r": {"$ref": "#/definitions/p", "maxLength": 3}}},
+    {"properties": {"c": {"$ref": "#/definitions/r"}, "d": {"$ref": "#/definitions/q"}},
+     "definitions": {"q": {"properties": {"b": {"$ref": "#"}}},
+                     "r": {"allOf": [{"maxLength": 3}, {"$ref": "#/definitions/q"}]}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", JOINED)
+def test_definitions_stay_where_a_reference_has_a_neighbour(llg: LLTokenizer, schema: dict[str, Any]) -> None:
+    assert "$defs" in json.loads(for_llguidance(enforceable(json.loads(json.dumps(schema)))))
+    assert takes(_compiled(schema, llg), llg, {})
+
+
 def test_places_within_places_are_not_written_again_each(llg: LLTokenizer) -> None:
     """As zod-to-json-schema refers to what it has written before: each place has the next one within."""
     schema: dict[str, Any] = {"enum": ["end"]}

@@ -436,11 +436,14 @@ def _is_below(most: object, least: object) -> bool:
 # --- the text for llguidance ---
 
 _OF_ITS_OWN: Final = frozenset({"$id", "id", "$schema", "$anchor"})
+_NEUTRAL: Final = _OF_ITS_OWN | {"$defs", "definitions"}
+_WITH_REFERENCES: Final = _NEUTRAL | {"$ref"}
 _MATTERING: Final = _WITHIN | _OF_ITS_OWN | {"$ref"}
 _OF_VALUES: Final = frozenset({"properties", "patternProperties"})
 _LIMITING: Final = frozenset().union(*_WORDS.values(), {"enum", "const", "allOf", "required"}) - {
     "items", "prefixItems", "additionalItems", "properties", "patternProperties", "additionalProperties"
 }  # fmt: skip
+_MAX_WRITTEN_OUT: Final = 24  # levels of schemas; the library reads JSON of 128 levels
 _MAX_GROWTH: Final = 2_048  # characters that the text of one schema may have more than before
 _SHARED_FOR_NOTHING: Final = 160  # bytes of `_said` (five for two characters, or fewer) that always make up for it
 # Definitions, which move as they are; their names are no longer afterwards (numbers have four digits).
@@ -592,21 +595,31 @@ class _Form:
         self._parts: dict[bytes | str, _Part] = {}
         # Schemas that have a `$ref`, by where it leads, without percent signs.
         self._references: dict[str, list[dict[str, Any]]] = {}
-        self._pending: list[str] = []  # references whose targets are to be looked at
+        # References whose targets are to be looked at, and how deep they would stand if all of these were written out.
+        self._pending: list[tuple[str, int]] = []
+        self._deepest = 0
+        self._shallow: set[str] = set()  # references that may be written out
+        self._joins = False  # a reference is joined with what stands beside it, or leads to the whole
         self._named: list[tuple[dict[str, Any], list[str]]] = []  # schemas whose patterns are names, and these
         self._defining: list[dict[str, Any]] = []  # schemas that have definitions
 
     def look(self) -> None:
         """Go through the schema. Raises _StaysAsItIsError: llguidance looks for what tells the branches of a `oneOf`
         apart, and not behind references; and references may be of a part's own."""
-        self._look(self._schema)
-        for reference in self._pending:  # grows meanwhile
+        self._look(self._schema, 0)
+        for reference, depth in self._pending:  # grows meanwhile
             target = _target_of(reference, self._schema)
-            self._part_of(target, reference if self._look(target) else _said(target)).references.append(reference)
+            self._deepest = depth
+            said = reference if self._look(target, depth) else _said(target)
+            self._part_of(target, said).references.append(reference)
+            if self._deepest <= _MAX_WRITTEN_OUT and _MOVED.fullmatch(reference):
+                self._shallow.add(reference)
 
-    def _look(self, schema: Schema) -> bool:
+    def _look(self, schema: Schema, depth: int) -> bool:
         """Go through a schema within. Returns whether there are references in it."""
         found = False
+        if depth > self._deepest:
+            self._deepest = depth
         if not isinstance(schema, dict) or _MATTERING.isdisjoint(schema):
             return found
         for name, value in schema.items():
@@ -614,27 +627,31 @@ class _Form:
                 continue
             if name == "$ref":
                 found = True
-                self._follow(value, schema)
+                self._follow(value, schema, depth)
+                self._joins |= not schema.keys() <= _WITH_REFERENCES
             elif name in _OF_VALUES and isinstance(value, dict):
                 for key, inner in value.items():
-                    found |= self._look_at_value(inner, value, key)
+                    found |= self._look_at_value(inner, value, key, depth + 1)
                 if name == "patternProperties" and (names := _names_for_patterns(schema)):
                     self._named.append((schema, names))
             elif name in _OF_ONE and isinstance(value, dict):
-                found |= self._look_at_value(value, schema, name)
+                found |= self._look_at_value(value, schema, name, depth + 1)
             elif name == "oneOf" or (name in _OF_ITS_OWN and schema is not self._schema):
                 raise _StaysAsItIsError
             elif name in _OF_SEVERAL and isinstance(value, list):
+                within = False
                 for inner in value:
-                    found |= self._look(inner)
+                    within |= self._look(inner, depth + 1)
+                found |= within
+                self._joins |= within and (name == "allOf" or len(schema) > 1)
             elif name in _OF_NAMED:
                 self._defining.append(schema)
         return found
 
-    def _look_at_value(self, schema: Schema, holder: dict[str, Any], key: str) -> bool:
+    def _look_at_value(self, schema: Schema, holder: dict[str, Any], key: str, depth: int) -> bool:
         if not schema or not isinstance(schema, dict):
             return False
-        if not _MATTERING.isdisjoint(schema) and self._look(schema):
+        if not _MATTERING.isdisjoint(schema) and self._look(schema, depth):
             return True
         self._part_of(schema, _said(schema)).values.append((holder, key))
         return False
@@ -645,16 +662,17 @@ class _Form:
             part = self._parts[said] = _Part(schema)
         return part
 
-    def _follow(self, reference: object, schema: dict[str, Any]) -> None:
+    def _follow(self, reference: object, schema: dict[str, Any], depth: int) -> None:
         if not isinstance(reference, str):
             return
         reference = unquote(reference)  # each place has many spellings
         if reference == "#":
             schema["$ref"] = reference
+            self._joins = True
             return
         if reference not in self._references:
             self._references[reference] = []
-            self._pending.append(reference)
+            self._pending.append((reference, depth))
         self._references[reference].append(schema)
 
     def may_multiply(self) -> bool:
@@ -669,10 +687,15 @@ class _Form:
                 schema.pop(name, None)
         parts: dict[str, Schema] = {}
         growth = len('"$defs":{},')
+        written_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for said, part in self._parts.items():
             least = 1 if part.references else 2
             values = part.values if len(part.values) >= least and _is_possible(part.schema) else []
             if not values and not part.references:
+                continue
+            holder = None if part.values else self._only_holder_of(part)
+            if holder is not None and isinstance(part.schema, dict):
+                written_out.append((holder, part.schema))
                 continue
             name = self._definition_of(part, parts)
             reference = f"#/$defs/{name}"
@@ -699,6 +722,17 @@ class _Form:
         for schema, names in self._named:
             inner = schema.pop("patternProperties", {}).values()  # none: it was looked at from two places
             schema["properties"] = {**schema.get("properties", {}), **dict(zip(names, inner, strict=False))}
+        for holder, target in reversed(written_out):  # what is within comes first, as it was found last
+            del holder["$ref"]
+            holder.update(target)
+
+    def _only_holder_of(self, part: _Part) -> dict[str, Any] | None:
+        """The schema that is a reference to a part and nothing else, if no other place refers to that."""
+        if self._joins or len(part.references) != 1:
+            return None
+        (reference,) = part.references
+        holders = self._references[reference] if reference in self._shallow else []
+        return holders[0] if len(holders) == 1 and len(holders[0]) == 1 else None
 
     def _definition_of(self, part: _Part, taken: dict[str, Schema]) -> str:
         """The name of a definition, if the library's messages and URIs can have it; or else a number."""
@@ -763,7 +797,6 @@ def _names_for_patterns(schema: dict[str, Any]) -> list[str] | None:
 
 # --- schemas whose instances end ---
 
-_NEUTRAL: Final = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor"})
 _LEAST_CHARS: Final = 16  # a bound of a text is never lower
 _MAX_NAME_CHARS: Final = 32
 _MAX_ITEMS: Final = 16
