@@ -70,7 +70,7 @@ class Placer:
         """Whether another worker has room now for a request that this one holds up; see `SchedulerClient`."""
         avoided = {worker_id} | self._connections.unresponsive()
         query = run.place_query(prefer_decode=None, avoid=avoided)
-        return await self._scheduler.has_room(replace(query, attempt=run.attempt + 1, stays=True))
+        return await self._scheduler.has_room(replace(query, stays=True))
 
     async def _ask(self, run: RequestRun) -> Placement:
         while True:

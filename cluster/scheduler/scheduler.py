@@ -198,7 +198,10 @@ class GlobalScheduler:
     # --- between the words and the decision ---
 
     def _move(self, request: Place, now: float) -> PlacementAnswer:
-        decision = self._admission.move(self._narrowed(request), now)
+        """Decide as on the attempt that would follow. The answer names the one that asks: the gateway must not take it,
+        where it comes late, for the place of the one that follows."""
+        following = replace(self._narrowed(request), attempt=request.attempt + 1)
+        decision = self._admission.move(following, now)
         if decision is None:
             return Unplaceable(
                 request_id=request.request_id,

@@ -38,7 +38,7 @@ class Place(Message):
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
     adapter: Text = ""  # its digest; "": the model alone
     model: Text = ""  # whose workers may take it; "": there is one
-    stays: Flag = False  # it goes on where it is, unless a worker that is not excluded has room for it now
+    stays: Flag = False  # this attempt goes on where it is, unless a worker that is not excluded has room for it now
 
     @property
     def is_pooled(self) -> bool:

@@ -104,7 +104,8 @@ def test_what_is_held_up_goes_elsewhere_only_where_there_is_room() -> None:
         homes[name] = placed(scheduler, name, num_tokens=800, max_new_tokens=200).decode
         scheduler.first_token(name, 0.0)
     assert homes["held up"] != homes["other"]
-    asked = {"num_tokens": 801, "max_new_tokens": 199, "attempt": 1, "exclude": [homes["held up"]], "stays": True}
+    asked = {"num_tokens": 801, "max_new_tokens": 199, "exclude": [homes["held up"]], "stays": True}
+    asked |= {"ttft_s": 1.0, "waited_s": 60.0}  # it has begun: that its target is missed keeps it nowhere
     assert refused(scheduler, "held up", now=0.5, **asked).retry_after_s is not None
     assert [b.query.request_id for b in scheduler.ledger.booked_on(homes["held up"])] == ["held up"], "it stays there"
     scheduler.ended("other", 0.6)

@@ -16,14 +16,17 @@ import pytest
 from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway import scheduler_client
 from cluster.gateway.line_log import LineLog
+from cluster.gateway.placing import Placer
+from cluster.gateway.request_state import RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import ModelRules, SchedulerServer
+from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, Server, connect
-from kv_transfer.messages.requests import Endpoint
-from kv_transfer.messages.scheduling import Placement, Replicas, StandingRequest, Unplaceable
+from kv_transfer.messages.requests import Endpoint, RequestSpec
+from kv_transfer.messages.scheduling import Place, Placement, Replicas, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import (
     ChangeRole,
     Heartbeat,
@@ -460,6 +463,27 @@ async def test_a_late_answer_is_none_to_a_newer_attempt() -> None:
 
     async with _scripted(late) as server, _client(server) as client:
         assert (await client.place(place("r", attempt=1))).decode == "d1"
+
+
+async def test_a_late_word_on_whether_there_is_room_elsewhere_places_no_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def late(gateway: Connection) -> None:
+        for asked, decode in [(await gateway.receive(), "full by now"), (await gateway.receive(), "d1")]:
+            assert isinstance(asked, Place)
+            gateway.post(Placement(request_id="r", attempt=asked.attempt, prefill=None, decode=decode))
+        async for _ in gateway:
+            pass
+
+    params = SamplingParams(max_tokens=9, seed=0)
+    run = RequestRun(RequestSpec(request_id="r", attempt=0, prompt_token_ids=[1, 2], params=params), deadline=math.inf)
+    async with _scripted(late) as server, _client(server) as client:
+        placer = Placer(client, _no_connections(), link_timeout_s=HANGS_S, retry_delay_s=HANGS_S)
+        monkeypatch.setattr(scheduler_client, "PLACE_TIMEOUT_S", 0.01)
+        assert await placer.has_room(run, "d0") is None, "nobody answers"
+        monkeypatch.setattr(scheduler_client, "PLACE_TIMEOUT_S", HANGS_S)
+        run.next_attempt("d0", "full")
+        assert (await client.place(run.place_query(prefer_decode=None))).decode == "d1"
 
 
 async def test_a_worker_that_has_loaded_stops_telling_even_as_the_scheduler_is_found() -> None:
