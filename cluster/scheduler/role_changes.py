@@ -5,6 +5,7 @@ Pure: is given the schedulers and what the time is. Knows neither why a role sho
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +33,7 @@ class _Order:
     change_s: float
 
     def expect(self, left_at: float) -> None:
-        """Tell who gets the worker when that will be, as it leaves at `left_at`."""
+        """Tell who gets the worker when that will be, as it leaves at `left_at`; inf: never."""
         if self.joins is not None:
             self.joins.expect_worker(left_at + self.change_s)
 
@@ -62,14 +63,14 @@ class RoleChanges:
         order.expect(min(leaves.ledger.idle_at(request.worker_id, now), now + request.drain_s))
         return RoleAnswer(ask_id=request.ask_id, outcome="ordered")
 
-    def gone(self, worker_id: str, now: float) -> bool:
-        """The worker has left. Returns whether it had an order to change, as who leaves for it has. Unknown ids are
-        fine."""
-        is_changing = self._is_changing(worker_id, now)
-        if is_changing:
-            self._orders[worker_id].expect(now)
-        self._orders.pop(worker_id, None)
-        return is_changing
+    def gone(self, worker_id: str, now: float, *, in_order: bool) -> bool:
+        """The worker has left. Returns whether it did so to follow an order to change: who does not leave `in_order`
+        has died, whatever it was told, and nobody is to wait for it. Unknown ids are fine."""
+        order = self._orders.pop(worker_id, None)
+        if order is None or order.until <= now:
+            return False
+        order.expect(now if in_order else math.inf)
+        return in_order
 
     def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:
         worker_id = request.worker_id

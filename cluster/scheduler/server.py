@@ -210,7 +210,7 @@ class SchedulerServer:
             return  # it has come back on another one since
         del self._workers[worker_id]
         now = time.monotonic()
-        is_changing = self._role_changes.gone(worker_id, now)
+        is_changing = self._role_changes.gone(worker_id, now, in_order=connection.peer_left_in_order)
         if scheduler.unregister(worker_id, now, may_be_replaced=not is_changing):
             logger.info("worker %s is gone", worker_id)
             self._broadcast()

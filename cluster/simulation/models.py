@@ -184,7 +184,7 @@ class _Models:
     def _left(self, info: WorkerInfo, order: ChangeRole, ordered_at: float) -> None:
         """A worker has left its model."""
         assert self._change_s is not None
-        self._role_changes.gone(info.worker_id, self._clock.now)
+        self._role_changes.gone(info.worker_id, self._clock.now, in_order=True)
         change_s = self._change_s[order.model]
         self._clock.after(change_s, lambda: self._come(info, order.role, order.model, ordered_at))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -292,6 +293,7 @@ async def test_an_operator_may_order_it(llama: SmallModel) -> None:
         assert (replica.worker.info.role, replica.worker.info.home) == ("prefill", "decode")
         assert worker_id_of(replica) != old
         await eventually(lambda: old not in cluster.scheduler.scheduler.ledger.table)
+        assert not cluster.scheduler.scheduler.ledger.longest_gone(time.monotonic()), "it has not died"
         with pytest.raises(NotFoundError, match=f"no worker is called {old}"):
             await gateway.scheduler.change_role(old, "decode", 60.0)
         assert await tokens(cluster, "after", PROMPT, greedy()) == expected

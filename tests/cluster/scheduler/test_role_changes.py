@@ -62,7 +62,7 @@ def test_who_was_told_counts_no_more() -> None:
     assert ask(changes, "d1", "prefill", CLUSTER).outcome == "ordered"
     assert ask(changes, "d1", "prefill", CLUSTER).reason == "d1 is changing its role already"
     assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", CLUSTER).reason
-    changes.gone("d1", 0.0)
+    changes.gone("d1", 0.0, in_order=True)
     back = [*CLUSTER[:2], CLUSTER[3], worker("p3")]
     assert "d2 is the only decode worker" in ask(changes, "d2", "prefill", back).reason
     assert ask(changes, "p3", "decode", back).outcome == "ordered"
@@ -89,9 +89,9 @@ def test_who_changes_its_model_is_expected_until_it_is_overdue() -> None:
         changes, joins = RoleChanges(), scheduler_of([(worker_info("d3", load_s=30.0), worker_snapshot("d3"))])
         assert changes.ask(request, leaves, joins, 10.0).outcome == "ordered"
         assert joins.ledger.joins_at == 40.0, "nothing runs there"
-        changes.gone("d1", gone_at)
+        assert changes.gone("d1", gone_at, in_order=True) == (gone_at < 15.0 + OVERDUE_S)
         joined_at = joins.ledger.joins_at
-        changes.gone("d1", gone_at + 1.0)
+        assert not changes.gone("d1", gone_at + 1.0, in_order=True)
         assert joins.ledger.joins_at == joined_at, "it went once"
         return joined_at
 
@@ -104,5 +104,14 @@ def test_who_goes_where_nobody_here_knows_the_model_is_expected_by_nobody() -> N
     leaves = scheduler_of([(worker_info(name, models=["b"]), worker_snapshot(name)) for name in ("d1", "d2")])
     request = RoleRequest(ask_id=7, worker_id="d1", role="decode", drain_s=5.0, model="b")
     assert changes.ask(request, leaves, None, 0.0).outcome == "ordered"
-    changes.gone("d1", 1.0)
+    assert changes.gone("d1", 1.0, in_order=True)
     assert leaves.ledger.joins_at == math.inf
+
+
+def test_who_dies_with_an_order_is_expected_by_nobody() -> None:
+    request = RoleRequest(ask_id=7, worker_id="d1", role="decode", drain_s=5.0, model="b")
+    leaves = scheduler_of([(worker_info(name, models=["b"]), worker_snapshot(name)) for name in ("d1", "d2")])
+    changes, joins = RoleChanges(), scheduler_of([(worker_info("d3", load_s=30.0), worker_snapshot("d3"))])
+    assert changes.ask(request, leaves, joins, 0.0).outcome == "ordered"
+    assert not changes.gone("d1", 1.0, in_order=False)
+    assert joins.ledger.joins_at == math.inf

@@ -119,7 +119,7 @@ class World:
         return told
 
     def on_lost(self, names: list[str], options: dict[str, str]) -> list[str]:
-        self.roles.gone(names[0], self.now)
+        self.roles.gone(names[0], self.now, in_order=False)
         return [] if self.scheduler.unregister(names[0], self.now) else ["unknown"]
 
     def on_expire(self, names: list[str], options: dict[str, str]) -> list[str]:

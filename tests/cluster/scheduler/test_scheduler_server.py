@@ -315,7 +315,7 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         order = await links["d2"].receive()
         assert order == ChangeRole(role="decode", drain_s=90.0, model="a", step_cost=REPORT)
         assert 500.0 < await told("r2") <= 600.0, "nothing runs there: it has drained"
-        links["d2"].close("it loads the other model")
+        links["d2"].close("it loads the other model", in_order=True)
         await eventually(lambda: len(client.workers) == 2)
         assert 500.0 < await told("r3") <= 600.0
         await register("d2.1", "a")
@@ -324,8 +324,9 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         assert server.scheduler.ledger.joins_at == math.inf
 
 
-async def test_a_worker_that_changes_its_role_is_not_replaced() -> None:
-    """What only it could hold never comes back, and is told so."""
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_worker_that_changes_its_role_is_not_replaced_unless_it_dies_before(dies: bool) -> None:
+    """What only it could hold never comes back, and is told so; and that of one which died when it was to go does."""
     async with _server() as server, _client(server) as client:
         links: dict[str, Connection] = {}
         for name, changes in (("d1", {}), ("d2", {"max_model_len": 3000}), ("p1", {"role": "prefill"})):
@@ -333,9 +334,12 @@ async def test_a_worker_that_changes_its_role_is_not_replaced() -> None:
             await links[name].send(Register(info=small_info(name, **changes), snapshot=small_snapshot(name)))
         await eventually(lambda: len(client.workers) == 3)
         await client.change_role("d2", "prefill", 90.0)
-        links["d2"].close("it becomes a prefill worker")
+        if dies:
+            links["d2"].abort()
+        else:
+            links["d2"].close("it becomes a prefill worker", in_order=True)
         await eventually(lambda: len(client.workers) == 2)
-        with pytest.raises(RequestTooLargeError):
+        with pytest.raises(UnavailableError if dies else RequestTooLargeError):
             await client.place(place(num_tokens=2000))
 
 
