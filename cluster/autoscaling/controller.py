@@ -64,7 +64,7 @@ class Autoscaler:
             return
         if self.advice.flip is not None:
             yield from self._flip(self.advice.flip, now)
-        self.targets = self._by_home(self.advice, workers)
+        self.targets = self._by_home(self.advice, self._ledger.workers())
         scales: dict[Role, bool] = {"prefill": self._plan.prefill.scales, "decode": self._plan.decode.scales}
         for info in workers:
             home = info.home or info.role
@@ -113,13 +113,14 @@ class Autoscaler:
             self._flips.append(_Flip(chosen[0], role, now + _FLIP_S))
             yield chosen[0].worker_id, ChangeRole(role=role, drain_s=DRAIN_S)
 
-    def _by_home(self, advice: PoolAdvice, workers: Iterable[WorkerInfo]) -> dict[Role, int]:
+    def _by_home(self, advice: PoolAdvice, workers: Iterable[KnownWorker]) -> dict[Role, int]:
         """How many workers Serve should have in each pool, by the pool that they were started in. A worker that is
-        about to change its role counts as if it had."""
+        about to change its role counts as if it had, one that is about to stop not at all: Serve counts it no more, and
+        whoever is started for it will be where it was started, and not where it works."""
         targets: dict[Role, int] = {"prefill": advice.num_prefill, "decode": advice.num_decode}
         changing = {flip.info.worker_id for flip in self._flips}
         roles = [(flip.info, flip.role) for flip in self._flips]
-        roles += [(info, info.role) for info in workers if info.worker_id not in changing]
+        roles += [(w, w.role) for w, snapshot in workers if w.worker_id not in changing and not snapshot.draining]
         for info, role in roles:
             home = role if _is_guest(info) else info.home or info.role
             targets[home] += role != home
