@@ -56,6 +56,12 @@ TUNABLE: Final = {
 }
 """Classes of component configs that `tuning` can change."""
 
+_NOT_TUNABLE: Final = {
+    ("OrchestratorConfig", "request_deadline_s"): "gateway.request_deadline_s",
+    ("SchedulerPolicy", "admission", "max_wait_s"): "scheduler.max_wait_s",
+}
+"""Fields of theirs that settings say, which are checked against each other (`_check_wait`)."""
+
 T = TypeVar("T", bound="DataclassInstance")
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -692,6 +698,12 @@ class LegatoConfig(ServedSettings):
     def _check_tuning(self) -> Self:
         if unknown := self.tuning.keys() - TUNABLE:
             raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
+        for path, setting in _NOT_TUNABLE.items():
+            found: Any = self.tuning
+            for name in path:
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if found is not None:
+                raise ValueError(f"tuning.{'.'.join(path)} is no constant but a setting; set {setting}")
         return self
 
     @property

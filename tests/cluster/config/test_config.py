@@ -211,6 +211,14 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"transfer": {"lease_ttl_s": 5}}, ("transfer.lease_ttl_s is no setting any more", "DecodeWorkerConfig", "10")),
         ({"decode": {"calibration_s": 5}}, ("decode.calibration_s is no setting any more", "DecodeWorkerConfig", "2")),
         ({"tuning": {"Config": {}}}, ("tuning names Config", "DecodeWorkerConfig, EngineConfig")),
+        (
+            {"tuning": {"OrchestratorConfig": {"request_deadline_s": 30}}},
+            ("tuning.OrchestratorConfig.request_deadline_s is no constant", "set gateway.request_deadline_s"),
+        ),
+        (
+            {"tuning": {"SchedulerPolicy": {"admission": {"max_wait_s": 900}}}},
+            ("tuning.SchedulerPolicy.admission.max_wait_s is no constant", "set scheduler.max_wait_s"),
+        ),
         ({"decode": {"autoscaling": {"min_replicas": 2}}}, ("decode.autoscaling.max_replicas", "missing")),
         ({"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}}, ("decode.autoscaling.policy",)),
         ({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, ("prefill.autoscaling", "use 1")),
