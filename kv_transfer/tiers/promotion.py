@@ -33,7 +33,7 @@ _SMOOTHING = 0.3
 _BATCH_COLUMNS = 8
 _LAPSE_S: Final = 60.0
 """How long a source is believed to be slower than assumed without a load: of what nothing is loaded from nothing is
-measured, so only another try shows that it is fast again."""
+measured, so only another try shows that it is fast again. One try: meanwhile all others believe what was measured."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +105,8 @@ class Promoter:
         counts = Counter(source for _, source in wanted)
         return max(
             (
-                (self._num_queued[source.name] + count) * self._believed_column_s(source)
+                ((num_queued := self._num_queued[source.name]) + count)
+                * self._believed_column_s(source, is_tried=num_queued > 0)
                 for source, count in counts.items()
             ),
             default=0.0,
@@ -265,10 +266,11 @@ class Promoter:
             self._column_s[batch.source.name] = old + _SMOOTHING * (seconds / num_loaded - old)
             self._measured_at[batch.source.name] = self._clock()
 
-    def _believed_column_s(self, source: ColumnSource) -> float:
-        """Seconds that one column from it takes: as measured, or as assumed where nothing was, or too long ago."""
+    def _believed_column_s(self, source: ColumnSource, *, is_tried: bool = False) -> float:
+        """Seconds that one column from it takes: as measured, or as assumed where nothing was, or too long ago and
+        nobody tries it (`is_tried`)."""
         assumed = self._host.column_bytes / source.assumed_bytes_per_s
         measured = self._column_s.get(source.name, assumed)
-        if measured > assumed and self._clock() - self._measured_at[source.name] > _LAPSE_S:
+        if measured > assumed and not is_tried and self._clock() - self._measured_at[source.name] > _LAPSE_S:
             return assumed
         return measured

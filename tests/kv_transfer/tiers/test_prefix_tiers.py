@@ -192,7 +192,7 @@ async def test_a_source_that_hangs_is_waited_for_only_so_long() -> None:
         assert (bench.tiers.loaded_columns["disk"], bench.tiers.failed_columns["disk"]) == (4, 4)
 
 
-async def test_after_a_load_that_came_too_late_nothing_is_worth_loading_for_a_minute() -> None:
+async def test_after_a_load_that_came_too_late_nothing_is_worth_loading_for_a_minute_and_then_one_load_is() -> None:
     digests = hashes(8)
     below = ScriptedSource(digests)
     now = 0.0
@@ -212,6 +212,17 @@ async def test_after_a_load_that_came_too_late_nothing_is_worth_loading_for_a_mi
         assert bench.tiers.missing(digests[4:]).load_s > computed_s
         now = 161.0
         assert bench.tiers.missing(digests[4:]).load_s == believed_s, "else nothing would ever show that it is fast"
+        below.begun.clear()
+        below.go.clear()
+        trial = asyncio.create_task(bench.promote(digests[4:6]))
+        await asyncio.sleep(0)
+        assert below.begun.wait(HANGS_S)
+        assert bench.tiers.missing(digests[6:]).load_s > computed_s, "all others would wait in vain, too"
+        now += believed_s / 4
+        below.go.set()
+        await trial
+        await bench.settled()
+        assert bench.tiers.missing(digests[6:]).load_s < believed_s, "one load has shown it"
 
 
 async def test_a_source_that_hangs_holds_up_no_other_one() -> None:
