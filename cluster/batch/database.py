@@ -8,6 +8,7 @@ is there is for this user alone, whatever the umask.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import sqlite3
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
+
+from cluster.errors import UnavailableError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,6 +103,31 @@ class Database:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+def storage_unavailable(error: sqlite3.Error | OSError) -> UnavailableError | None:
+    """What to tell a client where an error says that the folder takes no writes for now: the disk is full, or somebody
+    reads the database for longer than a write waits. None: something else is wrong."""
+    if isinstance(error, OSError):
+        is_full, is_held_up = error.errno in (errno.ENOSPC, errno.EDQUOT), False
+    else:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without what it says in addition
+        is_full, is_held_up = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
+    if is_full:
+        return UnavailableError(
+            "The disk that the server keeps files, batches and responses on is full. Delete files that you no longer"
+            " need, or ask who operates it for more room (gateway.storage); then send the request again.",
+            retry_after_s=60.0,
+            code="storage_full",
+        )
+    if is_held_up:
+        return UnavailableError(
+            "Something has been reading the server's files, batches and responses for long, such as a backup, and"
+            " nothing can be written meanwhile. Send the request again later.",
+            retry_after_s=BUSY_S,
+            code="storage_busy",
+        )
+    return None
 
 
 def _restrict_to_owner(path: Path, mode: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -500,6 +501,50 @@ async def test_who_leaves_while_a_file_is_recorded_has_no_file_without_a_content
         (file,) = (await client.get("/v1/files", headers=OWNER)).json()["data"]
         assert (await client.get(f"/v1/files/{file['id']}/content", headers=OWNER)).text == "{}"
     assert len(list(api.batches.database.files.iterdir())) == 1
+
+
+async def test_who_finds_a_full_disk_is_told_so(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that the server failed: by whoever writes files, batches or responses. Nothing stays."""
+    api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
+    assert api.batches is not None
+    database = api.batches.database
+    form: Any = {"files": {"file": ("f", b"{}")}, "data": {"purpose": "batch"}}
+    large = {f"key {n}": "x" * 500 for n in range(16)}  # more than a page has
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(create_app(api)), base_url="http://x", headers=OWNER
+    ) as client:
+
+        async def refused(path: str, **sent: Any) -> tuple[int, str]:
+            answer = await client.post(path, **sent)
+            error = answer.json()["error"]
+            assert error["type"] == "service_unavailable_error" and answer.headers["retry-after"], error
+            return answer.status_code, error["code"]
+
+        file: Any = (await client.post("/v1/files", **form)).json()
+        window = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch: Any = {"json": {**window, "metadata": large}}
+        response = {"json": {"model": MODEL, "input": "Hi.", "background": True, "metadata": large}}
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            assert await refused("/v1/files", **form) == (503, "storage_full")
+        assert [path.name for path in database.files.iterdir()] == [file["id"]]
+        await database.in_thread(database._connection.execute, "PRAGMA max_page_count = 1")  # no more than it has
+        assert await refused("/v1/batches", **batch) == (503, "storage_full")
+        assert await refused("/v1/responses", **response) == (503, "storage_full")
+        await database.in_thread(database._connection.execute, "PRAGMA max_page_count = 100000")
+        monkeypatch.setattr("cluster.batch.database.BUSY_S", 0.0)
+        with closing(sqlite3.connect(tmp_path / "storage" / "records.sqlite", isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM files").fetchall()
+            assert await refused("/v1/batches", **batch) == (503, "storage_busy")
+        assert (await client.post("/v1/batches", **batch)).status_code == 200
+    database.close()
 
 
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:

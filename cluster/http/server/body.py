@@ -9,6 +9,8 @@ strictly, and checks it without holding up the loop; what would hold the parser 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +25,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.batch.database import storage_unavailable
 from cluster.errors import ApiError, InvalidRequestError, OverloadedError, UnavailableError
 from cluster.http.api import Api
 from cluster.http.error_responses import error_response, from_validation
@@ -30,6 +33,8 @@ from cluster.http.server.connection import note_arrival, note_connection
 from cluster.http.server.request_id import route_path
 from cluster.http.server.turns import Turns
 from cluster.json_text import parse_json, require_few_values
+
+logger = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is parsed and checked on the loop, in 2 ms at most
 
@@ -212,7 +217,8 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 class JsonRoute(APIRoute):
-    """A route that gets its body parsed and checked."""
+    """A route that gets its body parsed and checked. Where it finds that the gateway's folder takes no writes, its
+    client is told so."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -224,7 +230,14 @@ class JsonRoute(APIRoute):
                 raise InvalidRequestError(
                     "A web page must send the header Content-Type: application/json.", code="invalid_json"
                 )
-            return await handle(_JsonRequest(request.scope, request.receive, model))
+            try:
+                return await handle(_JsonRequest(request.scope, request.receive, model))
+            except (sqlite3.Error, OSError) as error:
+                told = storage_unavailable(error)
+                if told is None:
+                    raise
+                logger.error("%s %s is refused: %s", request.method, request.scope["path"], error)
+                raise told from error
 
         return handle_checked
 
