@@ -1,7 +1,7 @@
 """Batches and the answers to their lines: `Batches`, which the endpoints and `BatchService` use.
 
 Of all gateways that share the folder one runs a batch at a time: it claims it for some seconds and says again and again
-that it is still there. Whoever finds a claim that has run out takes the batch over. A line's answer is written once,
+that it is still there. Whoever finds a claim that is over takes the batch over. A line's answer is written once,
 whoever sends it; who has lost its claim cannot write.
 
     validating ──> in_progress ──> finalizing ──> completed
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
-from cluster.batch.database import Database
+from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait
 from cluster.batch.files import StoredFile, insert_file, page
 from cluster.errors import ConflictError, NotFoundError
 
@@ -105,6 +105,7 @@ class Batches:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._claims = Claims(database)
         self.runner = secrets.token_hex(8)
 
     async def create(self, batch: Batch) -> None:
@@ -124,15 +125,19 @@ class Batches:
         ConflictError for one that has ended."""
         return await self._database.transact(_cancel, batch_id, owner)
 
-    async def claim(self, until: float, besides: Iterable[str] = ()) -> Batch | None:
-        """Claim the oldest batch that nobody runs for this gateway, until the time `until`. None: there is none.
-        `besides`: those that this gateway runs already, though its claim on them may have run out while it waited."""
-        return await self._database.transact(_claim, self.runner, until, list(besides))
+    async def claim(self, besides: Iterable[str] = ()) -> Batch | None:
+        """Claim the oldest batch that nobody runs for this gateway, for `CLAIM_S`. None: there is none. `besides`:
+        those that this gateway runs already, though its claim on them may be over while it waited."""
+        return await self._database.transact(_claim, self.runner, self._claims, list(besides))
 
-    async def renew(self, batch_ids: Iterable[str], *, until: float) -> dict[str, Status]:
-        """Prolong this gateway's claims on these batches until the time `until`. Returns the status of each that is
-        still its own, also of one that has ended."""
-        return await self._database.transact(_renew, self.runner, list(batch_ids), until)
+    async def renew(self, batch_ids: Iterable[str]) -> dict[str, Status]:
+        """Prolong this gateway's claims on these batches by `CLAIM_S`, from when this is written. Returns the status of
+        each that is still its own, also of one that has ended."""
+        return await self._database.transact(_renew, self.runner, list(batch_ids))
+
+    async def leave(self, batch_ids: Iterable[str]) -> None:
+        """Give up this gateway's claims on these batches, to whoever comes next."""
+        await self._database.transact(_renew, self.runner, list(batch_ids), leaves=True)
 
     async def turn(self, batch: Batch, status: Status, **changes: Any) -> Batch:
         """Put a batch into its next status, with these changes. One that was cancelled meanwhile stays so, unless it is
@@ -229,17 +234,27 @@ def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
     return batch
 
 
-def _claim(connection: sqlite3.Connection, runner: str, until: float, besides: list[str]) -> Batch | None:
+def _claim(connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str]) -> Batch | None:
+    rows = connection.execute(
+        "SELECT id, runs_until FROM batches WHERE NOT ended ORDER BY created_at, rowid"
+    ).fetchall()
+    free = [row for row in rows if row["runs_until"] is None or claims.is_over(row["id"], row["runs_until"])]
+    chosen = next((row for row in free if row["id"] not in besides), None)
+    if chosen is None:
+        return None
+    if chosen["runs_until"]:
+        do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
     row = connection.execute(
-        "UPDATE batches SET runner = ?, runs_until = ? WHERE id = (SELECT id FROM batches WHERE NOT ended"
-        " AND (runner IS NULL OR runs_until < ?) AND id NOT IN (SELECT value FROM json_each(?))"
-        " ORDER BY created_at, rowid LIMIT 1) RETURNING *",
-        (runner, until, time.time(), json.dumps(besides)),
+        "UPDATE batches SET runner = ?, runs_until = ? WHERE id = ? RETURNING *",
+        (runner, time.time() + CLAIM_S, chosen["id"]),
     ).fetchone()
-    return None if row is None else _of_row(connection, row)
+    return _of_row(connection, row)
 
 
-def _renew(connection: sqlite3.Connection, runner: str, batch_ids: list[str], until: float) -> dict[str, Status]:
+def _renew(
+    connection: sqlite3.Connection, runner: str, batch_ids: list[str], leaves: bool = False
+) -> dict[str, Status]:
+    until = 0.0 if leaves else time.time() + CLAIM_S
     statuses: dict[str, Status] = {}
     for batch_id in batch_ids:
         row = connection.execute(

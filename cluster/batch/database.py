@@ -13,6 +13,7 @@ import os
 import secrets
 import sqlite3
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,9 @@ from cluster.errors import UnavailableError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CLAIM_S: Final = 10.0  # a batch or response that its gateway is silent about for so long is nobody's any more
 BUSY_S: Final = 5.0  # how long a write waits for others: less than a claim lasts, so that one is tried again within it
+_MOST_SEEN: Final = 10_000  # claims that are remembered
 _VERSION: Final = 1  # of the tables
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS files (
@@ -65,6 +68,7 @@ class Database:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._connection = sqlite3.connect(records, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._connection.row_factory = sqlite3.Row
+        self.failed_at = 0.0  # by `time.monotonic`: when a call last found it full or held up
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
@@ -79,15 +83,18 @@ class Database:
         """Call `work` with the connection, in a transaction: all rows that it writes are kept, or none if it raises."""
 
         def whole() -> T:
-            self._connection.execute("BEGIN IMMEDIATE")
-            num_before = self._connection.total_changes
+            self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")  # `do_not_wait` may change it
             try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                num_before = self._connection.total_changes
                 done = work(self._connection, *args, **kwargs)
                 # The end of a write waits for whoever reads, such as a backup, and may give up. SQLite takes an end
                 # by COMMIT for one even where no row was written.
                 has_written = self._connection.total_changes > num_before
                 self._connection.execute("COMMIT" if has_written else "ROLLBACK")
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, sqlite3.Error):
+                    self.failed_at = time.monotonic()
                 if self._connection.in_transaction:  # where the disk is full SQLite has ended it by itself
                     self._connection.execute("ROLLBACK")
                 raise
@@ -103,6 +110,33 @@ class Database:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+class Claims:
+    """Which claims of gateways on batches or responses are over: those that nobody has prolonged for `CLAIM_S` since
+    this gateway saw them first, by its own clock, while it could use the database itself. What a claim says that it
+    lasts `until` is another machine's time, which may be wrong here: it counts that it changes. 0: it was given up.
+
+    Used in the database's thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._seen: dict[str, tuple[float, float]] = {}  # by what is claimed: `until`, and since when; the newest last
+
+    def is_over(self, claimed: str, until: float) -> bool:
+        """Whether the claim on something is over."""
+        now = time.monotonic()
+        known, since = self._seen.pop(claimed, (until, now))
+        self._seen[claimed] = until, since if known == until else now
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        # Whoever kept this gateway out may have kept others from prolonging theirs.
+        return until == 0.0 or now - max(self._seen[claimed][1], self._database.failed_at) > CLAIM_S
+
+
+def do_not_wait(connection: sqlite3.Connection) -> None:
+    """Let this transaction fail where it would wait for a reader, and not only for who looks whether it may write."""
+    connection.execute("PRAGMA busy_timeout = 100")
 
 
 def storage_unavailable(error: sqlite3.Error | OSError) -> UnavailableError | None:

@@ -32,7 +32,6 @@ SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
 _Send = Callable[[BatchLine], Awaitable[LineAnswer]]
 _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 
-CLAIM_S: Final = 10.0  # how long a gateway that is gone keeps its batches from others
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
 _BATCHES: Final = 4  # run at a time by one gateway, so that a small one need not wait for a large one,
@@ -81,7 +80,7 @@ class BatchService:
             yield
         finally:
             await _cancel(looking, *(run.task for run in self._runs.values()))
-            await self.batches.renew(self._runs, until=0.0)
+            await self.batches.leave(self._runs)
             self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
@@ -132,13 +131,13 @@ class BatchService:
         """Look at the batches once: forget those that have ended, end those that are lost or cancelled, and begin those
         that nobody runs."""
         self._runs = {batch_id: run for batch_id, run in self._runs.items() if not run.task.done()}
-        statuses = await self.batches.renew(self._runs, until=time.time() + CLAIM_S)
+        statuses = await self.batches.renew(self._runs)
         for batch_id, run in self._runs.items():
             if batch_id not in statuses:
                 run.task.cancel()
             elif statuses[batch_id] == "cancelling":
                 run.is_cancelled.set()
-        while self._may_claim() and (batch := await self.batches.claim(time.time() + CLAIM_S, self._runs)):
+        while self._may_claim() and (batch := await self.batches.claim(self._runs)):
             run = _Run()
             run.task = asyncio.create_task(self._run_safely(batch, send, run), name=batch.id)
             self._runs[batch.id] = run
@@ -154,7 +153,7 @@ class BatchService:
         return name if isinstance(name, str) and name in self._lanes else _ANY
 
     async def _run_safely(self, batch: Batch, send: SendFor, run: _Run) -> None:
-        """Run a batch. An error is logged, and leaves the batch to whoever claims it once this claim has run out."""
+        """Run a batch. An error is logged, and leaves the batch to whoever claims it once this claim is over."""
         try:
             await self._run(batch, send, run)
         except* LostClaimError:

@@ -5,7 +5,7 @@ conversation is a chain. It is kept for some time after it was last used, and th
 too many.
 
 One that is generated in the background has events, numbered as they are streamed, and belongs to a gateway for some
-seconds, which that gateway prolongs. Once they are over nobody generates it any more, and who reads it finds it failed.
+seconds, which that gateway prolongs. Once it does so no more nobody generates it, and who reads it finds it failed.
 
     queued ──> in_progress ──> completed, incomplete, failed
         └─────────┴──> cancelled
@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from cluster.batch.database import Database
+from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait
 from cluster.errors import InvalidRequestError, NotFoundError
 
 KEPT_S: Final = 30 * 86_400.0  # how long a response is kept after its last use, as at OpenAI
@@ -34,8 +34,8 @@ _LOST: Final = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
     """A response as it is kept. `items`: its own input, and `response`: OpenAI's object, both in JSON. `is_background`:
-    it is generated in the background and has events. `runs_until`: when its gateway's claim on it ends, in seconds
-    since 1970; None: it has ended."""
+    it is generated in the background and has events. `runs_until`: its gateway's claim on it, as `Claims` has it; None:
+    it has ended."""
 
     id: str
     owner: str
@@ -59,46 +59,52 @@ class ResponseEvents(NamedTuple):
 
 
 class Responses:
-    """All responses in a database. `budget`: about how many bytes they may take together."""
+    """All responses in a database. `budget`: about how many bytes they may take together. `generated`: the ids of those
+    that this gateway generates, which are not lost however long it cannot write."""
 
-    def __init__(self, database: Database, budget: int) -> None:
+    def __init__(self, database: Database, budget: int, generated: Collection[str] = ()) -> None:
         self._database = database
         self._budget = budget
+        self._generated = generated
+        self._claims = Claims(database)
+
+    def _is_lost(self, response_id: str, until: float) -> bool:
+        return response_id not in self._generated and self._claims.is_over(response_id, until)
 
     async def add(self, response: StoredResponse) -> None:
         await self._database.transact(_add, response)
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
         """The owner's response of that id. Raises NotFoundError, also for one of another owner."""
-        return await self._database.transact(_get, response_id, owner)
+        return await self._database.transact(_get, self._is_lost, response_id, owner)
 
     async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
         """The response and all that it follows, the first one first. Raises InvalidRequestError if one of them is gone
         or is no answer, or if they are too long together."""
-        return await self._database.transact(_conversation, response_id, owner)
+        return await self._database.transact(_conversation, self._is_lost, response_id, owner)
 
     async def events(
         self, response_id: str, owner: str, after: int, limit: int
     ) -> tuple[list[tuple[int, str]], int, StoredResponse]:
         """At most `limit` events behind the number `after`, each with its number; how many there are in all; and the
         response itself, all of the same moment. Raises NotFoundError."""
-        return await self._database.transact(_events, response_id, owner, after, limit)
+        return await self._database.transact(_events, self._is_lost, response_id, owner, after, limit)
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
         """Cancel a response: the gateway that generates it will see that and stop. One that is cancelled already stays
         so. Raises NotFoundError, and InvalidRequestError for one that has ended or is not generated in the
         background."""
-        return await self._database.transact(_cancel, response_id, owner)
+        return await self._database.transact(_cancel, self._is_lost, response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Delete the owner's response of that id. Raises NotFoundError, also for one of another owner."""
-        await self._database.transact(_delete, response_id, owner)
+        await self._database.transact(_delete, self._is_lost, response_id, owner)
 
-    async def advance(self, written: Mapping[str, ResponseEvents], claim_s: float) -> set[str]:
-        """Add events of responses, those that are not there already, and prolong this gateway's claims on them: they
-        last for `claim_s` from when this is written, however long that waited. Returns the ids of those that are still
-        wanted: neither cancelled, deleted nor ended."""
-        return await self._database.transact(_advance, written, claim_s)
+    async def advance(self, written: Mapping[str, ResponseEvents]) -> set[str]:
+        """Add events of responses, those that are not there already, and prolong this gateway's claims on them by
+        `CLAIM_S`, from when this is written. Returns the ids of those that are still wanted: neither cancelled, deleted
+        nor ended."""
+        return await self._database.transact(_advance, written)
 
     async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
         """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
@@ -106,7 +112,7 @@ class Responses:
 
     async def leave(self, response_ids: Collection[str]) -> None:
         """Give up this gateway's claims on these responses: nobody generates them any more."""
-        await self._database.transact(_advance, {each: ResponseEvents(0, ()) for each in response_ids}, 0.0)
+        await self._database.transact(_leave, response_ids)
 
     async def sweep(self, now: float) -> None:
         """Delete responses that were not used for `KEPT_S`, and, while all take too much,
@@ -114,6 +120,7 @@ class Responses:
         await self._database.transact(_sweep, now, self._budget)
 
 
+_IsLost = Callable[[str, float], bool]  # of a response, by its id and its `runs_until`
 _COLUMNS: Final = "id, owner, previous, status, is_background, items, response, runs_until"
 
 
@@ -135,18 +142,19 @@ def _add(connection: sqlite3.Connection, response: StoredResponse) -> None:
     )
 
 
-def _find(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse | None:
-    """The owner's response of that id; None: there is none. One whose claim has run out is ended here as failed."""
+def _find(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse | None:
+    """The owner's response of that id; None: there is none. One that is lost is ended here as failed."""
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
     ).fetchone()
     if row is None:
         return None
-    if row["runs_until"] is None or row["runs_until"] >= time.time():
+    if row["runs_until"] is None or not is_lost(response_id, row["runs_until"]):
         return StoredResponse(**{**dict(row), "is_background": bool(row["is_background"])})
+    do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
     told = {**json.loads(row["response"]), "status": "failed", "error": _LOST}
     _end(connection, response_id, "failed", json.dumps(told))
-    return _find(connection, response_id, owner)
+    return _find(connection, is_lost, response_id, owner)
 
 
 def _end(connection: sqlite3.Connection, response_id: str, status: str, response: str) -> None:
@@ -157,8 +165,8 @@ def _end(connection: sqlite3.Connection, response_id: str, status: str, response
     )
 
 
-def _get(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
-    found = _find(connection, response_id, owner)
+def _get(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse:
+    found = _find(connection, is_lost, response_id, owner)
     if found is None:
         raise NotFoundError(
             f"There is no response {response_id[:100]!r}.", param="response_id", code="response_not_found"
@@ -166,12 +174,14 @@ def _get(connection: sqlite3.Connection, response_id: str, owner: str) -> Stored
     return found
 
 
-def _conversation(connection: sqlite3.Connection, response_id: str, owner: str) -> list[StoredResponse]:
+def _conversation(
+    connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str
+) -> list[StoredResponse]:
     found: list[StoredResponse] = []
     next_id: str | None = response_id
     num_bytes = 0
     while next_id is not None:
-        response = _find(connection, next_id, owner)
+        response = _find(connection, is_lost, next_id, owner)
         if response is None:
             raise _no_conversation(f"There is no response {next_id[:100]!r}", code="previous_response_not_found")
         if response.status not in ("completed", "incomplete"):
@@ -191,9 +201,9 @@ def _no_conversation(what: str, code: str | None = None) -> InvalidRequestError:
 
 
 def _events(
-    connection: sqlite3.Connection, response_id: str, owner: str, after: int, limit: int
+    connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str, after: int, limit: int
 ) -> tuple[list[tuple[int, str]], int, StoredResponse]:
-    response = _get(connection, response_id, owner)
+    response = _get(connection, is_lost, response_id, owner)
     rows = connection.execute(
         "SELECT number, event FROM response_events WHERE response = ? AND number > ? ORDER BY number LIMIT ?",
         (response_id, after, limit),
@@ -204,8 +214,8 @@ def _events(
     return [(row["number"], row["event"]) for row in rows], num_events, response
 
 
-def _cancel(connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
-    response = _get(connection, response_id, owner)
+def _cancel(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse:
+    response = _get(connection, is_lost, response_id, owner)
     if not response.is_background:
         raise InvalidRequestError(
             "Only a response that was made with background: true can be cancelled. To end another one, close its"
@@ -217,17 +227,24 @@ def _cancel(connection: sqlite3.Connection, response_id: str, owner: str) -> Sto
     if response.runs_until is None:
         raise InvalidRequestError(f"The response has ended: it is {response.status}.", param="response_id")
     _end(connection, response_id, "cancelled", json.dumps({**response.describe(), "status": "cancelled"}))
-    return _get(connection, response_id, owner)
+    return _get(connection, is_lost, response_id, owner)
 
 
-def _delete(connection: sqlite3.Connection, response_id: str, owner: str) -> None:
-    response = _get(connection, response_id, owner)
+def _delete(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> None:
+    response = _get(connection, is_lost, response_id, owner)
     connection.execute("DELETE FROM responses WHERE id = ?", (response.id,))
     connection.execute("DELETE FROM response_events WHERE response = ?", (response.id,))
 
 
-def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents], claim_s: float) -> set[str]:
-    until = time.time() + claim_s
+def _leave(connection: sqlite3.Connection, response_ids: Collection[str]) -> None:
+    for response_id in response_ids:
+        connection.execute(
+            "UPDATE responses SET runs_until = 0.0 WHERE id = ? AND runs_until IS NOT NULL", (response_id,)
+        )
+
+
+def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents]) -> set[str]:
+    until = time.time() + CLAIM_S
     wanted: set[str] = set()
     for response_id, (first, events) in written.items():
         (num_there,) = connection.execute(
@@ -251,7 +268,7 @@ def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvent
 def _finish(
     connection: sqlite3.Connection, response_id: str, written: ResponseEvents, status: str, response: str
 ) -> None:
-    if _advance(connection, {response_id: written}, 0.0):
+    if _advance(connection, {response_id: written}):
         connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
         _end(connection, response_id, status, response)
 

@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +24,6 @@ from cluster.http.internal_requests import run_inside
 
 logger = logging.getLogger(__name__)
 
-CLAIM_S: Final = 10.0  # a response whose gateway is gone counts as lost after this time
 WRITE_S: Final = 0.2  # between two looks at what was generated, by the gateway that writes it and by who follows it
 BEAT_S: Final = 15.0  # between two comments of a stream that has nothing to say
 MOST_FOLLOWED: Final = 64  # streams at a time
@@ -75,8 +74,8 @@ class StoredResponses:
     bytes that all responses there may take."""
 
     def __init__(self, database: Database, budget: int) -> None:
-        self.kept = Responses(database, budget)
         self._runs: dict[str, _Run] = {}
+        self.kept = Responses(database, budget, generated=self._runs)
         self._writing: asyncio.Task[None] | None = None
         self._num_followed = 0
 
@@ -136,15 +135,15 @@ class StoredResponses:
 
     async def _write(self) -> None:
         """Write what was generated into the folder every `WRITE_S`, as long as anything is being generated. What can't
-        be written, as on a disk that is full, is tried again. That the claims run out meanwhile ends nothing here: what
-        is wanted the folder says, once it can be written."""
+        be written, as on a disk that is full, is tried again. How long that takes ends nothing here: what is wanted the
+        folder says, once it can be written."""
         has_failed = False
         while self._runs:
             await asyncio.sleep(WRITE_S)
             runs = dict(self._runs)
             written = {response_id: run.unwritten() for response_id, run in runs.items()}
             try:
-                wanted = await self.kept.advance(written, CLAIM_S)
+                wanted = await self.kept.advance(written)
             except Exception:
                 if not has_failed:
                     logger.exception("what was generated in the background can't be written, which is tried again")
@@ -169,24 +168,28 @@ class StoredResponses:
         return self._num_followed < MOST_FOLLOWED
 
     async def follow(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a response behind the number `after`, until it ends, with comments in between. Raises
-        NotFoundError if there is none, also once it is deleted."""
+        """Yields the events of a response behind the number `after`, until it ends, with comments in between. While the
+        database can't be used there is nothing new. Raises NotFoundError if there is no response, also once it is
+        deleted."""
         self._num_followed += 1
         try:
             said_at = 0.0  # so that a stream begins at once
             while True:
-                events, num_events, response = await self.kept.events(response_id, owner, after, _READ_AT_ONCE)
+                events, has_ended = list[tuple[int, str]](), False
+                with suppress(sqlite3.OperationalError):
+                    events, num_events, response = await self.kept.events(response_id, owner, after, _READ_AT_ONCE)
+                    has_ended = response.runs_until is None
                 if events:
                     after, said_at = events[-1][0], time.monotonic()
                     yield "".join(f"{event}\n\n" for _, event in events).encode()
-                elif response.runs_until is None:
+                elif has_ended:
                     if num_events > after:
                         yield _last_event(response, num_events)
                     return
                 elif time.monotonic() - said_at >= BEAT_S:
                     said_at = time.monotonic()
                     yield _BEAT
-                if len(events) < _READ_AT_ONCE and response.runs_until is not None:
+                if len(events) < _READ_AT_ONCE and not has_ended:
                     await asyncio.sleep(WRITE_S)
         finally:
             self._num_followed -= 1

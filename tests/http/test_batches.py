@@ -591,7 +591,7 @@ async def test_answers_count_while_their_batch_runs_and_in_its_file(tmp_path: Pa
         return True
 
     await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
-    batch = await storage.batches.claim(time.time() + 100)
+    batch = await storage.batches.claim()
     assert batch is not None and await has_room()
     await storage.batches.answer(batch, [KeptAnswer(1, True, "x" * 300_000)])
     assert not await has_room()
@@ -618,7 +618,7 @@ async def test_answers_are_on_the_disk_before_they_are_forgotten(
     database = Database(tmp_path)
     storage = BatchService(database, 100_000)
     await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
-    batch = await storage.batches.claim(time.time() + 100)
+    batch = await storage.batches.claim()
     assert batch is not None
     await storage.batches.answer(batch, [KeptAnswer(1, True, "good"), KeptAnswer(2, False, "bad")])
     output, errors = storage.files.new_content(), storage.files.new_content()
@@ -632,13 +632,13 @@ async def test_others_have_their_turn_while_answers_are_written(tmp_path: Path) 
     database = Database(tmp_path)
     storage = BatchService(database, 100_000)
     await storage.batches.create(stored_batch(owner="me", input_file_id="file-1"))
-    batch = await storage.batches.claim(time.time() + 100)
+    batch = await storage.batches.claim()
     assert batch is not None
     await storage.batches.answer(batch, [KeptAnswer(n, True, "x" * 2**20) for n in range(60)])
     output = storage.files.new_content()
     finishing = asyncio.create_task(storage.batches.finish(batch, "completed", output, storage.files.new_content()))
     await asyncio.sleep(0)
-    assert await storage.batches.renew([batch.id], until=time.time() + 100) and not finishing.done()
+    assert await storage.batches.renew([batch.id]) and not finishing.done()
     await finishing
     assert output.stat().st_size == 60 * (2**20 + 1)
     ended = await storage.batches.get(batch.id, "me")

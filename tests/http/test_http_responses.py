@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,14 +19,14 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import ResponseFormatTextJSONSchemaConfigParam, ResponseStreamEvent
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.batch import database as storage
 from cluster.batch.database import Database
 from cluster.batch.stored_responses import KEPT_S, ResponseEvents, Responses, StoredResponse
 from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
 from cluster.http import background
 from cluster.http.background import StoredResponses
-from cluster.http.endpoints import responses as endpoint
 from cluster.http.server.unread import PIECE_BYTES
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
@@ -56,8 +56,7 @@ OWNER: Final = {"authorization": "Bearer unused"}  # as the client of these test
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No gateway counts as gone because this machine is busy."""
-    for module in (background, endpoint):
-        monkeypatch.setattr(module, "CLAIM_S", HANGS_S)
+    monkeypatch.setattr(storage, "CLAIM_S", HANGS_S)
 
 
 @pytest.fixture(scope="module")
@@ -578,7 +577,7 @@ def test_another_gateway_has_them_too(generator: ScriptedGenerator, tokenizer: T
 
 
 async def test_what_is_kept(tmp_path: Path) -> None:
-    """A claim that runs out is a failure; what is not used goes, the least used first."""
+    """One that its gateway has given up has failed; what is not used goes, the least used first."""
     database = Database(tmp_path)
     kept = Responses(database, budget=3_000)
 
@@ -586,7 +585,7 @@ async def test_what_is_kept(tmp_path: Path) -> None:
         known = {"owner": "o", "previous": None, "status": "completed", "is_background": False, "items": "[]"}
         return StoredResponse(id=name, response=json.dumps({"output": ["x" * 900]}), **{**known, **fields})
 
-    await kept.add(response("gone", status="in_progress", is_background=True, runs_until=5.0))
+    await kept.add(response("gone", status="in_progress", is_background=True, runs_until=0.0))
     found = await kept.get("gone", "o")
     assert found.status == "failed" and found.describe()["error"]["code"] == "server_error"
     for name in "abc":
@@ -617,7 +616,7 @@ async def test_events_count_once(tmp_path: Path) -> None:
 
     before = await database.transact(size)
     for events in (ResponseEvents(0, ("a" * 10, "b" * 100)), ResponseEvents(1, ("b" * 100, "c" * 1000))):
-        assert await kept.advance({"r": events}, HANGS_S) == {"r"}
+        assert await kept.advance({"r": events}) == {"r"}
     assert await database.transact(size) - before == 1110
     await kept.finish("r", ResponseEvents(1, ("b" * 100, "c" * 1000, "d" * 10000)), "completed", "{}")
     assert await database.transact(size) - before == 11110 + len("{}")
@@ -692,39 +691,100 @@ async def test_a_disk_that_is_full_for_a_moment_costs_nothing_in_the_background(
 async def test_who_reads_the_database_for_long_ends_nothing_in_the_background(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the claims run out meanwhile: nobody else has ended it."""
-    monkeypatch.setattr(background, "CLAIM_S", 0.0)
-    monkeypatch.setattr("cluster.batch.database.BUSY_S", 0.0)
+    """Though nobody can prolong a claim meanwhile: neither the response nor the stream of who follows it here."""
+    monkeypatch.setattr(storage, "CLAIM_S", 0.0)
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
     database = Database(tmp_path)
     responses, may_end = StoredResponses(database, 2**30), asyncio.Event()
+    async with responses.running():
+        await responses.begin(in_background("r"), answering(may_end))
+        following = asyncio.ensure_future(followed(responses, "r"))
+        reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM responses").fetchall()
+        await eventually(lambda: "tried again" in caplog.text)
+        for _ in range(2):  # it is looked at more than once
+            assert (await responses.kept.get("r", "o")).status == "queued"
+        reader.close()
+        may_end.set()
+        await eventually(lambda: not responses._runs)
+        assert (await responses.kept.get("r", "o")).status == "completed"
+        assert "response.completed" in await following
+    database.close()
 
+
+async def test_who_keeps_everybody_out_of_the_database_ends_no_stream_at_another_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+    databases = [Database(tmp_path), Database(tmp_path)]
+    (here, there), may_end = [StoredResponses(database, 2**30) for database in databases], asyncio.Event()
+    async with here.running():
+        await here.begin(in_background("r"), answering(may_end))
+        following = asyncio.ensure_future(followed(there, "r"))
+        with closing(sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None, timeout=HANGS_S)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            await eventually(lambda: databases[1].failed_at > 0.0)
+            assert not following.done()
+        may_end.set()
+        assert "response.completed" in await following
+    for database in databases:
+        database.close()
+
+
+async def test_no_response_is_lost_by_who_keeps_its_gateway_from_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway that waited for a reader as its gateway does could be first where that ends."""
+    monkeypatch.setattr(storage, "CLAIM_S", 0.0)
+    monkeypatch.setattr(storage, "BUSY_S", 2 * HANGS_S)
+    databases = [Database(tmp_path), Database(tmp_path)]
+    here, there = (Responses(database, 10**6) for database in databases)
+    await here.add(in_background("r"))
+    assert (await there.get("r", "o")).status == "queued"  # from here on it knows the claim
+    with closing(sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM responses").fetchall()
+        async with asyncio.timeout(HANGS_S):
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                await there.get("r", "o")
+    assert await here.advance({"r": ResponseEvents(0, ("event: x",))}) == {"r"}
+    assert (await there.get("r", "o")).status == "in_progress"
+    assert (await there.get("r", "o")).status == "failed", "nobody prolongs it"
+    for database in databases:
+        database.close()
+
+
+def in_background(response_id: str) -> StoredResponse:
+    """One that is to be generated, by a gateway whose clock is far behind."""
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+    return StoredResponse(id=response_id, status="queued", runs_until=5.0, **known)
+
+
+def answering(may_end: asyncio.Event) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await may_end.wait()
         await send({"type": "http.response.body", "body": b'event: response.completed\ndata: {"response":{}}\n\n'})
 
-    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
-    async with responses.running():
-        await responses.begin(StoredResponse(id="r", status="queued", runs_until=0.0, **known), answer)
-        reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
-        reader.execute("BEGIN")
-        reader.execute("SELECT * FROM responses").fetchall()
-        await eventually(lambda: "tried again" in caplog.text)
-        reader.close()
-        may_end.set()
-        await eventually(lambda: not responses._runs)
-        assert (await responses.kept.get("r", "o")).status == "completed"
-    database.close()
+    return answer
 
 
-async def test_a_claim_lasts_from_when_it_is_written(tmp_path: Path) -> None:
-    """However long that waited, behind writes that a reader keeps out, say."""
+async def followed(responses: StoredResponses, response_id: str) -> str:
+    """All that a client is told that follows a response to its end."""
+    async with aclosing(responses.follow(response_id, "o", -1)) as events:
+        return b"".join([piece async for piece in events]).decode()
+
+
+async def test_a_claim_lasts_from_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that waited, behind writes that a reader keeps out, say. By this, gateways of older versions go."""
+    monkeypatch.setattr("cluster.batch.stored_responses.CLAIM_S", HANGS_S)
     database = Database(tmp_path)
     kept, may_go_on = Responses(database, 10**6), threading.Event()
     known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
     await kept.add(StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known))
     before = asyncio.ensure_future(database.in_thread(may_go_on.wait))
-    advancing = asyncio.ensure_future(kept.advance({"r": ResponseEvents(0, ())}, HANGS_S))
+    advancing = asyncio.ensure_future(kept.advance({"r": ResponseEvents(0, ())}))
     await asyncio.sleep(0)
     waited_until = time.time()
     may_go_on.set()

@@ -17,12 +17,13 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.types import Send
 
+from cluster.batch.database import CLAIM_S
 from cluster.batch.files import not_in_list
 from cluster.batch.stored_responses import StoredResponse
 from cluster.errors import ApiError, InvalidRequestError, NotFoundError, OverloadedError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, ApiOf, Asked
-from cluster.http.background import CLAIM_S, MOST_FOLLOWED, StoredResponses, response_of, told_error
+from cluster.http.background import MOST_FOLLOWED, StoredResponses, response_of, told_error
 from cluster.http.endpoints.batches import owner_of
 from cluster.http.internal_requests import on_behalf
 from cluster.http.openai.choice import Delta, TokenEntry

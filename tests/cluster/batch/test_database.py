@@ -10,13 +10,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.batch import database as storage
-from cluster.batch import service
-from cluster.batch.database import Database
-from cluster.http import background
+from cluster.batch.database import Claims, Database
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +97,29 @@ async def test_a_write_that_a_reader_kept_out_is_not_there_and_keeps_nobody_out(
 
 
 def test_a_write_is_tried_again_before_a_claim_is_over() -> None:
-    assert min(background.CLAIM_S, service.CLAIM_S) > storage.BUSY_S
+    assert storage.CLAIM_S > storage.BUSY_S
+
+
+def test_a_claim_that_nobody_prolongs_is_over_by_the_clock_of_who_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not counting what it could not see, as while somebody read the database."""
+    database, now = Database(tmp_path), 100.0
+    claims = Claims(database)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def after(seconds: float, until: float = 5.0) -> bool:
+        nonlocal now
+        now += seconds
+        return claims.is_over("a batch", until)
+
+    assert [after(0), after(9), after(2)] == [False, False, True]
+    assert [after(1, until=4.0), after(9, until=4.0), after(2, until=4.0)] == [False, False, True]
+    with pytest.raises(sqlite3.OperationalError):
+        asyncio.run(database.transact(lambda connection: connection.execute("no SQL")))
+    assert [after(9, until=4.0), after(2, until=4.0)] == [False, True]
+    assert claims.is_over("another", 0.0), "it was given up"
+    database.close()
 
 
 async def test_who_reads_the_database_keeps_nobody_from_reading_it_or_from_starting(

@@ -10,11 +10,14 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cluster.batch import batches as claiming
+from cluster.batch import database as storage
 from cluster.batch import service
-from cluster.batch.batches import Batch, KeptAnswer
+from cluster.batch.batches import Batch, Batches, KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
@@ -82,7 +85,7 @@ async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that is slow for longer than a claim lasts, as while a backup reads it."""
-    monkeypatch.setattr(service, "CLAIM_S", 0.0)
+    monkeypatch.setattr(storage, "CLAIM_S", 0.0)
     batches, sent, may_end = BatchService(Database(tmp_path), 10**6), list[object](), asyncio.Event()
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
@@ -101,6 +104,27 @@ async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
         await eventually(lambda: slow.id not in batches._runs)
         assert (await batches.batches.get(slow.id, "o")).status == "completed"
     assert sent == ["slow", "another"]
+
+
+async def test_a_claim_holds_by_whichever_clock_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's clock may be wrong by any time; that a claim is prolonged shows that somebody is there."""
+    one, other = Batches(Database(tmp_path)), Batches(Database(tmp_path))
+    await one.create(
+        Batch(owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(claiming, "time", SimpleNamespace(time=lambda: 1.0))
+        claimed = await one.claim()
+    assert claimed is not None and await other.claim() is None
+    monkeypatch.setattr(storage, "CLAIM_S", 0.0)  # whoever is silent between two looks is gone
+    for _ in range(3):
+        assert await one.renew([claimed.id]) and await other.claim() is None
+    taken = await other.claim()
+    assert taken is not None and taken.id == claimed.id and not await one.renew([claimed.id])
+    await other.leave([taken.id])
+    assert await one.claim() is not None, "what was given up is free at once"
+    for each in (one, other):
+        each._database.close()
 
 
 async def test_answers_are_forgotten_although_their_batch_has_ended(
@@ -142,7 +166,7 @@ async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
     await batches.create(
         Batch(owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31)
     )
-    batch = await batches.claim(time.time() + 100)
+    batch = await batches.claim()
     assert batch is not None
     await batches.answer(batch, [KeptAnswer(1, True, "an answer"), KeptAnswer(2, False, "an error")])
     with monkeypatch.context() as patched:
