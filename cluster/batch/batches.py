@@ -19,6 +19,7 @@ import os
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -125,10 +126,11 @@ class Batches:
         ConflictError for one that has ended."""
         return await self._database.transact(_cancel, batch_id, owner)
 
-    async def claim(self, besides: Iterable[str] = ()) -> Batch | None:
-        """Claim the oldest batch that nobody runs for this gateway, for `CLAIM_S`. None: there is none. `besides`:
-        those that this gateway runs already, though its claim on them may be over while it waited."""
-        return await self._database.transact(_claim, self.runner, self._claims, list(besides))
+    async def claim(self, besides: Iterable[str] = (), *, of_others: bool = False) -> Batch | None:
+        """Claim a batch that nobody runs for this gateway, for `CLAIM_S`: the oldest one of those whose owners have the
+        fewest that run, on all gateways. None: there is none. `besides`: those that this gateway runs already, though
+        its claim on them may be over while it waited. `of_others`: only of an owner of whom none runs."""
+        return await self._database.transact(_claim, self.runner, self._claims, list(besides), of_others)
 
     async def renew(self, batch_ids: Iterable[str]) -> dict[str, Status]:
         """Prolong this gateway's claims on these batches by `CLAIM_S`, from when this is written. Returns the status of
@@ -234,13 +236,21 @@ def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
     return batch
 
 
-def _claim(connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str]) -> Batch | None:
-    rows = connection.execute(
-        "SELECT id, runs_until FROM batches WHERE NOT ended ORDER BY created_at, rowid"
-    ).fetchall()
-    free = [row for row in rows if row["runs_until"] is None or claims.is_over(row["id"], row["runs_until"])]
-    chosen = next((row for row in free if row["id"] not in besides), None)
-    if chosen is None:
+def _claim(
+    connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str], of_others: bool
+) -> Batch | None:
+    free: list[sqlite3.Row] = []
+    num_running = Counter[str]()  # by owner
+    for row in connection.execute(
+        "SELECT id, owner, runs_until FROM batches WHERE NOT ended ORDER BY created_at, rowid"
+    ):
+        is_free = row["runs_until"] is None or claims.is_over(row["id"], row["runs_until"])
+        if is_free and row["id"] not in besides:
+            free.append(row)
+        else:
+            num_running[row["owner"]] += 1
+    chosen = min(free, key=lambda row: num_running[row["owner"]], default=None)
+    if chosen is None or (of_others and num_running[chosen["owner"]]):
         return None
     if chosen["runs_until"]:
         do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim

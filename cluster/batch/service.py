@@ -35,7 +35,8 @@ _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
 _BATCHES: Final = 4  # run at a time by one gateway, so that a small one need not wait for a large one,
-_MOST_BATCHES: Final = 32  # beside those that wait for a model without workers, say: up to so many together
+_MOST_BATCHES: Final = 32  # beside those that wait for a model without workers, say, and one of each owner who has none
+# that runs: up to so many together
 _STALLED_S: Final = 60.0  # a batch of which nothing was answered for so long is one of these
 _LINES: Final = 64  # lines of all these batches, for one model, that are in flight at a time
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
@@ -137,15 +138,14 @@ class BatchService:
                 run.task.cancel()
             elif statuses[batch_id] == "cancelling":
                 run.is_cancelled.set()
-        while self._may_claim() and (batch := await self.batches.claim(self._runs)):
+        while len(self._runs) < _MOST_BATCHES:
+            lively = sum(time.monotonic() - run.answered_at < _STALLED_S for run in self._runs.values())
+            batch = await self.batches.claim(self._runs, of_others=lively >= _BATCHES)
+            if batch is None:
+                break
             run = _Run()
             run.task = asyncio.create_task(self._run_safely(batch, send, run), name=batch.id)
             self._runs[batch.id] = run
-
-    def _may_claim(self) -> bool:
-        """Whether one more batch may run here."""
-        lively = sum(time.monotonic() - run.answered_at < _STALLED_S for run in self._runs.values())
-        return lively < _BATCHES and len(self._runs) < _MOST_BATCHES
 
     def _lane(self, line: BatchLine) -> str:
         """The model whose lines this one waits with."""

@@ -27,7 +27,7 @@ MODELS = ("gone", "here")
 NO_WORKER = LineAnswer(status=503, body="{}", retry_after_s=0.01)
 
 
-async def begun(batches: BatchService, *models: str) -> Batch:
+async def begun(batches: BatchService, *models: str, owner: str = "o") -> Batch:
     """A batch with a line for each of these models."""
     lines = [
         {"custom_id": f"l{n}", "method": "POST", "url": "/v1/completions", "body": {"model": model, "prompt": "x"}}
@@ -35,9 +35,9 @@ async def begun(batches: BatchService, *models: str) -> Batch:
     ]
     content = batches.files.new_content()
     content.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    file = await batches.files.add(content, owner="o", filename="f", purpose="batch")
+    file = await batches.files.add(content, owner=owner, filename="f", purpose="batch")
     batch = Batch(
-        owner="o", tenant="t", salt="", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h",
+        owner=owner, tenant="t", salt="", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h",
         expires_at=int(time.time()) + 86_400,
     )  # fmt: skip
     await batches.add(batch, file)
@@ -79,6 +79,45 @@ async def test_batches_that_stand_still_keep_no_other_from_running(
             await begun(batches, "gone")
         other = await begun(batches, "here")
         await eventually(lambda: server.answered == [(other.id, "here")])
+
+
+async def test_a_clients_many_batches_hold_up_no_other_clients(tmp_path: Path) -> None:
+    """All that run at a time are one client's, and none of them ends."""
+    batches, sent, may_end = BatchService(Database(tmp_path), 10**6), list[str](), asyncio.Event()
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        sent.append(batch.owner)
+        await may_end.wait()
+        return LineAnswer(status=200, body="{}")
+
+    async with batches.running(send):
+        for _ in range(8):
+            await begun(batches, "here", owner="many")
+        await eventually(lambda: len(sent) == 4)
+        for _ in range(2):
+            await begun(batches, "here", owner="other")
+        await eventually(lambda: "other" in sent)
+        assert sent == ["many"] * 4 + ["other"]
+        may_end.set()
+        await eventually(lambda: len(sent) == 10)
+
+
+async def test_the_next_batch_is_of_who_has_the_fewest_that_run(tmp_path: Path) -> None:
+    """On all gateways together; of one client the oldest goes first."""
+    one, other = Batches(Database(tmp_path)), Batches(Database(tmp_path))
+    for number, owner in enumerate(("many", "many", "many", "few", "few")):
+        await one.create(
+            Batch(
+                id=f"{owner} {number}", owner=owner, tenant="", salt="", endpoint="", input_file_id="f",
+                completion_window="1h", expires_at=2**31,
+            )
+        )  # fmt: skip
+    claimed = [await batches.claim(of_others=of_others) for batches, of_others in (
+        (one, False), (other, True), (one, True), (one, False), (other, False), (other, False), (one, False),
+    )]  # fmt: skip
+    assert [batch and batch.id for batch in claimed] == ["many 0", "few 3", None, "many 1", "few 4", "many 2", None]
+    for each in (one, other):
+        each._database.close()
 
 
 async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
