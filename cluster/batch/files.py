@@ -67,9 +67,12 @@ class Files:
         return self._database.files / file.id
 
     async def copy(self, source: BinaryIO, content: Path) -> None:
-        """Copy `source` to a path that `new_content` gave, and onto the disk. If this raises or is cancelled, nothing
-        stays there."""
+        """Copy `source` to a path that `new_content` gave, and onto the disk. All of it counts from the beginning: of
+        files that come at the same time each has the room that those before it leave. Raises UnavailableError if there
+        is none. If this raises or is cancelled, nothing stays there."""
         try:
+            num_bytes = await self._database.in_thread(_reserve, source, content)  # may take long, so under no lock
+            await self._database.transact(_require_room, num_bytes, self._budget)
             await asyncio.to_thread(_copy, source, content)
         except BaseException:
             content.unlink(missing_ok=True)  # noqa: ASYNC240 - who is cancelled should not wait
@@ -79,9 +82,8 @@ class Files:
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> StoredFile:
         """Make a file of the content at a path that `new_content` gave. `expires_after_s` None: it is kept.
-        Raises UnavailableError if there is no room for it. If this raises there is no such file, and the content is
-        the caller's to delete. If it is cancelled there may be one: the content must stay, for a sweep if there isn't.
-        """
+        If this raises there is no such file, and the content is the caller's to delete. If it is cancelled there may be
+        one: the content must stay, for a sweep if there isn't."""
         created_at = int(time.time())
         file = StoredFile(
             id=content.name,
@@ -92,8 +94,6 @@ class Files:
             created_at=created_at,
             expires_at=None if expires_after_s is None else created_at + expires_after_s,
         )
-        num_bytes = await self._database.in_thread(_bytes_in, self._database.files)  # may take long, so under no lock
-        await self._database.transact(_require_room, num_bytes, self._budget)
         await self._database.transact(insert_file, file)
         return file
 
@@ -146,8 +146,17 @@ def not_in_list(after: str) -> InvalidRequestError:
     )
 
 
-def _copy(source: BinaryIO, content: Path) -> None:
+def _reserve(source: BinaryIO, content: Path) -> int:
+    """Make the content, as long as `source` and without any of it. Returns what all files beside it take, with it."""
+    source.seek(0, os.SEEK_END)
     with content.open("xb") as out:
+        out.truncate(source.tell())
+    source.seek(0)
+    return _bytes_in(content.parent)
+
+
+def _copy(source: BinaryIO, content: Path) -> None:
+    with content.open("r+b") as out:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
         out.flush()
         os.fsync(out.fileno())

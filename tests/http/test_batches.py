@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import os
 import socket
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -41,7 +43,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -577,6 +579,33 @@ async def test_a_file_that_goes_while_a_batch_is_made_of_it_is_not_found(tmp_pat
     database.close()
 
 
+async def test_files_that_come_at_the_same_time_share_what_room_there_is(tmp_path: Path) -> None:
+    """One counts before all of it is there; and it is the later one that is refused, not both."""
+    database = Database(tmp_path)
+    files, copying, may_go_on = BatchService(database, 160_000).files, asyncio.Event(), threading.Event()
+    loop, sent = asyncio.get_running_loop(), b"x" * 60_000
+
+    class Slow(io.BytesIO):
+        def read(self, *args: Any) -> bytes:
+            loop.call_soon_threadsafe(copying.set)
+            assert may_go_on.wait(HANGS_S)
+            return super().read(*args)
+
+    first, second = files.new_content(), files.new_content()
+    slow = asyncio.ensure_future(files.copy(Slow(sent), first))
+    await copying.wait()
+    try:
+        with pytest.raises(UnavailableError) as full:
+            await files.copy(io.BytesIO(sent), second)
+    finally:
+        may_go_on.set()
+    assert full.value.code == "storage_full" and not second.exists()
+    await slow
+    assert (await files.add(first, "me", filename="f", purpose="batch")).num_bytes == 60_000
+    assert first.read_bytes() == sent
+    database.close()
+
+
 async def test_answers_count_while_their_batch_runs_and_in_its_file(tmp_path: Path) -> None:
     database = Database(tmp_path)
     storage = BatchService(database, 300_000)
@@ -650,7 +679,7 @@ async def test_others_have_their_turn_while_answers_are_written(tmp_path: Path) 
 
 async def stored_file(storage: BatchService) -> StoredFile:
     content = storage.files.new_content()
-    content.write_text("{}")
+    await storage.files.copy(io.BytesIO(b"{}"), content)
     return await storage.files.add(content, "me", filename="f", purpose="batch")
 
 

@@ -81,8 +81,11 @@ async def test_batches_that_stand_still_keep_no_other_from_running(
         await eventually(lambda: server.answered == [(other.id, "here")])
 
 
-async def test_a_clients_many_batches_hold_up_no_other_clients(tmp_path: Path) -> None:
+async def test_a_clients_many_batches_hold_up_no_other_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that run at a time are one client's, and none of them ends."""
+    monkeypatch.setattr(service, "_STALLED_S", 10 * HANGS_S)
     batches, sent, may_end = BatchService(Database(tmp_path), 10**6), list[str](), asyncio.Event()
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
