@@ -137,7 +137,8 @@ class Orchestrator:
         self, request: RequestSpec, timeline: SequenceTimeline | None = None
     ) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one sequence, each index once and in order; see `Generator`."""
-        run = RequestRun(request, time.monotonic() + self._config.request_deadline_s, timeline)
+        deadline = None if timeline is None else timeline.terms.deadline
+        run = RequestRun(request, deadline or time.monotonic() + self._config.request_deadline_s, timeline)
         assert run.request_id not in self.runs, f"request id {run.request_id} is in use"
         self.runs[run.request_id] = run
         try:

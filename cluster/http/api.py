@@ -165,9 +165,11 @@ class Api:
 
     @asynccontextmanager
     async def in_time(self, terms: RequestTerms) -> AsyncIterator[None]:
-        """Raises DeadlineError at the request's deadline, which counts from its arrival, if the block lasts longer."""
+        """Raises DeadlineError at the request's deadline, if the block lasts longer. A deadline that its terms do not
+        name counts from its arrival."""
         deadline_s = self.settings.request_deadline_s
-        timeout = asyncio.timeout(terms.arrived_at + deadline_s - time.monotonic())
+        deadline = terms.arrived_at + deadline_s if terms.deadline is None else terms.deadline
+        timeout = asyncio.timeout(deadline - time.monotonic())
         try:
             async with timeout:
                 yield

@@ -22,11 +22,13 @@ _ON_BEHALF: Final = "legato.on_behalf"
 @dataclass(frozen=True, slots=True)
 class BatchClient:
     """Whose batch a line is of. `tenant` and `salt` are as `terms.Tenants` named them when the client sent the batch;
-    `owner` is the client's name in the gateway's folder."""
+    `owner` is the client's name in the gateway's folder. `deadline`: when the batch's time is over, by this process's
+    `time.monotonic()`: no line has to be done sooner."""
 
     tenant: str
     salt: str
     owner: str
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Te
     slo = classes.choose(body.service_tier, request.headers)
     whose = on_behalf(request.scope)
     tenant = tenants.name(request.headers, body.safety_identifier, body.user) if whose is None else whose.tenant
-    return RequestTerms(slo=slo, tenant=tenant, model=model, arrived_at=arrival(request))
+    deadline = None if whose is None else whose.deadline
+    return RequestTerms(slo=slo, tenant=tenant, model=model, arrived_at=arrival(request), deadline=deadline)
 
 
 def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:

@@ -165,12 +165,14 @@ class RequestTerms:
 
     `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `model`: whose
     workers serve it, by the name that promises are counted under. `arrived_at`: when the request reached its gateway,
-    in seconds of that process's `time.monotonic()`."""
+    in seconds of that process's `time.monotonic()`. `deadline`: when it ends with 504, by the same clock; None: when
+    its gateway ends any (`gateway.request_deadline_s`)."""
 
     slo: SloClass = NO_TARGETS.classes[0]
     tenant: str = ""
     model: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
 
 
 def _listed(words: Iterable[str]) -> str:

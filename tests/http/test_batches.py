@@ -162,6 +162,23 @@ def test_a_line_is_asked_again_until_it_is_answered(
     assert len(generator.requests) == asked + 1
 
 
+def test_a_line_has_all_of_its_batchs_time(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """And not that of a request whose client waits, which may be over while it still waits for room in a worker."""
+    settings, may_end = GatewaySettings(request_deadline_s=0.3), threading.Event()
+    generator.script = Script(reply="a b c d", until=may_end.is_set)
+    with running_server(generator, tokenizer, settings, slo=CLASSES, storage=tmp_path / "storage") as target:
+        batch = begin(target, line("a"))
+        wait_until(lambda: generator.num_open == 1)
+        late = target.http.post(
+            "/v1/chat/completions", json=line("later")["body"]
+        )  # whose time is over after the line's
+        assert late.status_code == 504 and generator.num_open == 1
+        may_end.set()
+        ended = end(target, batch)
+        assert ended.request_counts is not None and ended.request_counts.completed == 1
+        assert len(generator.requests) == 2, "the line was asked again"
+
+
 @pytest.mark.parametrize(
     ("given", "code", "param"),
     [

@@ -258,7 +258,8 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
     named = OneRequestId(app)  # answers from inside get a request id as those of the server do
 
     async def send(batch: Batch, line: BatchLine) -> LineAnswer:
-        whose = BatchClient(batch.tenant, batch.salt, batch.owner)
+        deadline = time.monotonic() + batch.expires_at - time.time()
+        whose = BatchClient(batch.tenant, batch.salt, batch.owner, deadline)
         try:
             answered = await post_inside(named, line.url, line.body, headers, whose)
         except Exception:  # it has been answered with 500, and is raised for a server to log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from cluster.errors import DeadlineError, FailedError, PoisonRequestError
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.placing import Placer
 from cluster.gateway.request_state import RequestRun
+from cluster.slo.classes import RequestTerms
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
 from prefill_workers.worker import PrefillWorkerConfig
@@ -31,6 +33,7 @@ from tests.support.clusters.mini_requests import (
     tokens,
     tokens_of,
 )
+from tests.support.clusters.placed_clusters import run
 from tests.support.small_models import SmallModel, greedy
 from tests.support.thoroughness import in_test_long
 from tests.support.waiting import HANGS_S, eventually
@@ -291,6 +294,14 @@ async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
         told = "within 0.3 s|before its deadline"  # which on a busy machine may come while it is placed
         with brake(cluster.prefills[0].model.runner), pytest.raises(DeadlineError, match=told):
             await cluster.generate("r", PROMPT, greedy())
+
+
+async def test_a_request_may_bring_a_deadline_of_its_own(llama: SmallModel) -> None:
+    async with cluster_of(llama, orchestrator=OrchestratorConfig(request_deadline_s=1e-9)) as cluster:
+        with pytest.raises(DeadlineError):
+            await run(cluster, "r", RequestTerms())
+        terms = RequestTerms(deadline=time.monotonic() + HANGS_S)
+        assert await run(cluster, "s", terms) == llama.local(PROMPT, greedy(8)).tokens
 
 
 async def test_a_request_that_fails_everywhere_fails(llama: SmallModel) -> None:
