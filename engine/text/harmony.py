@@ -88,10 +88,10 @@ class HarmonyParser(EventReader):
     def _begin(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
+        self._is_parted = True
         if recipient is not None and recipient[1] in self._functions:
             self.num_calls += 1
-            self._has_dropped = self._single and self.num_calls > 1
-            self._part = "dropped" if self._has_dropped else "arguments"
+            self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
             if self._part == "arguments":
                 self._tell("call", recipient[1], self.num_calls - 1)
                 self._arguments.clear()

@@ -38,13 +38,13 @@ class OutputEvent:
 
 class EventReader(ABC):
     """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one. Texts around a call that is
-    dropped are lines of one text."""
+    dropped are lines of one text, and so are messages of one kind in a row."""
 
     def __init__(self) -> None:
         self._buffer = ""  # not decided yet
         self._events: list[OutputEvent] = []
         self._last: EventKind | None = None  # what was told last
-        self._has_dropped = False  # since then, a call
+        self._is_parted = False  # what comes is apart from it: by a call that was dropped, or in a message of its own
         self.num_calls = 0
         self.is_cut = False  # the answer ended in the middle of a call's arguments, by a stop string or by itself
         self.has_reasoned = False
@@ -79,9 +79,9 @@ class EventReader(ABC):
     def _tell(self, kind: EventKind, text: str, index: int = 0) -> None:
         if not text:
             return
-        if self._has_dropped and kind == self._last == "text":
+        if self._is_parted and kind == self._last and kind in ("text", "reasoning"):
             text = "\n" + text
-        self._last, self._has_dropped = kind, False
+        self._last, self._is_parted = kind, False
         last = self._events[-1] if self._events else None
         if last is not None and kind != "call" and (last.kind, last.index) == (kind, index):
             last.text += text
@@ -148,7 +148,7 @@ class OutputParser(EventReader):
                 self._say("call", name or "", self.num_calls - 1)
                 self._say("arguments", "".join(arguments), self.num_calls - 1)
             else:
-                self._has_dropped = True
+                self._is_parted = True
         if left is None:
             return False
         self._leave(*left)

@@ -78,6 +78,17 @@ def test_an_answer(target: Target, generator: ScriptedGenerator, tokenizer: Toke
     assert answer.usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode(THOUGHT + FINAL))
 
 
+def test_what_is_said_and_thought_in_several_messages_is_lines(target: Target, generator: ScriptedGenerator) -> None:
+    """In a chat, which has one content and one reasoning; as in vLLM."""
+    generator.script = Script(reply=f"{THOUGHT}{SAID}{THOUGHT}{SAID}{FINAL}It rains.")
+    (whole,) = target.chat().choices
+    with target.strict.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    for answer in (whole, streamed):
+        assert answer.message.content == "I will look.\nI will look.\nIt rains."
+    assert whole.message.reasoning == "Is it rain? <b>\nIs it rain? <b>"
+
+
 def test_a_conversation_of_calls_and_results(
     target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
 ) -> None:

@@ -44,7 +44,7 @@ PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasonin
 
 class ChoiceEvents:
     """Makes the events of one choice out of its deltas. Takes them in order, or the sum of all at once. `one_text`: all
-    texts of the choice are told as one, in which those behind the first begin a new line."""
+    texts of the choice are told as one, and all of its reasoning, in which those behind the first begin a new line."""
 
     def __init__(self, reading: Reading, *, one_text: bool = False) -> None:
         self._parser = output_parser(
@@ -56,7 +56,7 @@ class ChoiceEvents:
         )
         self._tells_reasoning = reading.tells_reasoning
         self._one_text = one_text
-        self._has_said = False
+        self._said: set[EventKind] = set()
         self._last: EventKind = "text"
 
     @property
@@ -74,10 +74,10 @@ class ChoiceEvents:
 
     def _part_texts(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
-            if event.kind == "text":
-                if self._has_said and self._last != "text":
+            if event.kind in ("text", "reasoning"):
+                if event.kind in self._said and self._last != event.kind:
                     event.text = "\n" + event.text
-                self._has_said = True
+                self._said.add(event.kind)
             self._last = event.kind
 
 

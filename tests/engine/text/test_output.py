@@ -211,6 +211,14 @@ def call(index: int, name: str, arguments: str) -> Said:
             id="texts around one of harmony's calls that is dropped are lines",
         ),
         pytest.param(
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>commentary<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>"
+            "<|end|><|start|>assistant<|channel|>final<|message|>B",
+            HARMONY,
+            [("reasoning", "a\nb", 0), text("A\nB")],
+            id="harmony's messages in a row are lines",
+        ),
+        pytest.param(
             "<|channel|>commentary to=functions.h<|message|>{}<|call|>",
             HARMONY,
             [text("<|channel|>commentary to=functions.h<|message|>{}")],
