@@ -176,6 +176,32 @@ async def test_a_full_disk_keeps_no_gateway_from_starting(tmp_path: Path) -> Non
     database.close()
 
 
+async def test_answers_are_counted_without_reading_them(tmp_path: Path) -> None:
+    """They may have gigabytes, and clients ask each second how far a batch is. In an older version's folder, too, as
+    soon as it takes writes."""
+
+    def has_index(connection: sqlite3.Connection) -> bool:
+        counting = "EXPLAIN QUERY PLAN SELECT sum(succeeded) FROM answers WHERE batch = 'b'"
+        return "COVERING INDEX" in connection.execute(counting).fetchone()["detail"]
+
+    def drop(connection: sqlite3.Connection) -> None:
+        connection.execute("DROP INDEX answers_by_outcome")
+        connection.execute("DELETE FROM answers")  # counts as a write
+
+    first = Database(tmp_path)
+    assert await first.transact(has_index)
+    await first.transact(keep, 1)
+    await first.transact(drop)
+    first.close()
+    with a_full_disk():
+        full = Database(tmp_path)
+    assert not await full.transact(has_index)
+    full.close()
+    later = Database(tmp_path)
+    assert await later.transact(has_index)
+    later.close()
+
+
 def test_a_folder_that_cannot_be_made_leaves_no_secret_half_written(tmp_path: Path) -> None:
     with a_full_disk(), pytest.raises(OSError, match="File too large"):
         Database(tmp_path)
