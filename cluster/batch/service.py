@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -81,7 +82,8 @@ class BatchService:
             yield
         finally:
             await _cancel(looking, *(run.task for run in self._runs.values()))
-            await self.batches.leave(self._runs)
+            with suppress(sqlite3.OperationalError):  # then its claims are over in a while
+                await self.batches.leave(self._runs)
             self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:

@@ -17,6 +17,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -81,7 +82,10 @@ class Responses:
     async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
         """The response and all that it follows, the first one first. Raises InvalidRequestError if one of them is gone
         or is no answer, or if they are too long together."""
-        return await self._database.transact(_conversation, self._is_lost, response_id, owner)
+        found = await self._database.transact(_conversation, self._is_lost, response_id, owner)
+        with suppress(sqlite3.OperationalError):  # the folder takes no writes now: that costs no conversation
+            await self._database.transact(_use, found)
+        return found
 
     async def events(
         self, response_id: str, owner: str, after: int, limit: int
@@ -191,9 +195,12 @@ def _conversation(
         if num_bytes > MAX_CONVERSATION_BYTES:
             raise _no_conversation(f"The conversation is larger than {MAX_CONVERSATION_BYTES} bytes")
         next_id = response.previous
-    now = time.time()
-    connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", ((now, each.id) for each in found))
     return found[::-1]
+
+
+def _use(connection: sqlite3.Connection, responses: Collection[StoredResponse]) -> None:
+    now = time.time()
+    connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", ((now, each.id) for each in responses))
 
 
 def _no_conversation(what: str, code: str | None = None) -> InvalidRequestError:

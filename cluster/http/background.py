@@ -91,7 +91,8 @@ class StoredResponses:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await self.kept.leave(lost)
+            with suppress(sqlite3.OperationalError):  # then their claims are over in a while
+                await self.kept.leave(lost)
 
     async def begin(self, queued: StoredResponse, answer: ASGIApp) -> None:
         """Keep a response, and begin to generate it in the background: its events are what `answer` streams."""
@@ -121,12 +122,12 @@ class StoredResponses:
     async def _finish(self, run: _Run, status: str, response: str) -> None:
         """Write the end of a response. What keeps it from being written is raised after `_FINISH_S`, and not before it
         was tried again: one try may wait for long."""
-        give_up_at, has_failed = time.time() + _FINISH_S, False
+        give_up_at, has_failed = time.monotonic() + _FINISH_S, False
         while True:
             try:
                 return await self.kept.finish(run.queued.id, run.unwritten(), status, response)
             except (sqlite3.Error, OSError):
-                if has_failed and time.time() >= give_up_at:
+                if has_failed and time.monotonic() >= give_up_at:
                     raise
                 if not has_failed:
                     logger.exception("the end of %s can't be written, which is tried again", run.queued.id)

@@ -603,6 +603,23 @@ async def test_what_is_kept(tmp_path: Path) -> None:
     database.close()
 
 
+async def test_a_conversation_is_found_though_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it was used is not noted then."""
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+    database = Database(tmp_path)
+    kept = Responses(database, 10**6)
+    known: Any = {"owner": "o", "status": "completed", "is_background": False, "items": "[]", "response": "{}"}
+    for name, previous in (("a", None), ("b", "a")):
+        await kept.add(StoredResponse(id=name, previous=previous, **known))
+    with closing(sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM responses").fetchall()
+        assert [each.id for each in await kept.conversation("b", "o")] == ["a", "b"]
+    database.close()
+
+
 async def test_events_count_once(tmp_path: Path) -> None:
     """A gateway writes again what it does not know to be written."""
     database = Database(tmp_path)

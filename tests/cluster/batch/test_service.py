@@ -11,8 +11,10 @@ import sqlite3
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from cluster.batch import batches as claiming
 from cluster.batch import database as storage
@@ -21,6 +23,8 @@ from cluster.batch.batches import Batch, Batches, KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
+from cluster.batch.stored_responses import StoredResponse
+from cluster.http.background import StoredResponses
 from tests.support.waiting import HANGS_S, eventually
 
 MODELS = ("gone", "here")
@@ -81,9 +85,7 @@ async def test_batches_that_stand_still_keep_no_other_from_running(
         await eventually(lambda: server.answered == [(other.id, "here")])
 
 
-async def test_a_clients_many_batches_hold_up_no_other_clients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_clients_many_batches_hold_up_no_other_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that run at a time are one client's, and none of them ends."""
     monkeypatch.setattr(service, "_STALLED_S", 10 * HANGS_S)
     batches, sent, may_end = BatchService(Database(tmp_path), 10**6), list[str](), asyncio.Event()
@@ -246,3 +248,20 @@ async def test_a_folder_that_cannot_be_written_is_logged_once(
         num_looks = len(looks)
         await eventually(lambda: len(looks) > num_looks + 3)
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+async def test_a_gateway_ends_in_order_though_its_folder_takes_no_writes(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    batches, responses = BatchService(database, 10**6), StoredResponses(database, 10**6)
+    async with batches.running(Server().send, MODELS), responses.running():
+        batch = await begun(batches, "gone")
+        await eventually(lambda: batch.id in batches._runs)
+        known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": "{}"}
+        await responses.begin(StoredResponse(id="r", status="queued", runs_until=1.0, **known), never)
+        await database.in_thread(database._connection.execute, "PRAGMA query_only = 1")
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        database._connection.execute("SELECT 1")
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.Event().wait()
