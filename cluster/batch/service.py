@@ -14,7 +14,7 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,8 @@ _LINES: Final = 64  # lines of all these batches, for one model, that are in fli
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
 _TRIES: Final = 4  # of a line that fails by the server's fault
 _NOT_NOW: Final = (429, 503)  # statuses that do not count as a try
-_WAIT_S: Final = 1.0  # before a line is sent again, if the server does not say how long; doubles each time
+_WAIT_S: Final = 1.0  # before a line is sent again, if the server does not say how long; doubles each time. And before
+# answers are written again
 _LONGEST_WAIT_S: Final = 30.0
 _ANY: Final = ""  # the lane of lines that name no model of several: adapters, for one
 _WHY: Final[dict[Status, str]] = {
@@ -200,9 +201,16 @@ class BatchService:
         """Answer the lines that have no answer yet. Returns how the batch ends: with an answer to each line, cancelled,
         or too late."""
 
+        waiting: list[KeptAnswer] = []  # to be written: those that come while others are, all in one transaction
+        writing = asyncio.Lock()
+
         async def keep(line: BatchLine, answer: LineAnswer) -> None:
-            await self.batches.answer(batch, [_kept(line, answer)])
-            run.answered_at = time.monotonic()
+            waiting.append(_kept(line, answer))
+            async with writing:
+                while waiting:
+                    await self._keep(batch, written := list(waiting))
+                    del waiting[: len(written)]
+                    run.answered_at = time.monotonic()
 
         async def work() -> None:
             async with asyncio.TaskGroup() as group:
@@ -221,6 +229,19 @@ class BatchService:
             return "cancelled" if cancelled.done() else "expired"
         finally:
             await _cancel(working, cancelled)
+
+    async def _keep(self, batch: Batch, answers: Sequence[KeptAnswer]) -> None:
+        """Keep some answers, as soon as the folder takes them: to compute them anew would help nobody. Raises
+        LostClaimError."""
+        has_failed = False
+        while True:
+            try:
+                return await self.batches.answer(batch, answers)
+            except sqlite3.OperationalError:
+                if not has_failed:
+                    logger.exception("answers of batch %s can't be written, which is tried again", batch.id)
+                has_failed = True
+            await asyncio.sleep(_WAIT_S)
 
     async def _unanswered(self, batch: Batch, lane: str | None = None) -> Iterator[BatchLine]:
         """The lines that have no answer yet; of one lane, where it is named."""

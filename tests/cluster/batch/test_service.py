@@ -9,6 +9,7 @@ import json
 import os
 import sqlite3
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +222,41 @@ async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
     await batches.finish(batch, "completed", *contents)
     assert [content.read_text() for content in contents] == ["an answer\n", "an error\n"]
     database.close()
+
+
+async def test_answers_wait_for_a_folder_that_takes_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is computed again; and they are written together."""
+    monkeypatch.setattr(service, "_WAIT_S", 0.01)
+    database, num_sent, may_end = Database(tmp_path), 0, asyncio.Event()
+    batches, written = BatchService(database, 10**6), list[int]()
+    answer = batches.batches.answer
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        nonlocal num_sent
+        num_sent += 1
+        await may_end.wait()
+        return LineAnswer(status=200, body="{}")
+
+    async def noted(batch: Batch, answers: Iterable[KeptAnswer]) -> None:
+        answers = list(answers)
+        await answer(batch, answers)
+        written.append(len(answers))
+
+    monkeypatch.setattr(batches.batches, "answer", noted)
+    async with batches.running(send):
+        batch = await begun(batches, *["here"] * 50)
+        await eventually(lambda: num_sent == 50)
+        await database.in_thread(database._connection.execute, "PRAGMA query_only = 1")
+        may_end.set()
+        await eventually(lambda: "answers of batch" in caplog.text)
+        await database.in_thread(database._connection.execute, "PRAGMA query_only = 0")
+        await eventually(lambda: sum(written) == 50)
+        await eventually(lambda: batch.id not in batches._runs)
+        ended = await batches.batches.get(batch.id, "o")
+    assert (ended.status, ended.num_succeeded, num_sent) == ("completed", 50, 50)
+    assert len(written) < 10
 
 
 async def test_a_folder_that_cannot_be_written_is_logged_once(
