@@ -46,6 +46,9 @@ def format_size(num_bytes: int) -> str:
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 
+OrOff = BeforeValidator(lambda value: "off" if value is False else value)
+"""For fields that may be "off": written without quotes in YAML, that is a truth value."""
+
 
 def parse_budget(value: object) -> Budget:
     """Read a budget from bytes, a text such as "2GiB", or a share such as "25%".

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar,
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, Settings, SizeBytes
+from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, OrOff, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
 from engine.text.formats import ReasoningFormatName, ToolFormatName
 from kv_transfer.tiers.config import Budget
@@ -203,7 +203,7 @@ class DiskSettings(Settings):
 
 
 class KvSettings(Settings):
-    layerkv: Literal["auto", "off"] = Field(
+    layerkv: Annotated[Literal["auto", "off"], OrOff] = Field(
         "auto",
         description="`auto`: layers of a sequence may rest in host memory wherever a worker has some, so that requests"
         " do not queue for device KV; `off`: a sequence is computed on the device only.",
@@ -317,7 +317,7 @@ class DecodeSettings(PoolSettings):
         description="Time per output token that sequences are paced by which were promised none: with LayerKV, those"
         " ahead of it wait first.",
     )
-    speculation: Literal["auto", "off"] = Field(
+    speculation: Annotated[Literal["auto", "off"], OrOff] = Field(
         "auto",
         description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from what its"
         " grammar forces, from its own text and from earlier answers to the same client, or are drawn from"

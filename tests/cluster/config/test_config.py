@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -592,6 +594,18 @@ def test_who_loads_a_draft_model() -> None:
     flipping = load_config({"decode": wanted, "scheduler": {"role_flips": True}})
     assert engine_config("prefill", flipping).draft_ref == "/models/small"
     assert engine_config("decode", load_config({"decode": wanted | {"speculation": "off"}})).draft_ref is None
+
+
+CHOICES = [(path, choice) for path, kind, _, _ in setting_rows() for choice in re.findall(r"`([^`]+)`", kind)]
+
+
+@pytest.mark.parametrize(("path", "choice"), CHOICES)
+def test_each_choice_can_be_written_as_the_guide_writes_it(path: str, choice: str) -> None:
+    """YAML reads some words as truth values where they stand without quotes."""
+    on_gpus = "prefill: {num_gpus: 1}\ndecode: {num_gpus: 1}\n" if choice in ("cuda_ipc", "nccl") else ""
+    branches = path.replace(".", ": {")
+    config = load_config(yaml.safe_load(f"{on_gpus}{branches}: {choice}{'}' * path.count('.')}"))
+    assert reduce(getattr, path.split("."), config) == choice  # type: ignore[comparison-overlap]
 
 
 def test_every_setting_is_described() -> None:
