@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cluster.command.serve import count_gpus, is_config, model_document, require_model
 from cluster.config.fields import format_budget
-from cluster.config.load import ConfigError, load_config
+from cluster.config.load import ConfigError, load_config, load_document
 from cluster.config.settings import GatewaySettings, LegatoConfig
 from cluster.deployment.capacity import needs, require_room
+from cluster.deployment.local_cluster import require_serve_takes, unheeded
 from engine.memory.control_groups import usable_cores
 from engine.sampling.params import checkpoint_defaults, told_defaults
 
@@ -43,10 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns its exit code: 1 if something is wrong."""
     try:
         if is_config(arguments.target):
-            config = load_config(arguments.target)
+            document, config = load_document(arguments.target, manifests=True)
+            require_serve_takes(document, arguments.target)
         else:
             require_model(arguments.target)
-            config = _config_of_model(arguments.target)
+            document = _document_of_model(arguments.target)
+            config = load_config(document["applications"][0]["args"])
     except ConfigError as error:
         return _tell(str(error).splitlines())
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in needs(config))
@@ -63,7 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(str(error))
         else:
             bytes_on_cpu += [_bytes_on_cpu(served, workers)] if workers else []
-    for note in (*_storage_notes(config), *(_notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ())):
+    for note in (
+        *_serve_notes(document),
+        *_storage_notes(config),
+        *(_notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ()),
+    ):
         print(f"Note: {note}")
     return _tell(list(dict.fromkeys(problems)))
 
@@ -135,9 +142,9 @@ def _tell(problems: list[str]) -> int:
     return 1 if problems else 0
 
 
-def _config_of_model(ref: str) -> LegatoConfig:
-    """The configuration that `legato serve` would make for a model on this machine."""
-    document = model_document(
+def _document_of_model(ref: str) -> dict[str, Any]:
+    """The Serve config that `legato serve` would make for a model on this machine."""
+    return model_document(
         ref,
         num_prefill=1,
         num_decode=1,
@@ -146,7 +153,6 @@ def _config_of_model(ref: str) -> LegatoConfig:
         num_cores=usable_cores(),
         num_gpus=count_gpus(),
     )
-    return load_config(document["applications"][0]["args"])
 
 
 def _roles(config: LegatoConfig) -> Iterator[Role]:
@@ -558,6 +564,11 @@ def _bytes_on_cpu(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> 
     """The memory that all workers of the one model of a configuration take together, as far as they are on CPUs."""
     on_cpu = {role: found for role, found in workers.items() if not config.pools[role].num_gpus}
     return sum(config.pools[role].replicas * found.total_bytes for role, found in on_cpu.items())
+
+
+def _serve_notes(document: dict[str, Any]) -> Iterator[str]:
+    if ignored := unheeded(document):
+        yield f"`legato serve` refuses {' and '.join(ignored)} of the application, which `serve run` alone heeds"
 
 
 def _storage_notes(config: LegatoConfig) -> Iterator[str]:

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def document_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read or make the contents of a Serve config file for these arguments. Raises ArgumentsError, ConfigError."""
-    from cluster.deployment.local_cluster import http_options, read_document
+    from cluster.config.load import http_options
+    from cluster.deployment.local_cluster import read_document
 
     if is_config(arguments.target):
         if given := [name for name in ("prefill", "decode", "workers", "cpu") if getattr(arguments, name) is not None]:

@@ -1,6 +1,7 @@
 """Loading a configuration: from a YAML file or a mapping, with errors that name the setting and say what to do.
 
-Accepts Legato's own tree, or a Serve config file whose application's `args` hold it.
+Accepts Legato's own tree, or a Serve config file whose application's `args` hold it. The rest of such a file is checked
+as well: Ray ignores names that it does not know, and settings beside `args` with them.
 
 The cluster secret is no part of it: Ray's dashboard shows a file's `args`, and Serve keeps the arguments of deployments
 in its checkpoints. It comes by `LEGATO_SECRET`, in the environment of each of Legato's processes. Only where nobody has
@@ -15,7 +16,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, SecretBytes, ValidationError
@@ -23,11 +24,37 @@ from pydantic_core import ErrorDetails
 
 from cluster.config.settings import LegatoConfig
 
-__all__ = ["ConfigError", "LegatoConfig", "cluster_secret", "draw_secret", "give_secret", "load_config"]
+__all__ = [
+    "ConfigError",
+    "LegatoConfig",
+    "cluster_secret",
+    "draw_secret",
+    "give_secret",
+    "http_options",
+    "load_config",
+    "load_document",
+]
 
 _SECRET_VARIABLE: Final = "LEGATO_SECRET"
 _MIN_SECRET_BYTES: Final = 16
-_MERGE: Final = "tag:yaml.org,2002:merge"  # of the key `<<`
+_MERGE, _TEXT, _INTEGER, _NUMBER = (f"tag:yaml.org,2002:{kind}" for kind in ("merge", "str", "int", "float"))
+IMPORT_PATH: Final = "cluster.app:build"
+
+SERVE_NAMES: Final = {
+    (): {
+        *("applications", "controller_options", "grpc_options", "http_options", "logging_config", "proxy_location"),
+        *("target_capacity", "tracing_config"),
+    },
+    ("http_options",): {
+        *("host", "keep_alive_timeout_s", "port", "request_timeout_s", "root_path"),
+        *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
+    },
+    ("applications", 0): {
+        *("args", "autoscaling_policy", "deployments", "external_scaler_enabled", "host", "import_path"),
+        *("logging_config", "name", "port", "route_prefix", "runtime_env"),
+    },
+}
+"""What Serve (2.60) heeds in these branches of a config file. It ignores any other name there without a word."""
 
 CONSTANTS: Final = {
     "model.quantization_group": "64 inputs to a scale for int8 and 32 for int4",
@@ -69,11 +96,39 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
     """Read and check the configuration in a file or a mapping. Raises ConfigError."""
     if isinstance(source, Mapping):
         return _validated(source, "the configuration")
-    text = _read(Path(source))
-    document = _parsed(text, source)
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    _require_keys_once(root, source)
-    return _validated(_args_of(document, str(source)), str(source), _Lines(root))
+    return _checked(_opened(source), str(source))
+
+
+def load_document(path: str | Path, *, manifests: bool = False) -> tuple[dict[str, Any], LegatoConfig]:
+    """Read and check a Serve config file with one application, Legato, and the configuration in it. `manifests`: or the
+    one in KubeRay's manifest of a RayService. Raises ConfigError."""
+    file = _opened(path, manifests=manifests)
+    config = _checked(file, str(path))
+    if not _is_of_serve(file.document):
+        raise ConfigError(
+            f"{path} holds settings, but no `applications`: put them under `applications[0].args` of a Serve config"
+            " file, as the files in ray_configs/ do."
+        )
+    return dict(file.document), config
+
+
+def http_options(document: Mapping[str, Any], port: int | None = None) -> dict[str, Any]:
+    """Serve's options for HTTP in a Serve config file, with Legato's defaults, and on `port` if that is given. Raises
+    ConfigError."""
+    given = document.get("http_options") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"http_options is {given!r}; write what Serve takes, such as {{host: 127.0.0.1, port: 8000}}")
+    http = {"host": "127.0.0.1", "port": 8000, **given, **({} if port is None else {"port": port})}
+    if type(http["port"]) is not int or not 0 < http["port"] < 65_536:
+        raise ConfigError(f"http_options.port is {http['port']!r}; write a number from 1 to 65535")
+    if not isinstance(http["host"], str):
+        raise ConfigError(f"http_options.host is {http['host']!r}; write an address, such as 127.0.0.1")
+    if encrypting := [name for name, value in http.items() if name.startswith("ssl_") and value]:
+        raise ConfigError(
+            f"http_options has {' and '.join(encrypting)}, which HAProxy, as Serve has it in front, does not heed: it"
+            " would answer in plain HTTP. Leave them out, and end TLS in a proxy of your own"
+        )
+    return http
 
 
 def give_secret() -> None:
@@ -124,17 +179,68 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} is no YAML: {error}") from error
 
 
-def _parsed(text: str, name: str | Path) -> Any:
+class _File(NamedTuple):
+    """A file of settings: what is in it, the same as YAML's nodes, and how many lines come before it. The latter is not
+    0 for a Serve config within a manifest."""
+
+    document: Any
+    root: yaml.Node | None
+    lines_before: int
+
+
+def _opened(path: str | Path, *, manifests: bool = False) -> _File:
+    """Read a file, of which every part says what it seems to say. Raises ConfigError."""
+    file = _parsed(_read(Path(path)), path)
+    if isinstance(file.document, Mapping) and "kind" in file.document and "apiVersion" in file.document:
+        file = _within_manifest(file, path, manifests=manifests)
+    elif isinstance(file.document, Mapping) and "cluster_name" in file.document:
+        mounts = file.document.get("file_mounts")
+        found = [str(source) for source in mounts.values()] if isinstance(mounts, Mapping) else []
+        named = [source for source in found if source.endswith((".yaml", ".yml"))]
+        raise ConfigError(
+            f"{path} is for `ray up` and says what machines there are. Legato's settings are in the configuration that"
+            f" is deployed there: check {' and '.join(named) or 'that one'}."
+        )
+    _require_plain(file, path)
+    return file
+
+
+def _parsed(text: str, name: str | Path, lines_before: int = 0) -> _File:
     try:
-        return yaml.safe_load(text)
+        roots, documents = list(yaml.compose_all(text, Loader=yaml.SafeLoader)), list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is no YAML: {error}") from error
+    files = [_File(document, root, lines_before) for document, root in zip(documents, roots, strict=True)]
+    services = [file for file in files if isinstance(file.document, Mapping) and file.document.get("kind") == _SERVICE]
+    if len(files) > 1 and len(services) != 1:
+        raise ConfigError(f"{name} holds {len(files)} documents, parted by ---; give each a file of its own")
+    return next(iter(services or files), _File(None, None, lines_before))
 
 
-def _require_keys_once(root: yaml.Node | None, name: str | Path) -> None:
-    """Check that no mapping has a key twice: PyYAML takes the last, and a part of the file would be ignored without a
-    word. Raises ConfigError."""
-    left, looked_at = [root], set[yaml.Node | None]()
+_SERVICE: Final = "RayService"
+
+
+def _within_manifest(manifest: _File, name: str | Path, *, manifests: bool) -> _File:
+    """The Serve config in a manifest for Kubernetes. Raises ConfigError where there is none, or none is wanted."""
+    kind = manifest.document["kind"]
+    node = _child(manifest.root, "spec", "serveConfigV2")
+    if kind != _SERVICE or not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(
+            f"{name} is a manifest of kind {kind} without `spec.serveConfigV2`, where a {_SERVICE} has the"
+            " configuration of what it serves"
+        )
+    if not manifests:
+        raise ConfigError(
+            f"{name} is for `kubectl apply`: `legato check {name}` checks the configuration in it, and to serve that"
+            " elsewhere, put what is below `spec.serveConfigV2` into a file of its own"
+        )
+    return _parsed(node.value, name, node.start_mark.line + (node.style is not None and node.style in "|>"))
+
+
+def _require_plain(file: _File, name: str | Path) -> None:
+    """Check that YAML reads everything as it seems to be meant: no mapping has a key twice, of which PyYAML would take
+    the last, a key is text, and a number is not one of base 8 or 60. Raises ConfigError."""
+    left, looked_at = [file.root], set[yaml.Node | None]()
     while left:
         node = left.pop()
         if node in looked_at:  # an alias
@@ -146,23 +252,48 @@ def _require_keys_once(root: yaml.Node | None, name: str | Path) -> None:
             left += [value for _, value in node.value]
             found: set[str] = set()
             for key, _ in node.value:
+                where = f"{name}, line {key.start_mark.line + 1 + file.lines_before}"
                 if isinstance(key, yaml.ScalarNode) and key.value in found and key.tag != _MERGE:
-                    line = key.start_mark.line + 1
-                    raise ConfigError(f"{name}, line {line}: {key.value} is there twice; write all of it under one")
+                    raise ConfigError(f"{where}: {key.value} is there twice; write all of it under one")
+                if isinstance(key, yaml.ScalarNode) and key.tag not in (_TEXT, _MERGE):
+                    read = yaml.safe_load(key.value)
+                    raise ConfigError(
+                        f"{where}: {key.value} is no text, YAML reads it as {read!r}; names of settings are text, so"
+                        f' put one of your own into quotes: "{key.value}"'
+                    )
                 found.add(str(key.value))
+        elif isinstance(node, yaml.ScalarNode) and _is_of_another_base(node):
+            raise ConfigError(
+                f"{name}, line {node.start_mark.line + 1 + file.lines_before}: YAML reads {node.value} as"
+                f" {yaml.safe_load(node.value)}, of base {60 if ':' in node.value else 8}; write the number that you"
+                f' mean, or, for a text, "{node.value}"'
+            )
+
+
+def _is_of_another_base(node: yaml.ScalarNode) -> bool:
+    is_octal = node.tag == _INTEGER and re.fullmatch("[-+]?0[0-9_]+", node.value) is not None
+    return is_octal or (node.tag in (_INTEGER, _NUMBER) and ":" in node.value)
 
 
 class _Lines:
     """Finds the lines of settings in a YAML file."""
 
-    def __init__(self, root: yaml.Node | None) -> None:
-        self._args = _child(root, "applications", 0, "args") or root
+    def __init__(self, file: _File) -> None:
+        self._root, self._lines_before = file.root, file.lines_before
+        self._args = _child(file.root, "applications", 0, "args") or file.root
 
     def of(self, path: Sequence[int | str]) -> int | None:
         """The line of a setting, or of the nearest branch above it that the file has; None: the file has neither."""
-        found = [_child(self._args, *path[:length]) for length in range(1, len(path) + 1)]
+        return self._nearest(self._args, path)
+
+    def of_serve(self, path: Sequence[int | str]) -> int | None:
+        """The same of what Serve itself heeds, by its path in the whole file."""
+        return self._nearest(self._root, path)
+
+    def _nearest(self, root: yaml.Node | None, path: Sequence[int | str]) -> int | None:
+        found = [_child(root, *path[:length]) for length in range(1, len(path) + 1)]
         there = [node for node in found if node is not None]
-        return there[-1].start_mark.line + 1 if there else None
+        return there[-1].start_mark.line + 1 + self._lines_before if there else None
 
 
 def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:
@@ -177,22 +308,83 @@ def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:
     return node
 
 
-def _args_of(document: Any, name: str) -> Mapping[str, Any]:
-    """Legato's tree in a document:
-    the `args` of a Serve config file, or the document itself if it is none. Raises ConfigError."""
-    if document is None:
-        return {}
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{name} must hold a mapping of settings, not a {type(document).__name__}.")
-    if "applications" not in document:
-        return document
-    applications = document["applications"]
-    if not isinstance(applications, Sequence) or len(applications) != 1 or not isinstance(applications[0], Mapping):
-        raise ConfigError(f"{name}: `applications` must be a list of exactly one application, Legato.")
-    args = applications[0].get("args") or {}
-    if not isinstance(args, Mapping):
-        raise ConfigError(f"{name}: `applications[0].args` must be a mapping of settings.")
-    return args
+def _is_of_serve(document: Any) -> bool:
+    """Whether a document is a Serve config file; else it is Legato's own tree."""
+    return isinstance(document, Mapping) and not document.keys().isdisjoint(SERVE_NAMES[()])
+
+
+def _checked(file: _File, name: str) -> LegatoConfig:
+    """The configuration in a file. Raises ConfigError, with all that is wrong."""
+    lines = _Lines(file)
+    problems: list[str] = []
+    args = file.document
+    if args is None:
+        args = {}
+    elif _is_of_serve(args):
+        for path, sentence in _problems_for_serve(args):
+            line = lines.of_serve(path)
+            problems.append(f"{name}{f', line {line}' if line else ''}: {sentence}")
+        application = _only_application(args, problems, name)
+        args = application.get("args", {})
+        if args is None:
+            args = {}  # told above
+        elif not isinstance(args, Mapping):
+            problems.append(f"{name}: `applications[0].args` must be a mapping of settings.")
+            args = {}
+    elif not isinstance(args, Mapping):
+        raise ConfigError(f"{name} must hold a mapping of settings, not a {type(args).__name__}.")
+    try:
+        config = _validated(args, name, lines)
+    except ConfigError as error:
+        raise ConfigError("\n".join([*problems, str(error)])) from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _only_application(document: Mapping[str, Any], problems: list[str], name: str) -> Mapping[str, Any]:
+    applications = document.get("applications")
+    if isinstance(applications, list) and len(applications) == 1 and isinstance(applications[0], Mapping):
+        return applications[0]
+    problems.append(f"{name}: `applications` must be a list of exactly one application, Legato.")
+    return {}
+
+
+def _problems_for_serve(document: Mapping[str, Any]) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    """Yields where, and what, is wrong in a Serve config file outside of Legato's own settings."""
+    for path, names in SERVE_NAMES.items():
+        branch: Any = document
+        for part in path:
+            has = isinstance(branch, list) and branch if part == 0 else isinstance(branch, Mapping) and part in branch
+            branch = branch[part] if has else None
+        for key in branch if isinstance(branch, Mapping) else ():
+            if key in names:
+                continue
+            told = "".join(
+                f"[{part}]" if part == 0 else f"{'.' * bool(place)}{part}" for place, part in enumerate(path)
+            )
+            if path != ("http_options",) and key in LegatoConfig.model_fields:
+                advice = "it is a setting of Legato's, so put it below `args` of the application"
+            elif close := difflib.get_close_matches(str(key), names, n=1):
+                advice = f"did you mean {close[0]}?"
+            else:
+                advice = f"there are {', '.join(sorted(names))}"
+            told = ".".join(map(str, (*path, key))).replace(".0.", "[0].")
+            yield (*path, key), f"{told} is no option of Serve's, which ignores it; {advice}"
+        if path == ("applications", 0) and isinstance(branch, Mapping):
+            if (given := branch.get("import_path")) != IMPORT_PATH:
+                told = "is missing" if given is None else f"is {given}"
+                yield (*path, "import_path"), f"applications[0].import_path {told}; that of Legato is {IMPORT_PATH}"
+            if "args" in branch and branch["args"] is None:
+                yield (
+                    (*path, "args"),
+                    "applications[0].args is empty, which Serve refuses; put settings below it, indented further than"
+                    " `args`, or leave the line out",
+                )
+    try:
+        http_options(document)
+    except ConfigError as error:
+        yield ("http_options",), str(error)
 
 
 def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) -> LegatoConfig:
@@ -219,6 +411,15 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"{path} is no setting; {_advice(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{path} is missing; it has no default, so give it a value"
+    if detail["input"] is None and path:
+        return f"{path} is empty; give it a value, or leave the line out"
+    if detail["type"] == "model_type":
+        return f"{path}: write settings below it, of {', '.join(_fields_at(detail['loc']))}, not {detail['input']!r}"
+    if detail["type"] == "tuple_type":
+        example = detail["input"] if isinstance(detail["input"], str) else "..."
+        return f"{path}: write a list, such as [{example}], not {detail['input']!r}"
+    if detail["type"] == "dict_type":
+        return f"{path}: write a mapping, such as {{NAME: ...}}, not {detail['input']!r}"
     if detail["type"] == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message

@@ -729,6 +729,13 @@ class LegatoConfig(ServedSettings):
         for index, served in enumerate(self.served):
             yield (f"models.{index}." if self.models else ""), served
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _each_named_by_its_ref(cls, models: Any) -> Any:
+        if not isinstance(models, (list, tuple)):
+            return models
+        return [{"model": model} if isinstance(model, str) else model for model in models]
+
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         if self.models and (given := self.model_fields_set & ServedSettings.model_fields.keys()):

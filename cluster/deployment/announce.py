@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -50,6 +51,8 @@ def describe_start(config: LegatoConfig) -> None:
     wanted = needs(config)
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in wanted)
     say(f"starts {config.names}: {parts}.")
+    if not config.models and "model" not in config.model_fields_set:
+        say("no `model` is given below `args`, so this is the one that is served by default.")
     for sentence in [*unset(), *open_doors()]:
         say(sentence)
     has_disk = any(served.kv.disk is not None for served in config.served)
@@ -64,16 +67,23 @@ async def announce_when_ready(is_ready: Callable[[], bool], models: str) -> None
     """Say where `models` are served, once they are. Only one of several gateways should call this."""
     while not is_ready():  # noqa: ASYNC110 - heartbeats make it so, and nobody else waits for that
         await asyncio.sleep(_LOOK_S)
-    say(f"serves {models} on {await _url()}/v1")
-
-
-async def _url() -> str:
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    options: HTTPOptions = await controller.get_http_config.remote()
+    say("\n".join(describe_http(await controller.get_http_config.remote(), models)))
+
+
+def describe_http(options: HTTPOptions, models: str) -> Iterator[str]:
+    """Yields sentences that say where `models` are served, by Serve's options for HTTP."""
     host = options.host
     if host in (None, "0.0.0.0", "::"):
         host = ray.util.get_node_ip_address()
-    return f"http://{host}:{options.port}{options.root_path}"
+    has_haproxy, has_key = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1", options.ssl_certfile is not None
+    scheme = "https" if has_key and not has_haproxy else "http"
+    yield f"serves {models} on {scheme}://{host}:{options.port}{options.root_path}/v1"
+    if has_key and has_haproxy:
+        yield (
+            "http_options.ssl_certfile is not heeded by HAProxy, as Serve has it in front: HTTP is NOT encrypted. End"
+            " TLS in a proxy of your own."
+        )
 
 
 def is_first_replica() -> bool:

@@ -24,9 +24,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
-import yaml
+from pydantic import ValidationError
 
-from cluster.config.load import ConfigError, give_secret, load_config
+from cluster.config.load import ConfigError, give_secret, http_options, load_config, load_document
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.ray_environment import tune_environment
@@ -49,14 +49,8 @@ class StartError(RuntimeError):
 def read_document(path: str) -> dict[str, Any]:
     """Read and check a Serve config file with one application, Legato. Raises ConfigError, also for what only Serve
     itself heeds."""
-    load_config(path)
-    document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    if "applications" not in document:
-        raise ConfigError(
-            f"{path} holds settings, but no `applications`: put them under `applications[0].args` of a Serve config"
-            " file, as the files in ray_configs/ do."
-        )
-    if ignored := [name for name, value in document["applications"][0].items() if value and name not in _HEEDED]:
+    document, _ = load_document(path)
+    if ignored := unheeded(document):
         raise ConfigError(
             f"{path} has {' and '.join(ignored)} for its application, which are Serve's to heed and would be ignored"
             f" here: start it by `serve run {path}`, or leave them out. Variables come from this environment."
@@ -64,18 +58,22 @@ def read_document(path: str) -> dict[str, Any]:
     return document
 
 
-def http_options(document: dict[str, Any], port: int | None = None) -> dict[str, Any]:
-    """Serve's options for HTTP in a Serve config file, with Legato's defaults, and on `port` if that is given. Raises
-    ConfigError."""
-    given = document.get("http_options") or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"http_options is {given!r}; write what Serve takes, such as {{host: 127.0.0.1, port: 8000}}")
-    http = {"host": "127.0.0.1", "port": 8000, **given, **({} if port is None else {"port": port})}
-    if type(http["port"]) is not int or not 0 < http["port"] < 65_536:
-        raise ConfigError(f"http_options.port is {http['port']!r}; write a number from 1 to 65535")
-    if not isinstance(http["host"], str):
-        raise ConfigError(f"http_options.host is {http['host']!r}; write an address, such as 127.0.0.1")
-    return http
+def unheeded(document: dict[str, Any]) -> list[str]:
+    """What a Serve config file has for its application that `serve run` heeds, and nobody here."""
+    return [name for name, value in document["applications"][0].items() if value and name not in _HEEDED]
+
+
+def require_serve_takes(document: dict[str, Any], what: str) -> None:
+    """Check a Serve config by Serve's own schema, as `serve run` does. Imports Ray. `what`: its name, for people.
+    Raises ConfigError, with a line for each problem."""
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        told = [f"{what}: {'.'.join(map(str, each['loc']))}: Serve says: {each['msg']}" for each in problems]
+        raise ConfigError("\n".join(told)) from error
 
 
 def url_of(http: dict[str, Any], application: dict[str, Any]) -> str:
@@ -108,6 +106,7 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
     tune_environment()
     give_secret()
     import_module("ray")  # completely, before two threads import from it
+    require_serve_takes(document, "the configuration")
     fetch_models(config)  # until here Ctrl-C just ends this process: a download may take hours
     interrupted = interrupted_by_signals()
     print("Starting Ray ...", flush=True)

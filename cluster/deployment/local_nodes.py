@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import psutil
 
-from cluster.config.load import ConfigError, LegatoConfig, give_secret, load_config
+from cluster.config.load import ConfigError, LegatoConfig, give_secret, http_options, load_config
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.local_cluster import (
     START_TIMEOUT_S,
@@ -35,10 +35,10 @@ from cluster.deployment.local_cluster import (
     StartStates,
     fetch_models,
     heed_signals,
-    http_options,
     interrupted_by_signals,
     read_document,
     require_free_port,
+    require_serve_takes,
     run_application,
     show_first_answer,
     start_serve,
@@ -220,6 +220,7 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     tune_environment()
     give_secret()
+    require_serve_takes(document, path)
     fetch_models(config)  # until here Ctrl-C just ends this process
     interrupted = interrupted_by_signals()
     with _folder() as folder:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from cluster.__main__ import main
@@ -25,6 +24,7 @@ from engine.checkpoint.quantisation import QuantisationName
 from engine.model.config import ModelConfig
 from engine.model.transformer import Model
 from engine.steps.loading import DtypeName, LoadedModel, load_model
+from tests.cluster.config.test_config import served
 from tests.support.adapters import write_adapter
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import SmallModel, runner_of
@@ -108,9 +108,9 @@ def test_what_two_ranks_take(
     memory = {"decode": {"memory": "50%", "host_memory": 0}}
     tree = {"model": {"ref": str(tmp_path)}, "kv": memory, "prefill": {"replicas": 0}}
     path = tmp_path / "tree.yaml"
-    path.write_text(yaml.safe_dump(tree | {"decode": {"tensor_parallel": 2}}))
+    path.write_text(served(tree | {"decode": {"tensor_parallel": 2}}))
     shared = worker_memory("decode", load_config(tree), tmp_path)
-    of_ranks = worker_memory("decode", load_config(yaml.safe_load(path.read_text())), tmp_path)
+    of_ranks = worker_memory("decode", load_config(path), tmp_path)
     assert shared.kv_tokens and of_ranks.kv_tokens == pytest.approx(shared.kv_tokens / copies, rel=1e-3)
     assert shared.kv_bytes is not None and of_ranks.kv_bytes == pytest.approx(shared.kv_bytes, rel=1e-3)
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
@@ -129,7 +129,7 @@ def test_what_ranks_with_whole_experts_take(
     pool = {"tensor_parallel": 4, "expert_parallel": expert_parallel}
     tree = {"model": {"ref": str(tmp_path)}, "prefill": {"replicas": 0}, "kv": {"decode": {"memory": "1MiB"}}}
     path = tmp_path / "tree.yaml"
-    path.write_text(yaml.safe_dump(tree | {"decode": pool}))
+    path.write_text(served(tree | {"decode": pool}))
     one = worker_memory("decode", load_config(tree | {"decode": {}}), tmp_path)
     four = worker_memory("decode", load_config(path), tmp_path)
     assert four.whole_experts == (None if expert_parallel is False else 2)
@@ -185,7 +185,7 @@ def test_what_a_worker_would_refuse(
     tree = {"prefill": {"replicas": 0}, **changes}
     tree["model"] = {"ref": str(folder), **tree.get("model", {})}
     path = tmp_path / "tree.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(served(tree))
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
     assert main() == 1
     out, err = capsys.readouterr()
@@ -199,7 +199,7 @@ def test_weights_that_cannot_be_rounded(
     build_oracle("llama", tmp_path, intermediate_size=96)
     (tmp_path / "tokenizer.json").write_text("{}")
     path = tmp_path / "tree.yaml"
-    path.write_text(f"model: {{ref: {tmp_path}, quantization: int8}}\n")
+    path.write_text(served({"model": {"ref": str(tmp_path), "quantization": "int8"}}))
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
     assert main() == 1
     assert "error: a decode worker: a projection of 96 inputs cannot be quantised in groups of 64" in (
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_is_not_computed_in_its_own_type(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
     path = tmp_path / "tree.yaml"
-    path.write_text(yaml.safe_dump({"model": {"ref": str(model), "dtype": dtype}}))
+    path.write_text(served({"model": {"ref": str(model), "dtype": dtype}}))
     monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
     assert main() == 0
     with caplog.at_level(logging.INFO, logger="engine.steps.loading"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.__main__ import main
 from cluster.config.load import ConfigError, load_config
+from tests.cluster.config.test_config import ROOT, served
 
-ROOT = Path(__file__).parents[3]
 SERVED = """\
 # A comment.
 applications:
@@ -89,7 +90,7 @@ def test_a_folder_or_a_file_that_is_not_there_cannot_be_fetched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, ref: str
 ) -> None:
     path = tmp_path / "served.yaml"
-    path.write_text(f"model: {{ref: {ref}}}\n")
+    path.write_text(served({"model": ref}))
     assert checked(monkeypatch, str(path)) == 1
     told = capsys.readouterr()
     assert "fetches it" not in told.out
@@ -108,7 +109,7 @@ def test_what_tuning_cannot_change_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tuning: str, told: str
 ) -> None:
     path = tmp_path / "tree.yaml"
-    path.write_text(f"model: {{ref: nobody/has-this}}\ntuning: {{{tuning}}}\n")
+    path.write_text(served({"model": "nobody/has-this", "tuning": yaml.safe_load(tuning)}))
     assert checked(monkeypatch, str(path)) == 1
     assert f"error: {told}" in capsys.readouterr().err
 
@@ -128,7 +129,7 @@ def test_gateways_of_several_nodes_that_each_keep_their_own(
 ) -> None:
     """The model is not looked at: it is none that is here."""
     path = tmp_path / "tree.yaml"
-    path.write_text(f"model: {{ref: nobody/has-this}}\n{told}")
+    path.write_text(served({"model": "nobody/has-this", **yaml.safe_load(told)}))
     assert checked(monkeypatch, str(path)) == 0
     assert ("Note: network.host is node, and 2 gateways" in capsys.readouterr().out) == is_noted
 
@@ -138,3 +139,22 @@ def test_shipped_files_for_several_nodes_share_what_clients_leave(
 ) -> None:
     assert checked(monkeypatch, str(ROOT / "ray_configs" / "gpu_autoscale.yaml")) == 0
     assert "gateway.storage" not in capsys.readouterr().out
+
+
+def test_files_for_whole_clusters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(monkeypatch, str(ROOT / "ray_configs" / "kuberay.yaml")) == 0
+    assert "The settings are valid: Qwen/Qwen3-8B on" in capsys.readouterr().out
+    assert checked(monkeypatch, str(ROOT / "ray_configs" / "cluster.yaml")) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_serve_itself_refuses_or_heeds_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `serve run` refuses it, and as `legato serve` does."""
+    path = tmp_path / "served.yaml"
+    path.write_text(served({"model": "nobody/has-this"}) + "logging_config: {encoding: XML}\n")
+    assert checked(monkeypatch, str(path)) == 1
+    assert "logging_config.encoding: Serve says: Value error, Got 'XML' for encoding" in capsys.readouterr().err
+    assert checked(monkeypatch, str(ROOT / "ray_configs" / "runtime_env.yaml")) == 0
+    assert "Note: `legato serve` refuses runtime_env of the application" in capsys.readouterr().out

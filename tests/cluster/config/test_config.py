@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from ray import cloudpickle
 from ray.serve import Application
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.app import build, build_application
 from cluster.config.build import (
@@ -31,12 +32,15 @@ from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
     CONSTANTS,
+    IMPORT_PATH,
+    SERVE_NAMES,
     ConfigError,
     LegatoConfig,
     cluster_secret,
     draw_secret,
     give_secret,
     load_config,
+    load_document,
 )
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
@@ -53,6 +57,11 @@ ROOT = Path(__file__).parents[3]
 FILES = [path for path in sorted((ROOT / "ray_configs").glob("*.yaml")) if "\napplications:\n" in path.read_text()]
 QWEN3_8B = replace(LLAMA_3_1_8B, name="Qwen3-8B", num_layers=36, intermediate_size=12288, vocab_size=151_936)
 GIVEN = "0123456789abcdef"  # the shortest that will do
+
+
+def served(tree: Mapping[str, Any]) -> str:
+    """The text of a Serve config file of Legato with these settings."""
+    return yaml.safe_dump({"applications": [{"import_path": IMPORT_PATH, "args": dict(tree)}]})
 
 
 def test_the_shipped_files_are_there() -> None:
@@ -148,6 +157,7 @@ def test_a_model_in_one_word_is_its_ref() -> None:
     assert load_config({"model": "gemma3-270m"}) == load_config({"model": {"ref": "gemma3-270m"}})
     with pytest.raises(ConfigError, match=r"model\.ref"):
         load_config({"model": ""})
+    assert load_config({"models": ["a", "b"]}) == load_config({"models": [{"model": "a"}, {"model": "b"}]})
 
 
 def test_an_application_is_built_before_there_is_a_ray() -> None:
@@ -167,7 +177,7 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"prefill": {"replicas": -1}}, ("prefill.replicas", "-1")),
         ({"prefill": {"replicas": "2"}}, ("prefill.replicas", "integer", "'2'")),
         ({"prefill": {"replicas": True}}, ("prefill.replicas", "integer")),
-        ({"prefill": []}, ("prefill", "[]")),
+        ({"prefill": []}, ("prefill: write settings below it", "[]")),
         ({"decode": {"replicas": 0}}, ("decode.replicas",)),
         (
             {"transfer": {"transport": "nccl"}, "prefill": {"num_gpus": 1}},
@@ -250,7 +260,14 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ),
         ({"workers": 3, "decode": {"replicas": 2}}, ("workers is 3", "decode.replicas is given", "leave out")),
         ({"workers": 3, "prefill": {"replicas": 1}}, ("workers is 3", "prefill.replicas is given", "leave out")),
-        ({"workers": 3, "prefill": None}, ("prefill", "valid dictionary")),
+        ({"workers": 3, "prefill": None}, ("prefill is empty; give it a value, or leave the line out",)),
+        ({"model": None}, ("model is empty; give it a value, or leave the line out",)),
+        ({"kv": {"decode": {"memory": None}}}, ("kv.decode.memory is empty",)),
+        ({"prefill": 2}, ("prefill: write settings below it, of num_cpus, num_gpus", "not 2")),
+        ({"models": "a/b"}, ("models: write a list, such as [a/b], not 'a/b'",)),
+        ({"gateway": {"cors_origins": "https://x"}}, ("gateway.cors_origins: write a list, such as [https://x]",)),
+        ({"slo": {"classes": {"a": {"service_tiers": "flex"}}}}, ("service_tiers: write a list, such as [flex]",)),
+        ({"slo": {"classes": ["a"]}}, ("slo.classes: write a mapping, such as {NAME: ...}, not ['a']",)),
         ({"workers": 0}, ("workers", "greater than or equal to 1")),
         (
             {"workers": 2, "scheduler": {"local_prefill_below_tokens": 64}},
@@ -441,6 +458,88 @@ def test_bad_files(tmp_path: Path, text: str, mention: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert mention in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_what_serve_heeds_is_known() -> None:
+    """A name that it has gained would be refused, and one that it has lost would pass."""
+    schemas = {(): ServeDeploySchema, ("http_options",): HTTPOptionsSchema, ("applications", 0): ServeApplicationSchema}
+    assert {path: set(schema.model_fields) for path, schema in schemas.items()} == SERVE_NAMES
+
+
+QUICKSTART = (ROOT / "ray_configs" / "quickstart.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mentions"),
+    [
+        (
+            "http_options:",
+            "http_option:",
+            ("line 5: http_option is no option of Serve's", "did you mean http_options?"),
+        ),
+        ("proxy_location:", "proxy_locatoin:", ("line 4: proxy_locatoin is", "did you mean proxy_location?")),
+        ("controller_options:", "controller_option:", ("controller_option is", "did you mean controller_options?")),
+        ("port: 8000", "prt: 8000", ("line 5: http_options.prt is no option", "did you mean port?")),
+        ("port: 8000", "port: eighty", ("line 5: http_options.port is 'eighty'",)),
+        (
+            "port: 8000",
+            "ssl_keyfile: k.pem, ssl_certfile: c.pem",
+            ("line 5: http_options has ssl_keyfile and ssl_certfile", "end TLS in a proxy of your own"),
+        ),
+        ("app:build", "appp:build", ("import_path is cluster.appp:build; that of Legato is cluster.app:build",)),
+        ("    import_path: cluster.app:build\n", "", ("applications[0].import_path is missing",)),
+        (
+            "    args:\n",
+            "    decode: {replicas: 2}\n    args:\n",
+            ("line 26: applications[0].decode is", "put it below `args` of the application"),
+        ),
+        ("applications:\n", "model: {ref: other}\napplications:\n", ("line 22: model is no", "put it below `args`")),
+        ("    args:\n", "    args:\n    envs:\n", ("applications[0].args is empty", "envs is no option of Serve's")),
+    ],
+)
+def test_what_ray_would_ignore_is_refused(tmp_path: Path, before: str, after: str, mentions: tuple[str, ...]) -> None:
+    """A setting beside `args` would serve another model than the one that is meant."""
+    assert before in QUICKSTART
+    path = tmp_path / "served.yaml"
+    path.write_text(QUICKSTART.replace(before, after, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_document(path)
+    for mention in mentions:
+        assert mention in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "model: {ref: gemma3-270m}"])
+def test_what_serve_cannot_run_is_no_document(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"no `applications`: put them under `applications\[0\]\.args`"):
+        load_document(path)
+
+
+def test_the_rest_of_a_file_is_told_with_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(QUICKSTART.replace("port: 8000", "prt: 1").replace("kv:", "kvs:"))
+    with pytest.raises(ConfigError) as caught:
+        load_document(path)
+    first, second = str(caught.value).splitlines()
+    assert "line 5: http_options.prt" in first and "line 29: kvs is no setting" in second
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: {max_model_len: 010000}", "line 1: YAML reads 010000 as 4096, of base 8"),
+        ("decode:\n  max_num_seqs: 1:30", "line 2: YAML reads 1:30 as 90, of base 60"),
+        ("on: 1", "line 1: on is no text, YAML reads it as True"),
+        ("kv:\n  1: {}", "line 2: 1 is no text, YAML reads it as 1"),
+    ],
+)
+def test_what_yaml_reads_as_something_else_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert told in str(caught.value)
 
 
 def test_parts_of_a_file_may_be_used_again(tmp_path: Path) -> None:

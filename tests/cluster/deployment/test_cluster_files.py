@@ -17,7 +17,7 @@ from ray._common.runtime_env_uri import Protocol, parse_uri
 from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config.load import LegatoConfig, load_config
+from cluster.config.load import ConfigError, LegatoConfig, load_config, load_document
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 from cluster.deployment.worker import DRAIN_S
 from tests.cluster.config.test_config import FILES, ROOT
@@ -90,6 +90,28 @@ def test_serve_and_legato_take_what_the_service_serves() -> None:
     assert config.network.host == "node" and config.network.require_ray_token
     variables = found["controller_options"]["runtime_env"]["env_vars"]
     assert variables.keys() == SERVE_ENVIRONMENT.keys()
+
+
+def test_the_configuration_in_the_service_is_checked_where_it_stands(tmp_path: Path) -> None:
+    """Also where the file holds other objects of Kubernetes beside it."""
+    assert load_document(KUBERAY, manifests=True) == serve_config()
+    text = KUBERAY.read_text(encoding="utf-8")
+    (number,) = [number for number, line in enumerate(text.splitlines(), 1) if "wait_for_nodes: true" in line]
+    path = tmp_path / "service.yaml"
+    path.write_text(text.replace("wait_for_nodes: true", "wait_for_node: true", 1) + "---\nkind: Service\n")
+    told = f"service.yaml, line {number}: wait_for_node is no setting; did you mean wait_for_nodes"
+    with pytest.raises(ConfigError, match=told):
+        load_document(path, manifests=True)
+    path.write_text("kind: Service\napiVersion: v1\n")
+    with pytest.raises(ConfigError, match=r"a manifest of kind Service without `spec\.serveConfigV2`"):
+        load_document(path, manifests=True)
+
+
+def test_a_file_for_another_program_says_which() -> None:
+    with pytest.raises(ConfigError, match=r"is for `kubectl apply`: `legato check .*kuberay\.yaml` checks"):
+        load_document(KUBERAY)
+    with pytest.raises(ConfigError, match=r"is for `ray up` .* check ray_configs/gpu_autoscale\.yaml\."):
+        load_document(RAY_UP, manifests=True)
 
 
 def test_every_pool_of_the_service_has_its_pods() -> None:

@@ -15,11 +15,10 @@ import ray
 import yaml
 
 from cluster.__main__ import main
-from cluster.config.load import ConfigError
+from cluster.config.load import IMPORT_PATH, ConfigError, http_options
 from cluster.deployment import local_cluster
 from cluster.deployment.local_cluster import (
     Interruption,
-    http_options,
     read_document,
     show_first_answer,
     stopping,
@@ -68,7 +67,7 @@ def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     try:
         with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(KeyboardInterrupt):
             local_cluster.serve_document(
-                {"http_options": {"port": free_port()}, "applications": [{"name": "legato", "args": {}}]}
+                {"http_options": {"port": free_port()}, "applications": [{"import_path": IMPORT_PATH, "args": {}}]}
             )
     finally:
         for number, handler in kept.items():

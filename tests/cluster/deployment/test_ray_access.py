@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.config import HTTPOptions
 
 from cluster.config.load import ConfigError, load_config
 from cluster.deployment import ray_access
+from cluster.deployment.announce import describe_http, describe_start
 from cluster.deployment.ray_access import HAPROXY_PORTS, keep_ray_on_loopback, require_token
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, unset
 from tests.cluster.config.test_config import FILES
@@ -108,3 +110,22 @@ def test_what_is_unset_is_said_with_what_it_costs() -> None:
     assert "`no option splice-request`: where a client leaves, its gateway is not told" in left
     os.environ.update(SERVE_ENVIRONMENT)
     assert unset() == []
+
+
+def test_a_key_that_haproxy_does_not_heed_is_told() -> None:
+    """By `serve run`, whose file nobody of Legato's has seen before."""
+    plain, keyed = HTTPOptions(host="127.0.0.1"), HTTPOptions(host="127.0.0.1", ssl_keyfile="k", ssl_certfile="c")
+    assert list(describe_http(keyed, "m")) == ["serves m on https://127.0.0.1:8000/v1"]
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+    assert list(describe_http(plain, "m")) == ["serves m on http://127.0.0.1:8000/v1"]
+    where, warning = describe_http(keyed, "m")
+    assert where.startswith("serves m on http://") and "HTTP is NOT encrypted" in warning
+
+
+def test_the_default_model_is_served_with_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    told = "no `model` is given below `args`"
+    describe_start(load_config({"decode": {"replicas": 2}}))
+    assert told in capfd.readouterr().out
+    for tree in {"model": "gemma3-270m"}, {"models": ["gemma3-270m"]}:
+        describe_start(load_config(tree))
+        assert told not in capfd.readouterr().out
