@@ -18,6 +18,7 @@ refused; one that becomes a setting leaves it.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
@@ -419,12 +420,25 @@ class NetworkSettings(Settings):
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str) -> str:
-        if host in ("0.0.0.0", "::"):
+        if host in ("node", "localhost"):
+            return "127.0.0.1" if host == "localhost" else host
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError as error:
+            raise ValueError(
+                f"{host} is no address; write an IP address, such as 127.0.0.1, or node, for each node's own"
+            ) from error
+        if address.is_unspecified:
             raise ValueError(
                 f"{host} is every address of a machine, and others are told where to connect to; write node, for each"
                 " node's own"
             )
         return host
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other machine, and no other node, reaches what listens on `host`."""
+        return self.host != "node" and ipaddress.ip_address(self.host).is_loopback
 
 
 class SchedulerSettings(Settings):
@@ -769,6 +783,15 @@ class LegatoConfig(ServedSettings):
                 " one, set the variable LEGATO_SECRET to it on every node before Ray starts there, and remove this one"
             )
         return tree
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.wait_for_nodes and self.network.is_loopback:
+            raise ValueError(
+                f"wait_for_nodes is on, but network.host is {self.network.host}, where no process of another node is"
+                " reached; set network.host: node"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_wait(self) -> Self:

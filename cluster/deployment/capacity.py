@@ -52,8 +52,9 @@ def live_nodes() -> list[Resources]:
 
 
 def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:
-    """Check that the nodes can hold what the configuration starts. `nodes`: what each live node has in all. Raises
-    ConfigError with one sentence if they cannot, unless the configuration says to wait for nodes."""
+    """Check that the nodes can hold what the configuration starts, and that it reaches itself there. `nodes`: what each
+    live node has in all. Raises ConfigError with one sentence if they cannot, unless the configuration says to wait for
+    nodes. What passes may still not fit: which processes share a node is Ray's to say."""
     if config.wait_for_nodes:
         return
     wanted = needs(config)
@@ -74,6 +75,35 @@ def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:
                     f"Each {need.what} needs {_amount(need.each[resource], resource)} on one node and the largest has"
                     f" {largest:g}. {_advice([need], resource)}"
                 )
+    for need in wanted:
+        _require_places(need, wanted, nodes)
+    on = [node for node in nodes if any(_places(need.each, node) for need in wanted)]
+    if len(on) > 1 and config.network.is_loopback:
+        raise ConfigError(
+            f"network.host is {config.network.host}, where no process of another node is reached, and this Ray cluster"
+            f" has {len(on)} nodes that processes may be put on. Set network.host: node."
+        )
+
+
+def _require_places(need: ProcessNeed, wanted: Sequence[ProcessNeed], nodes: Sequence[Resources]) -> None:
+    """Check that there are as many places for a process of this kind as there are processes that take no less: each is
+    on one node, and what several nodes have left together is no place. Raises ConfigError."""
+    taken = {resource: amount for resource, amount in need.each.items() if amount}
+    for least in (*({resource: amount} for resource, amount in taken.items()), taken):
+        alike = [each for each in wanted if all(each.each.get(name, 0.0) >= least[name] for name in least)]
+        number, places = sum(each.replicas for each in alike), sum(_places(least, node) for node in nodes)
+        if least and number > places:
+            parts = ", ".join(f"{each.replicas} {each.what}{'s' * (each.replicas > 1)}" for each in alike)
+            amounts = " and ".join(_amount(amount, resource) for resource, amount in least.items())
+            raise ConfigError(
+                f"The configuration needs {number} places ({parts}) of at least {amounts}, each on one node, and the"
+                f" Ray cluster has {places}. {_advice(alike, next(iter(least)))}"
+            )
+
+
+def _places(each: Resources, node: Resources) -> int:
+    """How many processes that take so much each a node has room for; 1 if they take nothing."""
+    return min((int((node.get(name, 0.0) + 1e-6) // amount) for name, amount in each.items() if amount), default=1)
 
 
 def _amount(number: float, resource: str) -> str:

@@ -107,7 +107,7 @@ def asks_for_token() -> bool:
 def require_token(config: LegatoConfig) -> None:
     """Check that Ray asks for a token if other machines reach this cluster.
     Raises ConfigError if it lets everybody in."""
-    if config.network.host == "127.0.0.1" or not config.network.require_ray_token or asks_for_token():
+    if config.network.is_loopback or not config.network.require_ray_token or asks_for_token():
         return
     raise ConfigError(
         f"network.host is {config.network.host!r}, so other machines reach this cluster, and Ray asks for no token:"

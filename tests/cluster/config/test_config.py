@@ -276,6 +276,8 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"model": "."}, ("model: ref is '.'", "give a served_name")),
         ({"model": {"ref": "models/x", "served_name": ".."}}, ("model: ref is 'models/x'",)),
         ({"network": {"host": "0.0.0.0"}}, ("network.host: 0.0.0.0 is every address", "write node")),
+        ({"network": {"host": "Node"}}, ("network.host: Node is no address", "or node, for each node's own")),
+        ({"wait_for_nodes": True}, ("wait_for_nodes is on, but network.host is 127.0.0.1", "set network.host: node")),
         ({"slo": {"classes": {"büro": {}}, "default": "büro"}}, ("slo", "'büro' cannot", "ASCII")),
         ({"slo": {"classes": {"a\nb": {}}, "default": "a\nb"}}, ("slo", "'a\\nb' cannot")),
         ({"slo": {"clases": {}}}, ("slo.clases", "did you mean classes?")),

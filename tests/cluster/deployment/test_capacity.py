@@ -83,6 +83,42 @@ def test_a_missing_custom_resource_is_named() -> None:
 
 def test_nodes_that_ray_will_add_are_waited_for() -> None:
     room(
-        {"wait_for_nodes": True, "decode": {"num_gpus": 8, "tensor_parallel": 8}, "kv": {"decode": {"host_memory": 0}}},
+        {
+            "wait_for_nodes": True,
+            "network": {"host": "node"},
+            "decode": {"num_gpus": 8, "tensor_parallel": 8},
+            "kv": {"decode": {"host_memory": 0}},
+        },
         {"CPU": 1},
     )
+
+
+def test_what_nodes_have_left_together_is_no_place() -> None:
+    tree: dict[str, Any] = {
+        "network": {"host": "node"},
+        "prefill": {"replicas": 3, "num_cpus": 3},
+        "decode": {"num_cpus": 3},
+    }
+    nodes = [{"CPU": cpus} for cpus in (4.0, 4.0, 4.0, 1.0)]
+    told = (
+        r"needs 4 places \(3 prefill workers, 1 decode worker\) of at least 3 CPUs, each on one node, .* has 3\. Lower"
+    )
+    with pytest.raises(ConfigError, match=told):
+        room(tree, *nodes)
+    room(tree, {"CPU": 6.0}, *nodes)
+    room({**tree, "decode": {"num_cpus": 0.5}}, *nodes)
+    on_gpu = {**tree, "prefill": {"replicas": 1, "num_cpus": 8, "num_gpus": 1}, "decode": {"num_cpus": 1}}
+    with pytest.raises(ConfigError, match=r"needs 1 places .* of at least 8 CPUs and 1 GPUs"):
+        room(on_gpu, {"CPU": 8.0}, {"CPU": 4.0, "GPU": 1.0})
+
+
+def test_loopback_is_one_node() -> None:
+    """Workers of two would each be reached by nobody else, and /health say 503 for ever."""
+    (path,) = (path for path in FILES if path.name == "gpu_1p1d.yaml")
+    config = load_config(path)
+    node = {"CPU": 10.0, "GPU": 2.0}
+    require_room(config, [node])
+    require_room(config, [node, {"CPU": 0.0}])
+    with pytest.raises(ConfigError, match=r"network\.host is 127\.0\.0\.1, .* has 2 nodes .* Set network\.host: node"):
+        require_room(config, [node, node])
+    room({"network": {"host": "node"}}, {"CPU": 2.0}, {"CPU": 2.0})

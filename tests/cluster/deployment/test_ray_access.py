@@ -92,7 +92,8 @@ def test_several_machines_need_rays_token(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray_access, "asks_for_token", lambda: True)
     require_token(several)
     monkeypatch.setattr(ray_access, "asks_for_token", lambda: False)
-    require_token(load_config({}))
+    for host in ("127.0.0.1", "localhost", "127.0.0.2", "::1"):
+        require_token(load_config({"network": {"host": host}}))
     require_token(load_config({"network": {"host": "node", "require_ray_token": False}}))
     with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE=token .* network.require_ray_token: false"):
         require_token(several)
