@@ -66,11 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(str(error))
         else:
             bytes_on_cpu += [_bytes_on_cpu(served, workers)] if workers else []
-    for note in (
-        *_serve_notes(document),
-        *_storage_notes(config),
-        *(_notes(config, sum(bytes_on_cpu)) if bytes_on_cpu else ()),
-    ):
+    notes = [*_serve_notes(document), *_setting_notes(config)]
+    if bytes_on_cpu:
+        notes += _notes(config, sum(bytes_on_cpu))
+    for note in notes:
         print(f"Note: {note}")
     return _tell(list(dict.fromkeys(problems)))
 
@@ -118,12 +117,29 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
         try:
+            _require_drafter(role, config, folder)
             workers[role] = worker_memory(role, config, folder)
         except ValueError as error:
             problems.append(f"a {role} worker: {error}")
         else:
             print("\n".join(_table(role, config, workers[role])), flush=True)
     return workers
+
+
+def _require_drafter(role: Role, config: LegatoConfig, folder: Path) -> None:
+    """Check that what drafts for the model in `folder` on such a worker can, if there is any and it is on this machine.
+    Raises ValueError where it cannot, or where a folder is not there."""
+    from cluster.config.build import engine_config
+    from engine.steps.loading import heads_for, require_draft_fits
+
+    engine = engine_config(role, config)
+    if engine.draft_ref is None or heads_for(engine.draft_ref, folder, engine.backend) is not None:
+        return
+    draft_folder = find_model(engine.draft_ref)
+    if draft_folder is None:
+        print(f"{engine.draft_ref}, which drafts, is not on this machine: whether it can was not looked at.")
+    else:
+        require_draft_fits(engine, folder, draft_folder)
 
 
 def _computed_by(config: LegatoConfig, folder: Path) -> str:
@@ -531,9 +547,11 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str]:
     """Yields the lines of a table of a worker's memory."""
+    from cluster.config.build import largest_step
+
     pool, kv = config.pools[role], config.kv.pools[role]
     where = f"{pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}" if pool.num_gpus else "the CPU"
-    step = max(config.prefill.chunk_tokens, config.decode.chunk_tokens + config.decode.max_num_seqs)
+    step = largest_step(config).num_tokens
     yield f"Each {role} worker, on {where}:"
     chosen = f"{found.token_bytes / 2**20:,.0f} MiB for each token" if found.token_bytes < found.weight_bytes else ""
     whole = f"{found.whole_experts} whole experts of a layer in a process" if found.whole_experts else ""
@@ -571,8 +589,9 @@ def _serve_notes(document: dict[str, Any]) -> Iterator[str]:
         yield f"`legato serve` refuses {' and '.join(ignored)} of the application, which `serve run` alone heeds"
 
 
-def _storage_notes(config: LegatoConfig) -> Iterator[str]:
-    """Yields a note where gateways of several nodes would each keep what clients leave in a folder of its own node."""
+def _setting_notes(config: LegatoConfig) -> Iterator[str]:
+    """Yields what is no mistake for sure: gateways of several nodes that would each keep what clients leave in a folder
+    of its own node, a folder of adapters that is not here, settings that nobody heeds."""
     gateway = config.gateway
     folder = GatewaySettings.model_fields["storage"].default
     if config.network.host == "node" and gateway.replicas > 1 and gateway.storage == folder:
@@ -581,6 +600,10 @@ def _storage_notes(config: LegatoConfig) -> Iterator[str]:
             f" {folder}, which each node has for itself: which of them are found would depend on the gateway that"
             " answers; set gateway.storage to a folder that all nodes see, or to null, and such requests are refused"
         )
+    for adapters in (served.adapters.folder for served in config.served):
+        if adapters is not None and not Path(adapters).expanduser().is_dir():
+            yield f"adapters.folder is {adapters}, which is not here; gateways make it where they run, without adapters"
+    yield from config.unheeded()
 
 
 def _notes(config: LegatoConfig, together: int) -> Iterator[str]:

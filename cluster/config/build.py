@@ -100,7 +100,7 @@ def decode_worker(config: LegatoConfig) -> DecodeWorkerConfig:
 
 def transfer_config(config: LegatoConfig) -> TransferConfig:
     made = TransferConfig(transport=config.transfer.transport)
-    if config.prefill.num_gpus or config.decode.num_gpus:
+    if any(pool.num_gpus for pool in config.pools.values() if pool.replicas):
         made = replace(made, slab_bytes=32 * 2**20, num_slabs=16, num_connections=4)
     return config.tuned(made)
 
@@ -129,7 +129,7 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
         kv_bytes=kv.memory.num_bytes,
         kv_blocks=kv.memory.num_blocks,
         kv_share=kv.memory.share,
-        largest_step=_largest_step(config),
+        largest_step=largest_step(config),
         staging_bytes=kv.staging if config.kv.layerkv == "auto" and kv.has_host_memory else 0,
         num_threads=pool.threads,
         tensor_parallel=pool.tensor_parallel,
@@ -147,11 +147,13 @@ def engine_config(role: Role, config: LegatoConfig) -> EngineConfig:
     return config.tuned(made)
 
 
-def _largest_step(config: LegatoConfig) -> StepSize:
-    """The largest step of either role: a worker may change its role, and its memory stays as it is."""
+def largest_step(config: LegatoConfig) -> StepSize:
+    """The largest step of the roles that there are: a worker may change its role, and its memory stays as it is."""
     decode = config.decode
     return StepSize(
-        num_tokens=max(config.prefill.chunk_tokens, decode.chunk_tokens + decode.max_num_seqs),
+        num_tokens=max(
+            0 if config.is_colocated else config.prefill.chunk_tokens, decode.chunk_tokens + decode.max_num_seqs
+        ),
         num_seqs=decode.max_num_seqs,
     )
 

@@ -743,6 +743,25 @@ class LegatoConfig(ServedSettings):
         for index, served in enumerate(self.served):
             yield (f"models.{index}." if self.models else ""), served
 
+    def unheeded(self) -> Iterator[str]:
+        """Yields sentences that name settings which are given and which nobody heeds: those of prefill workers where
+        there are none."""
+        for where, served in self._each_served():
+            branches: dict[str, Settings] = {"prefill": served.prefill, "kv.prefill": served.kv.prefill}
+            given = [
+                f"{where}{branch}.{name}"
+                for branch, settings in branches.items()
+                for name in settings.model_fields_set - {"replicas", "autoscaling"}
+                if getattr(settings, name) != type(settings).model_fields[name].default
+            ]
+            if served.is_colocated and given:
+                why = (
+                    f"{where}prefill.replicas is 0"
+                    if served.workers is None
+                    else f"of {where}workers there is one type"
+                )
+                yield f"{_listed(given)}: nobody heeds it, as {why}; decode and kv.decode say what each worker has"
+
     @field_validator("models", mode="before")
     @classmethod
     def _each_named_by_its_ref(cls, models: Any) -> Any:

@@ -53,7 +53,7 @@ def describe_start(config: LegatoConfig) -> None:
     say(f"starts {config.names}: {parts}.")
     if not config.models and "model" not in config.model_fields_set:
         say("no `model` is given below `args`, so this is the one that is served by default.")
-    for sentence in [*unset(), *open_doors()]:
+    for sentence in [*config.unheeded(), *unset(), *open_doors()]:
         say(sentence)
     has_disk = any(served.kv.disk is not None for served in config.served)
     if has_disk and not config.gateway.share_prefixes and draw_secret() is not None:

@@ -490,7 +490,7 @@ def load_model(
     folder = resolve_model(config.model_ref, backend=config.backend)
     draft = heads = None
     if config.draft_ref is not None:
-        heads = _heads_for(config.draft_ref, folder, config.backend)
+        heads = heads_for(config.draft_ref, folder, config.backend)
         if heads is None:
             draft, config = _load_draft(config, config.draft_ref, folder)
     runner = load_runner(folder, config, host_memory, progress)
@@ -523,7 +523,7 @@ def _adapters(runner: ModelRunner, engine: EngineConfig) -> AdapterPool | None:
     return adapter_pool(runner.model, runner.config, max_loaded=engine.max_adapters, max_rank=engine.max_adapter_rank)
 
 
-def _heads_for(ref: str, folder: Path, backend: Backend) -> tuple[Path, HeadsConfig] | None:
+def heads_for(ref: str, folder: Path, backend: Backend) -> tuple[Path, HeadsConfig] | None:
     """The heads in a folder, for the model in `folder`; None: `ref` is a model. Raises ValueError, before anything is
     loaded, where they are not for this model."""
     heads_folder = Path(ref).expanduser()
@@ -563,12 +563,7 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
     """The model that drafts for the one in `folder`, by one process, and what `config` leaves to that one: both hold KV
     of as many tokens. Raises ValueError, before anything is loaded, where the two do not go together."""
     draft_folder = resolve_model(ref)
-    require_same_vocabulary(folder, draft_folder)
-    if config.kv_share is not None:
-        raise ValueError(
-            "with a draft model the KV memory of decode workers has to be given as a size or in blocks, not as a share"
-            " of the device's: set kv.decode.memory to 8GiB, for example"
-        )
+    require_draft_fits(config, folder, draft_folder)
     alone = replace(config, model_ref=ref, draft_ref=None, backend="auto", max_model_len=None, layers_per_group=None)
     alone = replace(alone, host_bytes=0, staging_bytes=0, batch_invariant=False, max_adapters=0)
     alone = replace(alone, tensor_parallel=1, expert_parallel=None)
@@ -585,8 +580,14 @@ def _bytes_per_column(folder: Path, engine: EngineConfig) -> int:
     return layout.block_bytes * layout.num_layer_groups
 
 
-def require_same_vocabulary(folder: Path, draft_folder: Path) -> None:
-    """Raises ValueError where a token of one model is not the same token of the other."""
+def require_draft_fits(config: EngineConfig, folder: Path, draft_folder: Path) -> None:
+    """Check that the model in `draft_folder` can draft for the one in `folder` on a worker of this config: a token of
+    one is the same token of the other, and it is said how much KV both have. Raises ValueError."""
+    if config.kv_share is not None:
+        raise ValueError(
+            "with a draft model the KV memory of decode workers has to be given as a size or in blocks, not as a share"
+            " of the device's: set kv.decode.memory to 8GiB, for example"
+        )
     sizes = [read_config(path).vocab_size for path in (folder, draft_folder)]
     if sizes[0] != sizes[1]:
         reason = f"one has {sizes[0]} tokens, the other {sizes[1]}"

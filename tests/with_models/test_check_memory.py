@@ -27,7 +27,7 @@ from engine.steps.loading import DtypeName, LoadedModel, load_model
 from tests.cluster.config.test_config import served
 from tests.support.adapters import write_adapter
 from tests.support.model_families import VOCAB_SIZE, build_oracle
-from tests.support.small_models import SmallModel, runner_of
+from tests.support.small_models import SmallModel, runner_of, shallower
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mixtral", "gpt-oss", "phi-3"])
@@ -190,6 +190,29 @@ def test_what_a_worker_would_refuse(
     assert main() == 1
     out, err = capsys.readouterr()
     assert err.startswith("error: a decode worker: ") and told in err and "The settings are valid" in out
+
+
+def test_what_cannot_draft(
+    llama: SmallModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a worker says it once it has begun to load."""
+    (tmp_path / "draft").mkdir()
+    build_oracle("llama", tmp_path / "other", vocab_size=VOCAB_SIZE + 64)
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    small = {"memory": "64KiB", "host_memory": 0}
+    for draft, memory, told in (
+        (str(shallower(llama, tmp_path / "draft")), small, None),
+        (str(tmp_path / "draft"), {"memory": "50%"}, "not as a share"),
+        (str(tmp_path / "other"), small, "has another vocabulary"),
+        (str(tmp_path / "drft"), small, "is not known"),
+    ):
+        tree = {"model": str(llama.folder), "workers": 1, "kv": {"decode": memory}, "decode": {"draft_model": draft}}
+        path = tmp_path / "served.yaml"
+        path.write_text(served(tree))
+        monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+        assert main() == (told is not None)
+        err = capsys.readouterr().err
+        assert (told or "") in err and (told is None or err.startswith("error: a decode worker: "))
 
 
 def test_weights_that_cannot_be_rounded(

@@ -9,6 +9,7 @@ import yaml
 
 from cluster.__main__ import main
 from cluster.config.load import ConfigError, load_config
+from cluster.deployment.announce import describe_start
 from tests.cluster.config.test_config import ROOT, served
 
 SERVED = """\
@@ -158,3 +159,27 @@ def test_what_serve_itself_refuses_or_heeds_alone(
     assert "logging_config.encoding: Serve says: Value error, Got 'XML' for encoding" in capsys.readouterr().err
     assert checked(monkeypatch, str(ROOT / "ray_configs" / "runtime_env.yaml")) == 0
     assert "Note: `legato serve` refuses runtime_env of the application" in capsys.readouterr().out
+
+
+def test_a_folder_of_adapters_that_gateways_would_make(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "served.yaml"
+    for folder, is_noted in ((tmp_path, False), (tmp_path / "adaptors", True)):
+        path.write_text(served({"model": "nobody/has-this", "adapters": {"folder": str(folder)}}))
+        assert checked(monkeypatch, str(path)) == 0
+        assert (f"Note: adapters.folder is {folder}, which is not here" in capsys.readouterr().out) == is_noted
+    assert not folder.exists()
+
+
+def test_settings_that_nobody_heeds_are_noted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By `serve run`, too."""
+    path = tmp_path / "served.yaml"
+    path.write_text(served({"model": "nobody/has-this", "workers": 2, "prefill": {"num_gpus": 1}}))
+    assert checked(monkeypatch, str(path)) == 0
+    told = "prefill.num_gpus: nobody heeds it, as of workers there is one type"
+    assert f"Note: {told}" in capfd.readouterr().out
+    describe_start(load_config(path))
+    assert f"Legato: {told}" in capfd.readouterr().out

@@ -386,6 +386,26 @@ def test_batch_invariance_may_be_asked_of_cpus() -> None:
     assert load_config({"model": {"batch_invariant": True}}).model.batch_invariant
 
 
+def test_settings_of_prefill_workers_that_there_are_none_of() -> None:
+    """They are told, change nothing, and a dump of them all is not taken for what was given."""
+    pool = {"num_gpus": 1, "chunk_tokens": 100_000}
+    given: dict[str, Any] = {"prefill": pool, "kv": {"prefill": {"memory": "2GiB"}, "decode": {"memory": "2GiB"}}}
+    names = "kv.prefill.memory, prefill.chunk_tokens, prefill.num_gpus: nobody heeds it"
+    one_type, colocated = (
+        load_config({"workers": 2, **given}),
+        load_config(given | {"prefill": {"replicas": 0, **pool}}),
+    )
+    for config, why in ((one_type, "of workers there is one type"), (colocated, "prefill.replicas is 0")):
+        assert list(config.unheeded()) == [f"{names}, as {why}; decode and kv.decode say what each worker has"]
+        alone = load_config({"prefill": {"replicas": 0}})
+        assert transfer_config(config) == transfer_config(alone)
+        assert engine_config("decode", config).largest_step == engine_config("decode", alone).largest_step
+    (told,) = load_config({"models": ["a", {"model": "b", "workers": 1, "prefill": pool}]}).unheeded()
+    assert told.startswith("models.1.prefill.chunk_tokens, models.1.prefill.num_gpus: nobody heeds it, as of models.1.")
+    for tree in {}, {"workers": 2}, given, load_config({"workers": 2}).model_dump():
+        assert not list(load_config(tree).unheeded())
+
+
 def test_every_problem_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"prefill": {"replicas": -1}, "decode": {"replica": 2}})
