@@ -17,6 +17,7 @@ from kv_transfer.tiers.config import Budget
 _UNITS: Final = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*")
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_LEAST_BARE: Final = 2**20  # bytes that need no unit
 _BLOCKS: Final = re.compile(r"\s*(\d+)\s*blocks?\s*")
 
 
@@ -46,6 +47,9 @@ def format_size(num_bytes: int) -> str:
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 
+OrNothing = BeforeValidator(lambda value: None if value == "" else value)
+"""For texts that may be left out: one without a character says so, too."""
+
 OrOff = BeforeValidator(lambda value: "off" if value is False else value)
 """For fields that may be "off": written without quotes in YAML, that is a truth value."""
 
@@ -58,9 +62,18 @@ def parse_budget(value: object) -> Budget:
     if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
         return Budget(share=float(match[1]) / 100)
     try:
-        return Budget(num_bytes=parse_size(value))
+        num_bytes = parse_size(value)
     except ValueError as error:
         raise ValueError(f"{error} (or a share of what the machine has, such as 25%)") from error
+    _require_unit(value, num_bytes)
+    return Budget(num_bytes=num_bytes)
+
+
+def _require_unit(value: object, num_bytes: int) -> None:
+    """Raises ValueError for a bare number so small that a unit or a percent sign must have been meant."""
+    if 0 < num_bytes < _LEAST_BARE and str(value).strip().isdecimal():
+        meant = f"did you mean {num_bytes}%, or {num_bytes}GiB?" if num_bytes <= 100 else "write its unit, such as GiB"
+        raise ValueError(f"{value} is a number of bytes, which holds no KV; {meant}")
 
 
 def format_budget(budget: Budget) -> str:
@@ -98,11 +111,13 @@ class KvMemory:
         if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
             return cls(share=float(match[1]) / 100)
         try:
-            return cls(num_bytes=parse_size(value))
+            num_bytes = parse_size(value)
         except ValueError as error:
             raise ValueError(
                 f"{error} (or a number of blocks, such as 4096 blocks, or a share, such as 90%)"
             ) from error
+        _require_unit(value, num_bytes)
+        return cls(num_bytes=num_bytes)
 
     def __str__(self) -> str:
         if self.share is not None:

@@ -27,9 +27,9 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, OrOff, Settings, SizeBytes
+from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, OrNothing, OrOff, Settings, SizeBytes
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
 from engine.text.formats import ReasoningFormatName, ToolFormatName
 from kv_transfer.tiers.config import Budget
@@ -66,6 +66,7 @@ _NOT_TUNABLE: Final = {
 T = TypeVar("T", bound="DataclassInstance")
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+_InAnyCase = BeforeValidator(lambda level: level.upper() if isinstance(level, str) else level)
 
 
 class ModelSettings(Settings):
@@ -75,7 +76,7 @@ class ModelSettings(Settings):
         description="Built-in model name, local Hugging Face folder, GGUF file, or hub id, which `@REVISION` pins:"
         " `Qwen/Qwen3-0.6B@COMMIT`.",
     )
-    served_name: str | None = Field(
+    served_name: Annotated[str | None, OrNothing] = Field(
         None,
         min_length=1,
         description="Name that clients use; empty: `ref` without revision, or the last part of it where it is a path.",
@@ -147,7 +148,7 @@ class ModelSettings(Settings):
 
 
 class AdapterSettings(Settings):
-    folder: str | None = Field(
+    folder: Annotated[str | None, OrNothing] = Field(
         None,
         min_length=1,
         description="Folder of LoRA adapters, each a folder as PEFT saves it, or a link to one; clients name it as"
@@ -276,6 +277,17 @@ class PoolSettings(Settings):
     resources: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {}, description="Custom Ray resources that each worker takes, to put a pool on nodes of one kind."
     )
+
+    @field_validator("resources")
+    @classmethod
+    def _check_resources(cls, resources: dict[str, float]) -> dict[str, float]:
+        if built_in := resources.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
+            raise ValueError(
+                f"{_listed(built_in)}: no custom resource, and refused by Ray; set num_cpus or num_gpus instead, or"
+                " leave it out"
+            )
+        return resources
+
     threads: int = Field(
         1, ge=1, description="The most threads that compute a step of each worker on a CPU; of each of its processes."
     )
@@ -324,7 +336,7 @@ class DecodeSettings(PoolSettings):
         " grammar forces, from its own text and from earlier answers to the same client, or are drawn from"
         " `draft_model`, where that pays; no token is another one. `off`: one token of each sequence a step.",
     )
-    draft_model: str | None = Field(
+    draft_model: Annotated[str | None, OrNothing] = Field(
         None,
         min_length=1,
         description="Like `model.ref`: a much smaller model of the same vocabulary, loaded beside it, that guesses"
@@ -378,12 +390,12 @@ class GatewaySettings(Settings):
         True,
         description="Tell Ray what `/metrics` has, for who scrapes Ray's nodes; not needed where gateways are scraped.",
     )
-    request_log: str | None = Field(
+    request_log: Annotated[str | None, OrNothing] = Field(
         None,
         min_length=1,
         description="File that each request is appended to when it ends, for `python -m cluster whatif`; empty: none.",
     )
-    storage: str | None = Field(
+    storage: Annotated[str | None, OrNothing] = Field(
         "~/.cache/legato/storage",
         min_length=1,
         description="Folder for what clients leave here: files, batches and responses, below the model's name; gateways"
@@ -454,7 +466,7 @@ class SchedulerSettings(Settings):
         description="A request without a target for its first token waits this long for room, then 429; shorter than"
         " `gateway.request_deadline_s`, which ends it with 504. Empty: half of that, and a minute at most.",
     )
-    decision_log: str | None = Field(
+    decision_log: Annotated[str | None, OrNothing] = Field(
         None,
         min_length=1,
         description="File that every placement, wait and refusal is appended to, as a line of JSON; empty: none.",
@@ -585,6 +597,8 @@ class ServedSettings(Settings):
         if not isinstance(tree, Mapping) or tree.get("workers") is None:
             return tree
         workers = tree["workers"]
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+            return tree  # refused by what it is itself
         if not all(isinstance(tree.get(pool, {}), Mapping) for pool in ("prefill", "decode")):
             return tree  # refused by what these are
         prefill, decode = dict(tree.get("prefill", {})), dict(tree.get("decode", {}))
@@ -693,7 +707,7 @@ class LegatoConfig(ServedSettings):
         description="Size from which the file of `gateway.request_log` or `scheduler.decision_log` is renamed to"
         " NAME.1, in place of the one before, and another one begun.",
     )
-    log_level: LogLevel = Field("INFO", description="Least severe messages that are logged.")
+    log_level: Annotated[LogLevel, _InAnyCase] = Field("INFO", description="Least severe messages that are logged.")
 
     tuning: dict[str, dict[str, Any]] = Field(
         {},

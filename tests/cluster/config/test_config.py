@@ -268,7 +268,16 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"gateway": {"cors_origins": "https://x"}}, ("gateway.cors_origins: write a list, such as [https://x]",)),
         ({"slo": {"classes": {"a": {"service_tiers": "flex"}}}}, ("service_tiers: write a list, such as [flex]",)),
         ({"slo": {"classes": ["a"]}}, ("slo.classes: write a mapping, such as {NAME: ...}, not ['a']",)),
-        ({"workers": 0}, ("workers", "greater than or equal to 1")),
+        (
+            {"decode": {"resources": {"GPU": 1}}},
+            ("decode.resources: GPU: no custom resource", "or num_gpus instead"),
+        ),
+        (
+            {"kv": {"decode": {"memory": 90}}},
+            ("kv.decode.memory: 90 is a number of bytes", "did you mean 90%, or 90GiB?"),
+        ),
+        ({"kv": {"decode": {"host_memory": "20"}}}, ("kv.decode.host_memory: 20 is a number of bytes", "mean 20%")),
+        ({"kv": {"decode": {"memory": 4096}}}, ("4096 is a number of bytes, which holds no KV; write its unit",)),
         (
             {"workers": 2, "scheduler": {"local_prefill_below_tokens": 64}},
             ("scheduler.local_prefill_below_tokens is 64", "`workers` of one type", "leave one of the two out"),
@@ -404,6 +413,23 @@ def test_settings_of_prefill_workers_that_there_are_none_of() -> None:
     assert told.startswith("models.1.prefill.chunk_tokens, models.1.prefill.num_gpus: nobody heeds it, as of models.1.")
     for tree in {}, {"workers": 2}, given, load_config({"workers": 2}).model_dump():
         assert not list(load_config(tree).unheeded())
+
+
+@pytest.mark.parametrize(
+    "tree", [{"workers": 0}, {"workers": "2"}, {"workers": True}, {"kv": {"decode": {"memory": -5}}}, {"log_level": 1}]
+)
+def test_a_problem_is_told_once(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"the configuration: {next(iter(tree))}") and line.count("4096 blocks") <= 1
+
+
+def test_words_that_are_meant_all_the_same() -> None:
+    assert load_config({"log_level": "info"}) == load_config({"log_level": "INFO"})
+    assert load_config({"gateway": {"storage": ""}}).gateway.storage is None
+    assert load_config({"model": {"ref": "a", "served_name": ""}}).model.name == "a"
+    assert load_config({"decode": {"draft_model": ""}, "adapters": {"folder": ""}}) == load_config({})
 
 
 def test_every_problem_is_named() -> None:
