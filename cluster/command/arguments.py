@@ -9,6 +9,7 @@ import argparse
 import sysconfig
 from pathlib import Path
 
+from cluster import build_info
 from cluster.simulation.arguments import (
     add_plan_arguments,
     add_simulate_arguments,
@@ -35,6 +36,16 @@ def guide() -> Path:
     return (checkout if (checkout / docs).is_dir() else Path(sysconfig.get_path("data"), "share/doc/legato")) / docs
 
 
+class _Version(argparse.Action):
+    """Prints the version and exits: what it takes to find out is loaded only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        found = build_info()
+        more = ", ".join(f"{name} {found[name]}" for name in ("commit", "protocol") if name in found)
+        print(f"legato {found['version']} ({more})")
+        parser.exit()
+
+
 def make_parser(prog: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # a path must not be cut in two
     # pip may have put it elsewhere, and then nobody knows where.
@@ -42,6 +53,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=DESCRIPTION, epilog=epilog, allow_abbrev=False, formatter_class=raw
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which Legato this is")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, told: str) -> argparse.ArgumentParser:

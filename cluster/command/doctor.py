@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -240,9 +241,13 @@ def _gpus() -> Iterator[Finding]:
             advice = "Install a torch that was built for this driver's CUDA, or serve with --cpu."
             yield Finding("stop", "torch", told, advice)
     except (ImportError, OSError):
-        return  # told above
+        pass  # told above
     if importlib.util.find_spec("triton") is None:
         yield Finding("stop", "Triton", "is not installed", "pip install 'legato[gpu]', or serve with --cpu.")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        advice = f"Install them (apt-get install python3-dev, for {sys.executable}), or serve with --cpu."
+        yield Finding("stop", "Python's headers", f"{header} is not there, and Triton compiles nothing without", advice)
 
 
 def _nvidia_smi() -> str:

@@ -17,6 +17,7 @@ import httpx
 import openai
 import pydantic
 
+from kv_transfer.messages import PROTOCOL_VERSION
 from tests.support.thoroughness import THOROUGH
 from tests.support.waiting import wait_until
 
@@ -312,7 +313,8 @@ def long_text_is_tokenised(target: Target) -> None:
 def health_and_metrics(target: Target) -> None:
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         assert target.http.request(method, path).json() == {"status": "ready"}
-    assert re.fullmatch(r"[0-9.]+|unknown", target.http.get("/version").json()["version"])
+    version = target.http.get("/version").json()
+    assert re.fullmatch(r"[0-9.]+|unknown", version["version"]) and version["protocol"] == PROTOCOL_VERSION
     assert target.http.get("/load").json()["server_load"] >= 0
     target.chat(max_tokens=2)
     finished = 'legato_requests_total{endpoint="/v1/chat/completions",outcome="finished"}'

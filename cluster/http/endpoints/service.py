@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from cluster import build_info
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
@@ -119,11 +120,8 @@ async def health(api: ApiOf) -> JSONResponse:
 
 
 @router.get("/version", response_model=None)
-async def version() -> dict[str, str]:
-    try:
-        return {"version": importlib.metadata.version("legato")}
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return {"version": "unknown"}
+async def version() -> dict[str, str | int]:
+    return await asyncio.to_thread(build_info)
 
 
 @router.get("/load", response_model=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from cluster import __main__ as commands
+from cluster import build_info
 from cluster.__main__ import main
 from cluster.command import arguments
+from kv_transfer.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,6 +29,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     except SystemExit as end:  # argparse's
         assert isinstance(end.code, int)
         return end.code
+
+
+def test_which_legato_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "--version") == 0
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = re.fullmatch(r"legato (\S+) \((?:commit ([0-9a-f]{12}), )?protocol (\d+)\)\n", capsys.readouterr().out)
+    assert told is not None and (told[1], int(told[3])) == (declared, PROTOCOL_VERSION)
+    assert build_info() == {"version": told[1], "protocol": int(told[3])} | ({"commit": told[2]} if told[2] else {})
 
 
 def test_help_says_where_the_guide_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,4 +164,4 @@ def test_the_script_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         with pytest.raises(SystemExit) as end:
             main()
         assert end.value.code == 0
-        assert f"usage: {shown} [-h] COMMAND" in capsys.readouterr().out
+        assert f"usage: {shown} [-h] [--version] COMMAND" in capsys.readouterr().out

@@ -6,12 +6,14 @@ import os
 import resource
 import socket
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.__main__ import main
+from cluster.command import doctor
 from cluster.command.doctor import Finding, examine
 from cluster.deployment.ray_environment import free_port
 
@@ -63,6 +65,19 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (tmp_path / "mine").touch(mode=0o700)
     monkeypatch.setenv("CXX", str(tmp_path / "mine"))
     assert found("compiler")[0].level == "ok"
+
+
+def test_without_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a machine with a GPU alone: Triton compiles with them."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert not found("headers") or doctor.count_gpus()
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
+    (headers,) = found("headers")
+    assert headers.level == "stop" and headers.told.startswith(f"{tmp_path}/include/Python.h is not there")
+    assert "python3-dev" in headers.advice
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    assert not found("headers")
 
 
 def test_with_too_little_shared_memory() -> None:
