@@ -244,7 +244,7 @@ def _gpus() -> Iterator[Finding]:
         pass  # told above
     if importlib.util.find_spec("triton") is None:
         yield Finding("stop", "Triton", "is not installed", "pip install 'legato[gpu]', or serve with --cpu.")
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
     if not header.is_file():
         advice = f"Install them (apt-get install python3-dev, for {sys.executable}), or serve with --cpu."
         yield Finding("stop", "Python's headers", f"{header} is not there, and Triton compiles nothing without", advice)
