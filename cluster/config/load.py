@@ -40,7 +40,7 @@ _MIN_SECRET_BYTES: Final = 16
 _MERGE, _TEXT, _INTEGER, _NUMBER = (f"tag:yaml.org,2002:{kind}" for kind in ("merge", "str", "int", "float"))
 IMPORT_PATH: Final = "cluster.app:build"
 
-SERVE_NAMES: Final = {
+SERVE_NAMES: Final[Mapping[tuple[int | str, ...], set[str]]] = {
     (): {
         *("applications", "controller_options", "grpc_options", "http_options", "logging_config", "proxy_location"),
         *("target_capacity", "tracing_config"),
@@ -317,21 +317,14 @@ def _checked(file: _File, name: str) -> LegatoConfig:
     """The configuration in a file. Raises ConfigError, with all that is wrong."""
     lines = _Lines(file)
     problems: list[str] = []
-    args = file.document
-    if args is None:
-        args = {}
-    elif _is_of_serve(args):
+    args = {} if file.document is None else file.document
+    if _is_of_serve(args):
         for path, sentence in _problems_for_serve(args):
             line = lines.of_serve(path)
             problems.append(f"{name}{f', line {line}' if line else ''}: {sentence}")
-        application = _only_application(args, problems, name)
-        args = application.get("args", {})
-        if args is None:
-            args = {}  # told above
-        elif not isinstance(args, Mapping):
-            problems.append(f"{name}: `applications[0].args` must be a mapping of settings.")
-            args = {}
-    elif not isinstance(args, Mapping):
+        args = _application_of(args).get("args")
+        args = args if isinstance(args, Mapping) else {}  # told above
+    if not isinstance(args, Mapping):
         raise ConfigError(f"{name} must hold a mapping of settings, not a {type(args).__name__}.")
     try:
         config = _validated(args, name, lines)
@@ -342,49 +335,54 @@ def _checked(file: _File, name: str) -> LegatoConfig:
     return config
 
 
-def _only_application(document: Mapping[str, Any], problems: list[str], name: str) -> Mapping[str, Any]:
+def _application_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one application of a Serve config file; nothing, if it has another number of them."""
     applications = document.get("applications")
     if isinstance(applications, list) and len(applications) == 1 and isinstance(applications[0], Mapping):
         return applications[0]
-    problems.append(f"{name}: `applications` must be a list of exactly one application, Legato.")
     return {}
 
 
 def _problems_for_serve(document: Mapping[str, Any]) -> Iterator[tuple[tuple[int | str, ...], str]]:
     """Yields where, and what, is wrong in a Serve config file outside of Legato's own settings."""
-    for path, names in SERVE_NAMES.items():
-        branch: Any = document
-        for part in path:
-            has = isinstance(branch, list) and branch if part == 0 else isinstance(branch, Mapping) and part in branch
-            branch = branch[part] if has else None
+    application = _application_of(document)
+    for path, branch in (
+        ((), document),
+        (("http_options",), document.get("http_options")),
+        (("applications", 0), application),
+    ):
         for key in branch if isinstance(branch, Mapping) else ():
-            if key in names:
-                continue
-            told = "".join(
-                f"[{part}]" if part == 0 else f"{'.' * bool(place)}{part}" for place, part in enumerate(path)
-            )
-            if path != ("http_options",) and key in LegatoConfig.model_fields:
-                advice = "it is a setting of Legato's, so put it below `args` of the application"
-            elif close := difflib.get_close_matches(str(key), names, n=1):
-                advice = f"did you mean {close[0]}?"
-            else:
-                advice = f"there are {', '.join(sorted(names))}"
-            told = ".".join(map(str, (*path, key))).replace(".0.", "[0].")
-            yield (*path, key), f"{told} is no option of Serve's, which ignores it; {advice}"
-        if path == ("applications", 0) and isinstance(branch, Mapping):
-            if (given := branch.get("import_path")) != IMPORT_PATH:
-                told = "is missing" if given is None else f"is {given}"
-                yield (*path, "import_path"), f"applications[0].import_path {told}; that of Legato is {IMPORT_PATH}"
-            if "args" in branch and branch["args"] is None:
-                yield (
-                    (*path, "args"),
-                    "applications[0].args is empty, which Serve refuses; put settings below it, indented further than"
-                    " `args`, or leave the line out",
-                )
+            if key not in SERVE_NAMES[path]:
+                told = ".".join(map(str, (*path, key))).replace(".0.", "[0].")
+                yield (*path, key), f"{told} is no option of Serve's, which ignores it; {_advice_for_serve(path, key)}"
     try:
         http_options(document)
     except ConfigError as error:
         yield ("http_options",), str(error)
+    if not application:
+        yield ("applications",), "`applications` must be a list of exactly one application, Legato."
+        return
+    where = ("applications", 0)
+    if (given := application.get("import_path")) != IMPORT_PATH:
+        told = "is missing" if given is None else f"is {given}"
+        yield (*where, "import_path"), f"applications[0].import_path {told}; that of Legato is {IMPORT_PATH}"
+    args = application.get("args", {})
+    if args is None:
+        yield (
+            (*where, "args"),
+            "applications[0].args is empty, which Serve refuses; put settings below it, indented further than `args`,"
+            " or leave the line out",
+        )
+    elif not isinstance(args, Mapping):
+        yield (*where, "args"), "`applications[0].args` must be a mapping of settings."
+
+
+def _advice_for_serve(path: tuple[int | str, ...], key: str) -> str:
+    """What is probably meant by a name that Serve does not know in this branch."""
+    if path != ("http_options",) and key in LegatoConfig.model_fields:
+        return "it is a setting of Legato's, so put it below `args` of the application"
+    close = difflib.get_close_matches(key, SERVE_NAMES[path], n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(SERVE_NAMES[path]))}"
 
 
 def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) -> LegatoConfig:
