@@ -36,16 +36,6 @@ def guide() -> Path:
     return (checkout if (checkout / docs).is_dir() else Path(sysconfig.get_path("data"), "share/doc/legato")) / docs
 
 
-class _Version(argparse.Action):
-    """Prints the version and exits: what it takes to find out is loaded only then."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        found = build_info()
-        more = ", ".join(f"{name} {found[name]}" for name in ("commit", "protocol") if name in found)
-        print(f"legato {found['version']} ({more})")
-        parser.exit()
-
-
 def make_parser(prog: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # a path must not be cut in two
     # pip may have put it elsewhere, and then nobody knows where.
@@ -182,6 +172,16 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="where `legato serve` is to listen; default: 8000")
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits: what it takes to find out is loaded only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        found = build_info()
+        more = ", ".join(f"{name} {found[name]}" for name in ("commit", "protocol") if name in found)
+        print(f"legato {found['version']} ({more})")
+        parser.exit()
 
 
 def _port(text: str) -> int:
