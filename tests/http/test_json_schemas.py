@@ -35,6 +35,8 @@ OTHERS: Final[dict[str, dict[str, Any]]] = {
     "open": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]},
     "map": {"additionalProperties": {"type": "array", "items": {"type": "string"}}},
     "not named": {"properties": {"a": {"type": "null"}}, "required": ["b"]},
+    "not named, of others": {"additionalProperties": {"type": "string"}, "required": ["a", "b"]},
+    "others beside": {"properties": {"c": {}}, "additionalProperties": {"type": "array"}, "required": ["a", "c"]},
     "patterns": {"patternProperties": {"^[a-c]$": {"type": "string"}}},
 }
 SCHEMAS: Final = {name: {"type": "object"} | schema for name, schema in OTHERS.items()} | {

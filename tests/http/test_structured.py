@@ -150,6 +150,33 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "propertyNames": {"type": "integer"}}, "propertyNames"),
     ({"type": "object", "propertyNames": {"$ref": "#/$defs/none"}}, "propertyNames"),
     ({"type": "object", "propertyNames": False}, "propertyNames"),
+    (
+        {
+            "properties": {
+                "m": {"$id": "http://x/y", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"enum": ["a"]}}}
+            },
+            "$defs": {"n": {"type": "string"}},
+        },
+        "propertyNames",
+    ),
+    (
+        {
+            "properties": {
+                "m": {"propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "array"}},
+                "n": {"$ref": "#/properties/m/additionalProperties"},
+            }
+        },
+        "propertyNames",
+    ),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "oneOf": [{"$ref": "#/definitions/l", "type": "object"}, {"$ref": "#/definitions/o"}],
+            "definitions": {"l": {"items": {}}, "o": {"properties": {"a": {}}}},
+        },
+        "beside a",
+    ),
+    ({"enum": ["\ud800"]}, "half of a character"),
     ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),

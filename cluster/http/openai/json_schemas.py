@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, Final
 from urllib.parse import unquote
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 MAX_DEPTH: Final = 64  # of schemas within schemas
 
@@ -72,6 +72,7 @@ _OF_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
 _OF_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _OF_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _WITHIN: Final = _OF_ONE | _OF_SEVERAL | _OF_NAMED
+_OLD_DRAFT: Final = re.compile("draft-0[3-7]")
 _READ: Final = _MARKED | _LOOKED_AT | _WITHIN | {"$ref", "$anchor"}  # a schema without these is kept as it is
 
 
@@ -89,7 +90,7 @@ class _Schemas:
         self._root = schema
         kept = self._at(schema, "#", 0)
         for reference in self._references:
-            if reference not in self._places and unquote(reference) not in self._places:
+            if (unquote(reference) if "%" in reference else reference) not in self._places:
                 raise UnsupportedGrammarError(
                     f"The reference {reference[:100]!r} leads to no part of the schema. References must begin with #"
                     " and lead to a schema within, such as #/$defs/name; nothing is fetched from elsewhere."
@@ -99,7 +100,22 @@ class _Schemas:
         for inner, place in self._one_of:
             with contextlib.suppress(TypeError):  # llguidance refuses values of a wrong kind
                 proof.prefer_any_of(inner, place)
+        if _OLD_DRAFT.search(str(schema.get("$schema"))):
+            self._require_told_apart()
         return kept
+
+    def _require_told_apart(self) -> None:
+        """Refuse a `oneOf` that is left, where a reference has neighbours: in drafts up to 7 these mean nothing, and
+        llguidance may tell the branches apart by them. Raises UnsupportedGrammarError."""
+        for inner, place in self._one_of:
+            if "oneOf" in inner and any(
+                isinstance(one, dict) and "$ref" in one and not one.keys() <= _WITH_REFERENCES
+                for one in self._places.values()
+            ):
+                raise UnsupportedGrammarError(
+                    f"At {place}: oneOf cannot be enforced, since in this draft what stands beside a $ref means"
+                    " nothing: write that and the $ref into an allOf, or leave it out."
+                )
 
     def _at(self, schema: object, place: str, depth: int) -> Schema:
         if isinstance(schema, dict):
@@ -115,7 +131,7 @@ class _Schemas:
     def _kept(self, schema: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         if not _MARKED.isdisjoint(schema):  # of nearly all schemas it is
             if "propertyNames" in schema:
-                schema = self._with_possible_names(schema)
+                schema = self._with_possible_names(schema, place)
             _require_enforced(schema, place)
         if isinstance(reference := schema.get("$ref"), str):
             self._references.append(reference)
@@ -144,11 +160,13 @@ class _Schemas:
             self._places[f"#{anchor}"] = kept
         return kept
 
-    def _with_possible_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _with_possible_names(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
         """The schema without `propertyNames`, if all texts are possible names, or if it lists them or has a pattern, in
-        a schema that says nothing of single names itself."""
+        a schema that says nothing of single names itself, and nothing refers to what changes its place."""
         names = schema["propertyNames"]
         if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str) and len(names) == 1:
+            if any(map(_has_a_name, _directly_within(self._root))):
+                return schema  # a reference may be of a part's own
             with contextlib.suppress(_StaysAsItIsError):
                 names = _target_of(unquote(reference), self._root)
         said = {} if names is True else names
@@ -160,7 +178,10 @@ class _Schemas:
         rest = {name: value for name, value in schema.items() if name != "propertyNames"}
         if not said:
             return rest
+        moved = (f"{place}/additionalProperties", f"{place}/propertyNames")
         if len(said) > 1 or not _OF_VALUES.isdisjoint(rest):
+            return schema
+        if any(reference.startswith(moved) for reference in _referred_to(self._root)):
             return schema
         of_each = rest.pop("additionalProperties", True)
         if isinstance(pattern := said.get("pattern"), str):
@@ -169,6 +190,24 @@ class _Schemas:
         if isinstance(listed, list):
             return rest | {"properties": dict.fromkeys(_texts(listed), of_each), "additionalProperties": False}
         return schema
+
+
+def _has_a_name(schema: Any) -> bool:
+    """Whether a schema or one within has a URI of its own, which its references begin at."""
+    return isinstance(schema, dict) and (
+        not schema.keys().isdisjoint({"$id", "id"}) or any(map(_has_a_name, _directly_within(schema)))
+    )
+
+
+def _referred_to(value: object) -> Iterator[str]:
+    """All places that references in a JSON value lead to."""
+    if isinstance(value, dict):
+        if isinstance(reference := value.get("$ref"), str):
+            yield unquote(reference)
+        value = [*value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            yield from _referred_to(inner)
 
 
 def _is_annotation(name: str, value: object) -> bool:
@@ -503,7 +542,12 @@ def _text_of(schema: dict[str, Any]) -> str:
 
 
 def _text(schema: Any) -> str:
-    return to_json(schema).decode()
+    try:
+        return to_json(schema).decode()
+    except PydanticSerializationError as error:
+        raise UnsupportedGrammarError(
+            "The schema has half of a character, or values within more values than JSON can be read with."
+        ) from error
 
 
 def _directly_within(schema: dict[str, Any]) -> list[Any]:
@@ -963,7 +1007,8 @@ def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
             bounds["patternProperties"] = {f"^.{{1,{_MAX_NAME_CHARS}}}$": value}
     if others is not False:
         bounds["additionalProperties"] = False
-        missing = {} if patterns else {name: _scalar(chars) for name in required if name not in named}
+        value = _scalar(chars) if others is True or others == {} else others
+        missing = {} if patterns else {name: value for name in required if name not in named}
         if missing:
             bounds["properties"] = {**named, **missing}
     return bounds
