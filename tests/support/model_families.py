@@ -94,8 +94,8 @@ def _qwen2(**changes: Any) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**_COMMON | changes))
 
 
-def _qwen3() -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=32, rope_parameters=_YARN_ROPE))
+def _qwen3(**changes: Any) -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**_COMMON | {"head_dim": 32, "rope_parameters": _YARN_ROPE} | changes))
 
 
 def _gemma3(**changes: Any) -> Any:

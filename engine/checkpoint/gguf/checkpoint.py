@@ -1,15 +1,15 @@
 """A GGUF file becomes a Hugging Face checkpoint folder: in bfloat16, or with its blocks left where they are.
 
-Knows how two architectures lie in a GGUF file (Llama and Gemma 3) and undoes what llama.cpp's converter did to them:
-quantised blocks, permuted query and key rows, norm weights with one added. It reads one file and writes one folder,
-which `engine.checkpoint.gguf.store` keeps. Tokenizers are in `engine.checkpoint.gguf.tokenizer`, blocks in
-`engine.checkpoint.gguf.blocks`.
+Knows how four architectures lie in a GGUF file (Llama, Qwen 2 and 3, Gemma 3) and undoes what llama.cpp's converter did
+to them: quantised blocks, permuted query and key rows, norm weights with one added, Llama 3.1's positions as a tensor.
+It reads one file and writes one folder, which `engine.checkpoint.gguf.store` keeps. Tokenizers are in
+`engine.checkpoint.gguf.tokenizer`, blocks in `engine.checkpoint.gguf.blocks`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.gguf.blocks import quantised_weight
 from engine.checkpoint.gguf.tokenizer import write_tokenizer
+from engine.model.rope import RopeConfig, inverse_frequencies
 from kernels.quantised_weight import QuantisedWeight
 
 Array = npt.NDArray[np.float32]
@@ -44,8 +45,11 @@ _TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+_ROPE_DIVISORS = "rope_freqs"  # a tensor that is no weight: by what each frequency of the rotary embedding is divided
+_VOCABULARY = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
 _PROGRESS_STEPS = 4
 _GEMMA3_27B_LAYERS = 62
+_LLAMA3_LENGTH = 8192  # of the contexts that Llama 3 was first trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,30 +68,30 @@ class Architecture:
 def convert_gguf(gguf_file: Path, folder: Path, *, progress: Callable[[str], None]) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `folder`.
 
-    Raises ValueError for an architecture other than Llama and Gemma 3.
+    Raises ValueError for an architecture that is not known.
     """
-    reader, metadata, architecture = _opened(gguf_file)
+    stored, metadata, architecture = _opened(gguf_file)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_converted(reader, architecture, metadata, progress))
+    tensors = dict(_converted(stored, architecture, metadata, progress))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in tensors)
     write_tokenizer(metadata, folder)
 
 
-def describe_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write all that `convert_gguf` writes but the weights into `folder`, which exists. Raises the same."""
-    reader, metadata, architecture = _opened(gguf_file)
-    names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in reader.tensors}
+def describe_gguf(gguf_file: Path, folder: Path, tokenizer_files: Sequence[Path] = ()) -> None:
+    """Write all that `convert_gguf` writes but the weights into `folder`, which exists. `tokenizer_files`: the model's
+    own, tokenizer.json first, in place of what the GGUF file says. Raises the same."""
+    stored, metadata, architecture = _opened(gguf_file)
+    names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in stored}
     _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in names)
-    write_tokenizer(metadata, folder)
+    write_tokenizer(metadata, folder, tokenizer_files)
 
 
 def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
     """Each tensor by its name in a checkpoint, as the converter found it: blocks where `gguf.blocks` knows their kind,
     else float32. Raises ValueError for an architecture or a tensor that is not known."""
-    vocabulary = {"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"}
-    reader, metadata, architecture = _opened(gguf_file, without=vocabulary)
-    for tensor in reader.tensors:
+    stored, metadata, architecture = _opened(gguf_file, without=_VOCABULARY)
+    for tensor in stored:
         name = hugging_face_name(tensor.name, architecture.norm_names)
         try:
             weight = _stored(tensor, architecture, metadata)
@@ -117,8 +121,8 @@ class _Reader(gguf.GGUFReader):  # type: ignore[misc]
         self._data = np.asarray(mapped)
 
 
-def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[Any, Metadata, Architecture]:
-    """The file's tensors, what it says of them but for the fields `without`, and how its architecture lies there.
+def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[list[Any], Metadata, Architecture]:
+    """The file's weights, what it says of them but for the fields `without`, and how its architecture lies there.
 
     Raises ValueError for an architecture that is not known.
     """
@@ -127,15 +131,18 @@ def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[Any, Meta
     name = metadata["general.architecture"]
     if name not in _ARCHITECTURES:
         raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
-    return reader, metadata, _ARCHITECTURES[name]
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if (divisors := tensors.pop(f"{_ROPE_DIVISORS}.weight", None)) is not None:
+        metadata[_ROPE_DIVISORS] = np.asarray(divisors.data, dtype=np.float32)
+    return list(tensors.values()), metadata, _ARCHITECTURES[name]
 
 
 def _converted(
-    reader: Any, architecture: Architecture, metadata: Metadata, progress: Callable[[str], None]
+    stored: list[Any], architecture: Architecture, metadata: Metadata, progress: Callable[[str], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    num_tensors = len(reader.tensors)
+    num_tensors = len(stored)
     step = max(1, num_tensors // _PROGRESS_STEPS)
-    for index, tensor in enumerate(reader.tensors, start=1):
+    for index, tensor in enumerate(stored, start=1):
         restored = _restored(tensor, architecture, metadata)
         yield hugging_face_name(tensor.name, architecture.norm_names), torch.from_numpy(restored).to(torch.bfloat16)
         if index % step == 0:
@@ -202,6 +209,8 @@ def _shortest_float(value: float) -> float:
 def _rope(metadata: Metadata, prefix: str) -> dict[str, Any]:
     """The rotary embedding; of Gemma 3, that of its full layers. Raises ValueError for a scaling that is not known."""
     theta = metadata[f"{prefix}.rope.freq_base"]
+    if (divisors := metadata.get(_ROPE_DIVISORS)) is not None:
+        return _llama3_rope(theta, divisors)
     factor: float = metadata.get(f"{prefix}.rope.scaling.factor") or metadata.get(f"{prefix}.rope.scale_linear") or 1.0
     kind = metadata.get(f"{prefix}.rope.scaling.type", "linear")  # so in llama.cpp, too
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -209,6 +218,29 @@ def _rope(metadata: Metadata, prefix: str) -> dict[str, Any]:
     if kind != "linear":
         raise ValueError(f"its rotary embedding is scaled by {kind!r}; known are 'none' and 'linear'")
     return {"rope_type": "linear", "factor": _shortest_float(factor), "rope_theta": theta}
+
+
+def _llama3_rope(theta: float, divisors: Array) -> dict[str, Any]:
+    """The scaling from Llama 3.1 on, of which the file has what comes of it: a divisor for each frequency. All that
+    were published differ in the factor alone, which the slowest frequency is divided by. Raises ValueError if another
+    scaling comes to these divisors."""
+    rope = RopeConfig(
+        theta=theta, kind="llama3", factor=float(divisors.max()), original_max_position_embeddings=_LLAMA3_LENGTH
+    )
+    head_dim = 2 * len(divisors)
+    plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
+    if not np.allclose((plain / inverse_frequencies(rope, head_dim)).numpy(), divisors, rtol=1e-4):
+        raise ValueError(
+            "its rotary embedding is scaled by other divisors (rope_freqs) than that of Llama 3.1 and later"
+        )
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+    }
 
 
 def _llama_config(metadata: Metadata) -> dict[str, Any]:
@@ -228,6 +260,19 @@ def _llama_row_order(name: str, num_rows: int, metadata: Metadata) -> Rows | Non
         return None
     num_heads = metadata[f"llama.attention.{heads_key}"]
     return np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _qwen_config(metadata: Metadata) -> dict[str, Any]:
+    """Of Qwen 2, 2.5 and 3, which keep their rows and their positions as they were."""
+    name = metadata["general.architecture"]
+    width = metadata[f"{name}.embedding_length"] // metadata[f"{name}.attention.head_count"]
+    return {
+        "model_type": name,
+        "architectures": [f"{name.capitalize()}ForCausalLM"],
+        "head_dim": metadata.get(f"{name}.attention.key_length", width),
+        "rope_parameters": _rope(metadata, name),
+        **_common_config(metadata, name),
+    }
 
 
 def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
@@ -260,6 +305,12 @@ def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+_QWEN = Architecture(
+    config=_qwen_config,
+    norm_names={"ffn_norm": "post_attention_layernorm"},
+    row_order=lambda name, num_rows, metadata: None,
+    norm_offset=0.0,
+)
 _ARCHITECTURES = {
     "llama": Architecture(
         config=_llama_config,
@@ -267,6 +318,8 @@ _ARCHITECTURES = {
         row_order=_llama_row_order,
         norm_offset=0.0,
     ),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
     "gemma3": Architecture(
         config=_gemma3_config,
         norm_names={

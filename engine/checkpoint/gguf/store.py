@@ -1,13 +1,14 @@
 """A GGUF file as a checkpoint folder: its config and tokenizer beside a link to the file, which stays where it is.
 
-Folders are kept in the cache, one for each file and time of its last change, and for what is made of files.
+Folders are kept in the cache, one for each file, tokenizer beside it and time of their last change, and for what is
+made of files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -15,8 +16,9 @@ from typing import Final
 GGUF_NAME = "model.gguf"
 """What a GGUF file is called in a checkpoint folder whose weights are in it."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Raise it when a folder is given other files than before: those that were made earlier are not used any more."""
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _LONGEST_ERROR: Final = 500  # characters: some quote what they read
 
 
@@ -32,15 +34,15 @@ def gguf_in(path: Path) -> Path | None:
 
 def gguf_folder(gguf_file: Path, cache_dir: Path) -> Path:
     """The folder of this file, made if there is none. Raises ValueError for a file that cannot be used."""
-    gguf_file = gguf_file.resolve()
-    folder = cache_dir / "gguf" / f"{gguf_file.stem}-{_digest(gguf_file)}"
+    tokenizer_files, gguf_file = _tokenizer_files(gguf_file.parent), gguf_file.resolve()
+    folder = cache_dir / "gguf" / f"{gguf_file.stem}-{_digest(gguf_file, *tokenizer_files)}"
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
         made = Path(work) / "folder"
         made.mkdir()
-        _describe(gguf_file, made)
+        _describe(gguf_file, made, tokenizer_files)
         (made / GGUF_NAME).symlink_to(gguf_file)
         try:
             made.rename(folder)
@@ -50,18 +52,25 @@ def gguf_folder(gguf_file: Path, cache_dir: Path) -> Path:
     return folder
 
 
-def _digest(gguf_file: Path) -> str:
-    stat = gguf_file.stat()
-    return hashlib.sha256(f"{gguf_file} {stat.st_size} {stat.st_mtime_ns} {_VERSION}".encode()).hexdigest()[:12]
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """The model's own tokenizer beside a GGUF file, and what belongs to it; nothing without tokenizer.json."""
+    found = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    return found if found and found[0].name == _TOKENIZER_FILES[0] else []
 
 
-def _describe(gguf_file: Path, folder: Path) -> None:
+def _digest(*files: Path) -> str:
+    stats = [(path, path.stat()) for path in files]
+    known = "".join(f"{path} {stat.st_size} {stat.st_mtime_ns} " for path, stat in stats)
+    return hashlib.sha256(f"{known}{_VERSION}".encode()).hexdigest()[:12]
+
+
+def _describe(gguf_file: Path, folder: Path, tokenizer_files: Sequence[Path]) -> None:
     from engine.checkpoint.gguf.checkpoint import (
         describe_gguf,  # takes seconds to import, and is needed once for a file
     )
 
     with _in_words(gguf_file):
-        describe_gguf(gguf_file, folder)
+        describe_gguf(gguf_file, folder, tokenizer_files)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import struct
@@ -69,7 +70,7 @@ def test_other_kinds_have_no_such_form() -> None:
     assert quantised_weight(np.zeros((2, 110), dtype=np.uint8), Kind.Q3_K) is None
 
 
-# What llama.cpp's converter calls the tensors of a Llama.
+# What llama.cpp's converter calls the tensors of Llama and Qwen.
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -78,6 +79,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -87,9 +90,17 @@ NAMES = {
 KINDS = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q4_1, "attn_output": Kind.F16, "output": Kind.Q8_0}
 
 
-def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFValue] | None = None) -> None:
-    """The Llama in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path,
+    folder: Path,
+    config: Any,
+    changes: dict[str, GGUFValue] | None = None,
+    *,
+    in_blocks: bool = True,
+    rope_divisors: list[float] | None = None,
+) -> None:
+    """The Llama or Qwen in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -97,7 +108,10 @@ def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFVal
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type == "qwen3":
+        writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -107,7 +121,9 @@ def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFVal
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_unk_token_id, writer.add_pad_token_id):
         add(2)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        add_tensor(writer, name.removesuffix(".weight"), tensor.numpy(), config)
+        add_tensor(writer, name, tensor.numpy(), config, in_blocks)
+    if rope_divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
     writer.kv_data[0].update(changes or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -115,15 +131,17 @@ def write_gguf(path: Path, folder: Path, config: Any, changes: dict[str, GGUFVal
     writer.close()
 
 
-def add_tensor(writer: Any, name: str, values: npt.NDArray[np.float32], config: Any) -> None:
-    prefix, _, rest = name.rpartition("layers.")[2].partition(".") if "layers." in name else ("", "", name)
+def add_tensor(writer: Any, name: str, values: npt.NDArray[np.float32], config: Any, in_blocks: bool) -> None:
+    stem, _, ending = name.rpartition(".")
+    prefix, _, rest = stem.rpartition("layers.")[2].partition(".") if "layers." in stem else ("", "", stem)
     short = NAMES[rest]
-    full = f"blk.{prefix}.{short}.weight" if prefix else f"{short}.weight"
+    full = f"blk.{prefix}.{short}.{ending}" if prefix else f"{short}.{ending}"
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short)
-    if heads is not None:  # the two halves of a head become neighbours
+    if heads is not None and config.model_type == "llama":  # the two halves of a head become neighbours
         rows, columns = values.shape
         values = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-    kind = Kind.F32 if "norm" in short else KINDS.get(short, Kind.Q4_0)
+    is_plain = not in_blocks or "norm" in short or ending == "bias"
+    kind = Kind.F32 if is_plain else KINDS.get(short, Kind.Q4_0)
     if kind == Kind.F32:
         writer.add_tensor(full, values)
     else:
@@ -156,6 +174,23 @@ def test_a_file_is_loaded_in_its_blocks(gguf_file: Path, tmp_path: Path) -> None
         assert torch.equal(values.bfloat16(), expected), name
     kept = {name.split(".")[-2] for name, weight in weights.items() if isinstance(weight, QuantisedWeight)}
     assert kept == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_file_is_the_model_that_it_was_made_of(family: str, tied: bool, tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    model = build_oracle(family, tmp_path / "hf", tie_word_embeddings=tied, **rope)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config, in_blocks=False)
+    folder = resolve_model(str(tmp_path / "model.gguf"))
+    config = ModelConfig.from_folder(folder)
+    assert config == ModelConfig.from_folder(tmp_path / "hf")
+    weights, stored = (load_weights(path, config, dtype=torch.float32) for path in (folder, tmp_path / "hf"))
+    assert weights.keys() - stored.keys() <= {"lm_head.weight"}  # which may be another than the embedding
+    for name, expected in stored.items():
+        found = weights[name]
+        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+        assert torch.equal(found, expected), name
 
 
 def test_a_file_generates_what_its_values_generate(gguf_file: Path, tmp_path: Path) -> None:
@@ -282,6 +317,45 @@ def test_positions_are_scaled_as_the_file_says(tmp_path: Path) -> None:
 def test_a_scaling_of_positions_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="scaled by 'yarn'"):
         described_llama(tmp_path, llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
+
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama_3_divisors(head_dim: int, factor: float) -> list[float]:
+    """As llama.cpp's converter works them out of the above."""
+    divisors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * 500_000.0 ** (index / head_dim)
+        kept = min(max((8192 / wavelength - 1.0) / 3.0, 0.0), 1.0)
+        divisors.append(1 / ((1 - kept) / factor + kept))
+    return divisors
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_1_s_positions_are_known_by_their_divisors(factor: float, tmp_path: Path) -> None:
+    model = build_oracle("llama", tmp_path / "hf", rope_parameters=LLAMA_3_1 | {"factor": factor})
+    divisors = llama_3_divisors(model.config.head_dim, factor)
+    assert 1.0 in divisors and any(1.0 < divisor < factor for divisor in divisors) and factor in divisors
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config, in_blocks=False, rope_divisors=divisors)
+    folder = resolve_model(str(tmp_path / "model.gguf"))
+    assert ModelConfig.from_folder(folder).layers == ModelConfig.from_folder(tmp_path / "hf").layers
+    load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
+
+
+def test_other_divisors_of_positions_are_refused(tmp_path: Path) -> None:
+    model = build_oracle("llama", tmp_path / "hf", rope_parameters=LLAMA_3_1)
+    divisors = [min(2.0 * divisor, 8.0) for divisor in llama_3_divisors(model.config.head_dim, 8.0)]
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config, in_blocks=False, rope_divisors=divisors)
+    with pytest.raises(ValueError, match="scaled by other divisors"):
+        resolve_model(str(tmp_path / "model.gguf"))
 
 
 def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
