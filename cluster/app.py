@@ -290,7 +290,8 @@ class Gateway:
 def served_model(config: LegatoConfig, limits: Callable[[str], ServingLimits | None]) -> ServedModel:
     """The one model of a configuration, as a gateway serves it. `limits`: what the workers of a model, by its name, can
     do together. Raises ValueError if it cannot."""
-    name, folder = config.model.name, resolve_model(config.model.ref, backend=config.model.backend)
+    name = config.model.name
+    folder = resolve_model(config.model.ref, backend=config.model.backend, with_weights=False)
     return ServedModel(
         name=name,
         tokenizer=Tokenizer(folder),

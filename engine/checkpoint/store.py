@@ -72,12 +72,15 @@ def resolve_model(
     progress: Callable[[str], None] = print_progress,
     verify: bool = False,
     backend: Backend = "auto",
+    with_weights: bool = True,
 ) -> Path:
     """The local folder of a model: a built-in name, a Hugging Face checkpoint folder, a GGUF file or the folder of one,
     or a hub id `owner/name`, `owner/name@revision` (a commit, tag or branch).
 
     `verify` compares the checksums of a built-in model's files, not only their sizes; a faulty folder is replaced.
-    `backend`: whose code is to compute a hub model. Its weights are fetched only if that can.
+    `backend`: whose code is to compute a hub model. Its weights are fetched only if that can. Not `with_weights`: who
+    asks only reads config and tokenizer; of a hub model nothing else is fetched, and a folder needs nothing else. A
+    built-in model is made whole all the same.
     Raises ValueError for a reference that names nothing usable and for a hub model that cannot be served,
     ModelUnavailableError when fetching it failed.
     """
@@ -88,9 +91,10 @@ def resolve_model(
     if gguf_file is not None:
         return gguf_folder(gguf_file, cache_dir or default_cache_dir())
     if ref and folder.is_dir():
-        return _require_checkpoint(folder)
+        return _require_checkpoint(folder, with_weights)
     if hub_id := _HUB_ID.fullmatch(ref):
-        return _require_checkpoint(_fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress, backend))
+        folder = _fetch_from_hub(hub_id["name"], hub_id["revision"], cache_dir, progress, backend, with_weights)
+        return _require_checkpoint(folder, with_weights)
     raise ValueError(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
         "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B or"
@@ -170,9 +174,9 @@ def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None])
         built.rename(folder)
 
 
-def _require_checkpoint(folder: Path) -> Path:
+def _require_checkpoint(folder: Path, with_weights: bool) -> Path:
     _require_config(folder)
-    if not has_weights(folder):
+    if with_weights and not has_weights(folder):
         raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json must be there")
@@ -185,10 +189,15 @@ def _require_config(folder: Path) -> None:
 
 
 def _fetch_from_hub(
-    name: str, revision: str | None, cache_dir: Path | None, progress: Callable[[str], None], backend: Backend
+    name: str,
+    revision: str | None,
+    cache_dir: Path | None,
+    progress: Callable[[str], None],
+    backend: Backend,
+    with_weights: bool,
 ) -> Path:
-    """Fetch the small files, and then the weights of the same commit, unless the config cannot be served: that is told
-    before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
+    """Fetch the small files, and then, if they are wanted, the weights of the same commit, unless the config cannot be
+    served: that is told before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
     import httpx  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import snapshot_download
 
@@ -197,6 +206,8 @@ def _fetch_from_hub(
     fetch = partial(snapshot_download, name, cache_dir=cache_dir and cache_dir / "hub")
     try:
         folder = Path(fetch(revision=revision, allow_patterns=_SMALL_HUB_FILES))
+        if not with_weights:
+            return folder
         if not has_weights(folder):  # else they were begun, by who had looked
             _require_servable(folder, backend)
         return Path(fetch(revision=folder.name, allow_patterns=[*_SMALL_HUB_FILES, _HUB_WEIGHTS]))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +24,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.__main__ import main as cluster_main
-from cluster.config.settings import ModelSettings
+from cluster.app import served_model
+from cluster.config.settings import LegatoConfig, ModelSettings
 from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest
+from engine.checkpoint.store import has_weights, resolve_model
 from engine.checkpoint.store import main as store_main
-from engine.checkpoint.store import resolve_model
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.with_models.hub_server import serve_repository
 
@@ -303,16 +305,23 @@ def hub_command(endpoint: str, cache: Path, *command: str) -> subprocess.Complet
 MAINS: Final[dict[str, Callable[[], int | None]]] = {"cluster": cluster_main, "engine.checkpoint.store": store_main}
 
 
-def hub_call(endpoint: str, cache: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which has imported what takes a command five seconds."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+@contextlib.contextmanager
+def hub_at(endpoint: str, cache: Path) -> Iterator[pytest.MonkeyPatch]:
+    """This process knows no hub but this one."""
+    with pytest.MonkeyPatch.context() as patch:
         # What huggingface_hub made of such variables when it was imported.
         template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         patch.setattr(constants, "ENDPOINT", endpoint)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield patch
+
+
+def hub_call(endpoint: str, cache: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported what takes a command five seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with hub_at(endpoint, cache) as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", [module, *arguments])
         code = exit_code(MAINS[module])
     return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
@@ -390,6 +399,26 @@ def test_weights_of_a_hub_model_that_is_refused_are_not_fetched(
     assert not [path for path in asked if path.endswith(".safetensors")]
     if config is not None:  # what was fetched of it is enough to say so
         assert again.returncode == 1 and told in again.stderr
+
+
+def test_a_gateway_fetches_no_weights_and_needs_none(tmp_path: Path) -> None:
+    """A worker on its node fetches them then."""
+    (tmp_path / "folder").mkdir()
+    write_byte_tokenizer(tmp_path / "folder")
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(json.loads(SERVED) | {"hidden_size": 64}))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    asked: list[str] = []
+    with (
+        serve_repository("owner/name", files | {"model.safetensors": b"\0" * 8}, asked) as endpoint,
+        hub_at(endpoint, tmp_path / "hub"),
+    ):
+        served = [
+            served_model(LegatoConfig.model_validate({"model": {"ref": ref}}), lambda name: None)
+            for ref in ("owner/name", str(tmp_path / "folder"))
+        ]
+        assert not [path for path in asked if path.endswith(".safetensors")]
+        assert has_weights(resolve_model("owner/name", progress=lambda message: None))
+    assert [model.tokenizer.encode("a") for model in served] == 2 * [served[0].tokenizer.encode("a")]
 
 
 def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> None:
