@@ -12,6 +12,7 @@ import platform
 from pathlib import Path
 
 import psutil
+import torch
 
 from engine.memory.control_groups import memory_limits
 from engine.memory.devices import Pin, Unpin
@@ -38,6 +39,15 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def give_back_freed(device: torch.device) -> None:
+    """Have this process's allocator for a device give back what it keeps for tensors to come: who asks how much memory
+    is free would count it as taken. On a CPU, does nothing without glibc."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 logger = logging.getLogger(__name__)

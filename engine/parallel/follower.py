@@ -18,14 +18,14 @@ import torch
 
 from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
-from engine.memory.host import keep_freed_memory
+from engine.memory.host import give_back_freed, keep_freed_memory
 from engine.model.transformer import Model
 from engine.parallel.batch_bytes import num_on_device, unpack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
 from engine.parallel.rank_devices import use_device
-from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
+from engine.parallel.spec import FREE, HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,9 @@ def serve(leader: Connection, model: Model, layout: KVLayout, ranks: RankGroup) 
                 kv_cache = shared_cache(layout, number, model.device, memory)
             finally:
                 os.close(memory)
+        elif word == FREE:
+            give_back_freed(model.device)
+            ranks.meet()
         else:
             assert word == LOGITS, f"a leader says nothing like {word!r}"
             hidden = torch.empty(number, model.config.hidden_size, dtype=model.dtype, device=model.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.checkpoint.quantisation import Quantisation
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.devices import CPU
+from engine.memory.host import give_back_freed
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.shards import shards_of
@@ -31,7 +32,7 @@ from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, GroupWatch, RankProcess, end_of
 from engine.parallel.rank_devices import do_nothing, mark_on, rank_device
-from engine.parallel.spec import HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
+from engine.parallel.spec import FREE, HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,16 @@ class GroupLeader:
 
     def tell_hidden(self, hidden_RE: Tensor) -> None:
         self._tell(LOGITS, len(hidden_RE), hidden_RE.contiguous())
+
+    def give_back_freed(self) -> None:
+        """What the allocators of all ranks keep for tensors to come, between two steps."""
+        with self.together():
+            for process in self._processes:
+                process.send(FREE)
+            give_back_freed(self._device)
+            self.ranks.meet()
+            if self._device.type == "cuda":  # which has only been told to meet
+                torch.cuda.synchronize(self._device)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ JOIN = b"join"  # all ranks have come: find each other
 STEP = b"step"  # a step follows, told to the group in so many bytes
 KV = b"kvkv"  # the memory of its KV follows, as a file descriptor: so many blocks, in place of what it had
 LOGITS = b"rows"  # hidden states follow, told to the group: so many rows
+FREE = b"free"  # give back what the allocator keeps, and meet
 # From a rank.
 HERE = b"here"  # its process runs
 READY = b"done"  # it has loaded its part of the model

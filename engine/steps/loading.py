@@ -115,9 +115,11 @@ def load_runner(
     engine: EngineConfig,
     host_memory: HostMemory | None = None,
     progress: LoadProgress | None = None,
+    attach: Callable[[ModelRunner], None] | None = None,
 ) -> ModelRunner:
     """A runner for `folder`, whatever `EngineConfig.model_ref` says. See `load_model`; what it took is logged.
 
+    `attach` adds to the runner what lies beside the model on its device, before it is measured what is left for KV.
     Raises ValueError for models or sizes that cannot be run, GroupError if a group does not come up.
     """
     device = require_device(engine.device)
@@ -128,7 +130,7 @@ def load_runner(
     _set_threads(engine.num_threads, engine.tensor_parallel)
     keep_freed_memory()
     loading = _Loading(engine, folder, config, layout, memory, device, kernels, host_memory, progress)
-    return _made_ready(loading, loading.runner(sizes))
+    return _made_ready(loading, loading.runner(sizes), attach)
 
 
 def _planned(folder: Path, engine: EngineConfig) -> tuple[DecoderConfig, KVLayout, KVMemory, KVSizes]:
@@ -373,11 +375,13 @@ def decode_graph_limits(engine: EngineConfig, config: ModelConfig) -> DecodeGrap
     return DecodeGraphLimits.of(engine.largest_step.num_seqs, max_model_len)
 
 
-def _made_ready(loading: _Loading, runner: ModelRunner) -> ModelRunner:
+def _made_ready(loading: _Loading, runner: ModelRunner, attach: Callable[[ModelRunner], None] | None) -> ModelRunner:
     """What needs a runner that is up, or it is closed. Decode steps are recorded last, over the KV cache that stays."""
     engine = loading.engine
     with ExitStack() as on_failure:
         on_failure.callback(runner.close)
+        if attach is not None:
+            attach(runner)
         record = _decode_recording(loading, runner)
         if engine.kv_share is not None:
             left = sizes_left(
@@ -493,13 +497,16 @@ def load_model(
         heads = heads_for(config.draft_ref, folder, config.backend)
         if heads is None:
             draft, config = _load_draft(config, config.draft_ref, folder)
-    runner = load_runner(folder, config, host_memory, progress)
-    draft_model: DraftModel | HeadDrafter | None = None
-    if draft is not None:
-        draft_model = DraftModel(draft, frozenset(runner.config.eos_token_ids))
-        runner.draw = draft_model.draw
-    elif heads is not None:
-        draft_model = attach_heads(runner, config, *heads, folder)
+    drafters: list[DraftModel | HeadDrafter] = []
+
+    def attach(runner: ModelRunner) -> None:
+        if draft is not None:
+            drafters.append(DraftModel(draft, frozenset(runner.config.eos_token_ids)))
+            runner.draw = drafters[0].draw
+        elif heads is not None:
+            drafters.append(attach_heads(runner, config, *heads, folder))
+
+    runner = load_runner(folder, config, host_memory, progress, attach)
     dissolve_team()  # steps will be computed by another thread
     return LoadedModel(
         name=config.model_name,
@@ -511,7 +518,7 @@ def load_model(
         largest_step=config.largest_step,
         prefix_caching=config.prefix_caching,
         costs=StepCosts(_estimated_cost(runner)),
-        draft_model=draft_model,
+        draft_model=drafters[0] if drafters else None,
         adapters=_adapters(runner, config),
     )
 

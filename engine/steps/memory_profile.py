@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.drafting.speculation import MOST_SLOTS
 from engine.kv.cache import KVLayout
 from engine.kv.sizes import KVMemory, KVSizes, size_tiers
-from engine.memory.host import memory_bytes
+from engine.memory.host import give_back_freed, memory_bytes
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, StepPlan
 from engine.steps.runner import ModelRunner
@@ -80,6 +80,11 @@ def kv_bytes_left(runner: ModelRunner, largest: StepSize, share: float) -> int:
     plan = largest_step(runner.kv_cache.layout, largest)
     runner.execute(plan)  # what libraries make once is not a step's
     step_bytes = peak_bytes(device, lambda: runner.execute(plan))
+    # Or what it has freed would count as taken, once more than the step.
+    if runner.group is None:
+        give_back_freed(device)
+    else:
+        runner.group.give_back_freed()
     free, total = device_memory(device)
     left = min(_left_to_a_rank(runner, place, step_bytes, share) for place in set(runner.devices))
     if left <= 0:

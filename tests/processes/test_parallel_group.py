@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.sequence import ScheduledSequence, StepPlan
-from engine.steps.memory_profile import StepSize
+from engine.steps.memory_profile import StepSize, largest_step
 from engine.steps.runner import ModelRunner
 from tests.processes.rank_groups import start, whole_prompt
 from tests.support.model_families import build_oracle
@@ -135,4 +135,23 @@ def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
             torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     assert stepper.generate(stepper.add(prompt), 6) == expected[0, len(prompt) :].tolist()
+    runner.close()
+
+
+def test_what_a_step_has_freed_counts_as_free_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the device is asked what is left, the other rank does not hold the memory of the step that was measured."""
+    build_oracle("llama", tmp_path, intermediate_size=4096)
+    resident: list[int] = []
+
+    def device_memory(device: torch.device) -> tuple[int, int]:
+        resident.append(sum(child.memory_info().rss for child in psutil.Process().children()))
+        return 150_000_000, 200_000_000
+
+    monkeypatch.setattr("engine.steps.memory_profile.device_memory", device_memory)
+    size = StepSize(num_tokens=1024, num_seqs=4)
+    runner = runner_of(tmp_path, kv_share=0.75, largest_step=size, num_threads=1, tensor_parallel=2)
+    runner.execute(largest_step(runner.kv_cache.layout, size))
+    device_memory(runner.kv_cache.device)
+    widths = 2 * size.num_tokens * 4096 // 2 * 4  # of gate and up, in float32
+    assert resident[-1] - resident[0] > widths / 2
     runner.close()

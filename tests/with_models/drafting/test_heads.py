@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from engine.drafting.heads import HeadDrafter
 from engine.drafting.speculation import DraftCounts, Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
+from engine.steps import memory_profile
 from engine.steps.loading import EngineConfig, load_model
+from engine.steps.memory_profile import StepSize
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts
 
 PROMPT = random_prompts([12])[0]
@@ -59,6 +62,27 @@ def generate(engine: LocalEngine, params: SamplingParams) -> tuple[list[int], Dr
     for _ in engine.run([seq]):
         pass
     return seq.output_token_ids, engine.scheduler.draft_counts["heads"]
+
+
+def test_what_heads_take_is_no_room_for_kv(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of 64 MB, which holds nothing but tensors."""
+
+    def device_memory(device: torch.device) -> tuple[int, int]:
+        gc.collect()
+        alive = [kept.untyped_storage() for kept in gc.get_objects() if issubclass(type(kept), torch.Tensor)]
+        held = {storage.data_ptr(): storage.nbytes() for storage in alive if storage.device == device}
+        return 64_000_000 - sum(held.values()), 64_000_000
+
+    monkeypatch.setattr(memory_profile, "device_memory", device_memory)
+
+    def kv_bytes(heads: str | None) -> int:
+        size = StepSize(num_tokens=100, num_seqs=4)
+        wanted: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 4, "kv_share": 0.9}
+        wanted |= {"model_ref": str(known.model.folder), "draft_ref": heads, "largest_step": size}
+        return load_model(EngineConfig(model_name="small", **wanted)).kv_cache.num_bytes
+
+    taken = sum(weight.nbytes for weight in load_file(known.folder / "model.safetensors").values())
+    assert kv_bytes(None) - kv_bytes(str(known.folder)) == pytest.approx(taken, rel=0.2)
 
 
 def test_heads_learn(known: Known) -> None:
