@@ -64,6 +64,11 @@ class QuantisedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     @property
+    def form(self) -> CodeFormat:
+        has_minimums = self.minimums is not None
+        return CodeFormat(bits=self.bits, lowest=self.lowest, group_size=self.group_size, has_minimums=has_minimums)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight as it is kept for computing: packed codes, factors in 16 bits, or in 32 beside E4M3."""
         factors = self.scales.numel() * (1 if self.minimums is None else 2)
@@ -150,17 +155,21 @@ class CodeFormat:
 
     @classmethod
     def of(cls, weights: Sequence[QuantisedWeight]) -> CodeFormat:
-        """The narrowest that has room for all of them: the bits that they have if their lowest codes are one number,
-        which says the bits too (`LOWEST`), else 8."""
-        group_size = math.gcd(*(weight.group_size for weight in weights))
-        lowest = {weight.lowest for weight in weights}
+        """The narrowest that has room for all of them."""
+        return cls.around([weight.form for weight in weights])
+
+    @classmethod
+    def around(cls, forms: Sequence[CodeFormat]) -> CodeFormat:
+        """The narrowest that has room for weights of all these forms: the bits that they have if their lowest codes are
+        one number, which says the bits too (`LOWEST`), else 8."""
+        lowest = {form.lowest for form in forms}
         narrow = len(lowest) == 1
         assert narrow or LOWEST_E4M3 not in lowest, "its numbers are no codes of any other form"
         return cls(
-            bits=weights[0].bits if narrow else 8,
+            bits=forms[0].bits if narrow else 8,
             lowest=lowest.pop() if narrow else -128,
-            group_size=group_size,
-            has_minimums=any(weight.minimums is not None for weight in weights),
+            group_size=math.gcd(*(form.group_size for form in forms)),
+            has_minimums=any(form.has_minimums for form in forms),
         )
 
 

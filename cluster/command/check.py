@@ -12,8 +12,9 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -260,6 +261,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         stays_quantised=stays_quantised,
         forms=forms,
         expanded=expanded,
+        shards=shards,
     )
     shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
     chosen, whole_experts = 1.0, None
@@ -325,10 +327,12 @@ def forms_on_gpus(
     folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int
 ) -> Mapping[str, CodeFormat]:
     """How each weight lies on GPUs that multiply by it as it is stored, cut for so many ranks. Of what only a weight's
-    numbers tell, that they have no kernel for it is assumed: of the minimums of `int4` and of GGUF, and where codes of
-    8 bits have zero points. Raises ValueError if files are damaged."""
+    numbers tell, that they have no kernel for it is assumed: of minimums, and where codes of 8 bits have zero points.
+    Raises ValueError if files are damaged."""
+    from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.model.shards import Shard
 
+    is_gguf = (folder / GGUF_NAME).exists()
     is_gated = any(layer.experts is not None and layer.experts.shared_gate for layer in model.layers)
     forms = _cut_forms(folder, model, quantisation, [Shard(rank, num_ranks) for rank in range(num_ranks)])
     return {
@@ -336,7 +340,7 @@ def forms_on_gpus(
         for name, form in forms.items()
         if ".experts." not in name
         and not (is_gated and ".shared_experts." in name)
-        and not (quantisation is not None and form.has_minimums)
+        and not ((quantisation is not None or is_gguf) and form.has_minimums)
         and form.inputs_at_once is not None
     }
 
@@ -357,15 +361,14 @@ def _cut_forms(
     """The codes of each projection that has some, as the ranks' parts of it have them."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import expected_shapes, is_projection
-    from kernels.quantised_weight import GROUP_MULTIPLE, CodeFormat
 
     expected = expected_shapes(model)
-    if quantisation is not None:
+    if quantisation is not None or (folder / GGUF_NAME).exists():
         expected[_HEAD] = expected[_EMBEDDING]
+    if quantisation is not None:
         stored: Mapping[str, CodeFormat] = {name: _rounded_form(quantisation, name) for name in expected}
-    elif (folder / GGUF_NAME).exists():  # whose scales have 16 or 32 inputs each
-        form = CodeFormat(bits=8, lowest=-128, group_size=GROUP_MULTIPLE, has_minimums=True)
-        stored = dict.fromkeys(expected, form)
+    elif (folder / GGUF_NAME).exists():
+        stored = _gguf_forms(folder)
     else:
         stored = _stored_forms(folder, expected, model)
     forms = {}
@@ -378,6 +381,42 @@ def _cut_forms(
             start, stop, _ = columns.indices(shape[1])
             group_size = gcd(group_size, start, stop)  # as `QuantisedWeight.part` cuts it
         forms[name] = replace(form, group_size=group_size)
+    return _as_they_lie(forms, filter(is_projection, expected))
+
+
+def _as_they_lie(forms: Mapping[str, CodeFormat], projections: Iterable[str]) -> Mapping[str, CodeFormat]:
+    """Of projections that lie side by side, as `pack_projections` has them: of one form, and where one has no codes,
+    each input has a scale of its own, for which there are no kernels."""
+    from kernels.quantised_weight import CodeFormat
+
+    together: dict[str, list[str]] = {}
+    for name in projections:
+        together.setdefault(_beside(name), []).append(name)
+    found = {}
+    for names in together.values():
+        if known := [forms[name] for name in names if name in forms]:
+            form = CodeFormat.around(known)
+            form = form if len(known) == len(names) else replace(form, group_size=1)
+            found.update({name: form for name in names if name in forms})
+    return found
+
+
+def _beside(name: str) -> str:
+    """The same for all projections that lie side by side."""
+    return _SIDE_BY_SIDE.sub(lambda found: ".mlp." if found[1] else ".attention.", name)
+
+
+@lru_cache(maxsize=2)
+def _gguf_forms(folder: Path) -> Mapping[str, CodeFormat]:
+    """How a GGUF file stores each of the model's weights that has codes. Reading its header takes seconds where its
+    vocabulary is large, and the folder is of one file that does not change. Raises ValueError for a damaged one."""
+    from engine.checkpoint.gguf.checkpoint import stored_gguf_forms
+    from engine.checkpoint.gguf.store import GGUF_NAME
+
+    found = stored_gguf_forms(folder / GGUF_NAME)
+    forms = {name: form for name, form in found.items() if form is not None}
+    if _HEAD not in found and _EMBEDDING in forms:  # they are tied, and what has codes is there a second time
+        forms[_HEAD] = forms[_EMBEDDING]
     return forms
 
 
@@ -430,7 +469,7 @@ def _most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
     together: Counter[str] = Counter()
     for name, shape in expected_shapes(model).items():
         if name in forms and name != _HEAD:
-            together[_SIDE_BY_SIDE.sub(lambda found: ".mlp." if found[1] else ".attention.", name)] += prod(shape)
+            together[_beside(name)] += prod(shape)
     return max(together.values(), default=0)
 
 
@@ -443,48 +482,78 @@ def weight_sizes(
     stays_quantised: bool,
     forms: Mapping[str, CodeFormat] | None = None,
     expanded: Set[str] = frozenset(),
+    shards: Sequence[Shard] | None = None,
 ) -> Mapping[str, float]:
     """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
     CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
-    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. What a GGUF file has of what is expanded is
-    counted too, and so is a head beside tied embeddings, even one whose values are the embedding's. Raises ValueError
-    if some are missing or files are damaged."""
+    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. `shards`: of all ranks, of which several may
+    have the same; None: of one. A head beside tied embeddings is counted too, even one whose values are the
+    embedding's. Raises ValueError if some are missing or files are damaged."""
     from engine.checkpoint.gguf.store import GGUF_NAME
     from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
     from engine.model.config import ModelConfig
+    from engine.model.shards import WHOLE
 
     is_gguf = (folder / GGUF_NAME).exists()
     tensors = _headers(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
         return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+    shards = shards or [WHOLE]
     expected = expected_shapes(model)
-    values = {name: prod(expected[name]) * value_bytes for name in expanded & expected.keys()}
-    if stays_quantised and is_gguf:
-        return {GGUF_NAME: (folder / GGUF_NAME).stat().st_size, **values}
     stays_packed = model.packing is not None and model.packing.stays_packed
     if stays_quantised and stays_packed:
+        values = {name: float(prod(expected[name]) * value_bytes) for name in expanded & expected.keys()}
         sizes = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
         for name in tensors:
             module, _, kind = name.rpartition(".")
             if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
                 del sizes[name]
-        return {**sizes, **values}
+        return _on_all_ranks({**sizes, **values}, expected, model, shards)
     head = {_HEAD: expected[_EMBEDDING]} if model.tied_embeddings else {}
     if _HEAD in tensors:  # which may be another than the embedding
         expected = {**head, **expected}
     if not is_gguf and not stays_packed:
         _require_all(folder, expected, tensors)
-    if is_gguf or quantisation is not None:  # the head is there a second time
+    if quantisation is not None or (is_gguf and _HEAD in _gguf_forms(folder)):  # the head is there a second time
         expected = {**head, **expected}
+    if stays_quantised and is_gguf:
+        forms = {name: form for name, form in _cut_forms(folder, model, None, shards).items() if name not in expanded}
 
     def bytes_each(name: str) -> float:
-        if forms and (form := forms.get(name)) is not None:  # scales in float32, zero points in a byte
-            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size
+        if forms and (form := forms.get(name)) is not None:
+            if stays_quantised:  # scales and minimums in 16 bits
+                return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
+            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size  # in float32, zero points in a byte
         if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
             return _rounded_bytes(quantisation, name)
         return value_bytes
 
-    return {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
+    sizes = {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
+    return _on_all_ranks(sizes, expected, model, shards)
+
+
+def _on_all_ranks(
+    sizes: Mapping[str, float], expected: Mapping[str, tuple[int, ...]], model: ModelConfig, shards: Sequence[Shard]
+) -> Mapping[str, float]:
+    """The bytes of each tensor on all ranks together: of many each has a part, of some several have the same."""
+    from engine.checkpoint.stacked_tensors import fused_parts
+    from engine.checkpoint.weights import canonical_name
+
+    def times(name: str) -> float:
+        of_whole = (canonical_name(given, expected) for given in (name, f"{name.rpartition('.')[0]}.weight"))
+        named = (part for whole in of_whole for part in fused_parts(whole, expected) if part in expected)
+        if (part := next(named, None)) is None:  # such as a stack of experts: each rank has its own of it
+            return 1.0
+        shape = expected[part]
+        cuts = [cut for shard in shards if (cut := shard.part(part, shape, model)) is not None]
+        held = (
+            prod(len(range(*rows.indices(size))) for rows, size in zip(cut, shape, strict=False))
+            * prod(shape[len(cut) :])
+            for cut in cuts
+        )
+        return sum(held) / prod(shape)
+
+    return {name: size * times(name) for name, size in sizes.items()}
 
 
 def _require_all(

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cluster.command.check import forms_on_gpus, worker_memory
 from cluster.config.load import load_config
+from engine.checkpoint.gguf.checkpoint import describe_gguf
+from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.quantisation import Quantisation, QuantisationName
 from engine.checkpoint.weights import load_weights
 from engine.model.config import ModelConfig
@@ -31,6 +33,7 @@ from tests.support.interpreted import DTYPES, device
 from tests.support.model_families import build_oracle
 from tests.support.thoroughness import combined
 from tests.with_models.weights.test_fp8_checkpoints import FP8, compressed_tensors, write_fp8
+from tests.with_models.weights.test_gguf_weights import write_gguf
 from tests.with_models.weights.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
 
 FLOAT8 = torch.float8_e4m3fn
@@ -279,11 +282,19 @@ def plain(family: str) -> Callable[[Path], object]:
     return lambda folder: build_oracle(family, folder, **sizes)
 
 
+def in_gguf(folder: Path) -> None:
+    """Of queries, keys and values not all are of one kind, and down projections have minimums."""
+    model = build_oracle("llama", folder.parent / "hf", hidden_size=128, intermediate_size=256, head_dim=32)
+    write_gguf(folder / GGUF_NAME, folder.parent / "hf", model.config)
+    describe_gguf(folder / GGUF_NAME, folder)
+
+
 @pytest.mark.parametrize(
     ("write", "quantization"),
     [
         *(pytest.param(write, None, id=name) for name, write in CHECKPOINTS.items()),
         pytest.param(in_small_blocks, None, id="FP8 by blocks smaller than a step"),
+        pytest.param(in_gguf, None, id="GGUF"),
         pytest.param(plain("qwen2"), "int8", id="int8"),
         pytest.param(plain("qwen2"), "int4", id="int4"),
         pytest.param(plain("qwen2-moe"), "int8", id="int8, a shared expert with a gate"),

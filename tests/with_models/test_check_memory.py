@@ -21,7 +21,9 @@ from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
 from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
+from engine.checkpoint.weights import load_weights
 from engine.model.config import ModelConfig
+from engine.model.shards import shards_of
 from engine.model.transformer import Model
 from engine.steps.loading import DtypeName, LoadedModel, load_model
 from tests.cluster.config.test_config import served
@@ -118,12 +120,36 @@ def test_what_two_ranks_take(
     assert (f"tokens, the same in {copies} processes\n" in capsys.readouterr().out) == (copies > 1)
 
 
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "expert_parallel"),
+    [
+        ("llama", 4, None),
+        ("llama-tied-biased-llama3", 2, None),
+        ("gpt-oss", 2, False),
+        ("gpt-oss", 4, True),
+        ("phi-3", 2, None),
+        ("deepseek-v3", 2, None),
+    ],
+)
+def test_the_weights_of_all_ranks(family: str, num_ranks: int, expert_parallel: bool | None, tmp_path: Path) -> None:
+    """Each has an embedding, norms and a router of its own, and four ranks have two key/value heads twice."""
+    build_oracle(family, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    pool = {"tensor_parallel": num_ranks, "expert_parallel": expert_parallel}
+    tree = {"model": {"ref": str(tmp_path)}, "prefill": {"replicas": 0}, "decode": pool}
+    said = worker_memory("decode", load_config(tree), tmp_path).weight_bytes
+    model = ModelConfig.from_folder(tmp_path)
+    shards = shards_of(model, num_ranks, expert_parallel=expert_parallel)
+    loaded = (load_weights(tmp_path, model, dtype=torch.float32, shard=shard) for shard in shards)
+    assert said == sum(weight.nbytes for weights in loaded for weight in weights.values())
+
+
 @pytest.mark.parametrize("expert_parallel", [False, True, None])
 def test_what_ranks_with_whole_experts_take(
     expert_parallel: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of six experts on four ranks: the same weights and KV, and in a step room for all rows on each. So they stay
-    where their width of 98 is in the way, unless that is refused."""
+    """Of six experts on four ranks: the same KV, and in a step room for all rows on each. So they stay where their
+    width of 98 is in the way, unless that is refused."""
     build_oracle("gpt-oss", tmp_path, intermediate_size=96 if expert_parallel is not None else 98)
     (tmp_path / "tokenizer.json").write_text("{}")
     pool = {"tensor_parallel": 4, "expert_parallel": expert_parallel}
@@ -133,7 +159,7 @@ def test_what_ranks_with_whole_experts_take(
     one = worker_memory("decode", load_config(tree | {"decode": {}}), tmp_path)
     four = worker_memory("decode", load_config(path), tmp_path)
     assert four.whole_experts == (None if expert_parallel is False else 2)
-    assert four.weight_bytes == one.weight_bytes and four.kv_tokens == one.kv_tokens
+    assert four.kv_tokens == one.kv_tokens
     # Each has the residual stream and its norm, and a row in and out for each of a token's three experts.
     num_tokens = engine_config("decode", load_config(path)).largest_step.num_tokens
     everywhere = num_tokens * (2 + 2 * 3) * 64 * torch.float32.itemsize

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import CodeFormat, QuantisedWeight
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int8]
@@ -49,6 +49,16 @@ def quantised_weight(data: Bytes, kind: Kind) -> QuantisedWeight | None:
         bits=layout.bits,
         lowest=layout.lowest,
     )
+
+
+def form_of(kind: Kind) -> CodeFormat | None:
+    """How a weight in such blocks has its codes. None: as `quantised_weight`."""
+    layout = _FORMATS.get(kind)
+    if layout is None:
+        return None
+    weight = quantised_weight(np.zeros((1, layout.block_bytes), dtype=np.uint8), kind)
+    assert weight is not None
+    return weight.form
 
 
 def _halves(blocks: Bytes, first: int) -> Factors:

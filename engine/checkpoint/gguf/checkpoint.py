@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.gguf.blocks import quantised_weight
+from engine.checkpoint.gguf.blocks import form_of, quantised_weight
 from engine.checkpoint.gguf.tokenizer import write_tokenizer
 from engine.model.rope import RopeConfig, inverse_frequencies
-from kernels.quantised_weight import QuantisedWeight
+from kernels.quantised_weight import CodeFormat, QuantisedWeight
 
 Array = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -98,6 +98,18 @@ def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | Q
         except ValueError as error:  # such as numpy's, of a damaged file
             raise ValueError(f"tensor {tensor.name!r} of the GGUF file {gguf_file} cannot be used: {error}") from error
         yield name, weight
+
+
+def stored_gguf_forms(gguf_file: Path) -> dict[str, CodeFormat | None]:
+    """How each tensor of `stored_gguf_tensors` has its codes, by the file's header. None: it has none. Raises the
+    same."""
+    stored, _, architecture = _opened(gguf_file, without=_VOCABULARY)
+    return {
+        hugging_face_name(tensor.name, architecture.norm_names): (
+            None if tensor.name.endswith("norm.weight") else form_of(tensor.tensor_type)
+        )
+        for tensor in stored
+    }
 
 
 def _stored(tensor: Any, architecture: Architecture, metadata: Metadata) -> torch.Tensor | QuantisedWeight:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from cluster.command.check import worker_memory
+from cluster.config.load import load_config
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.gguf.blocks import quantised_weight
 from engine.checkpoint.gguf.checkpoint import convert_gguf, describe_gguf
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import load_weights
+from engine.checkpoint.weights import Weights, load_weights
 from engine.model.config import ModelConfig
+from engine.model.shards import shards_of
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
 from kernels.native.library import native_library
-from kernels.quantised_weight import QuantisedWeight
+from kernels.native.linear import can_pack_quantised
+from kernels.quantised_weight import QuantisedWeight, side_by_side
 from tests.support.model_families import VOCAB_SIZE, build_oracle
 from tests.support.small_models import greedy
 
@@ -191,6 +197,33 @@ def test_a_file_is_the_model_that_it_was_made_of(family: str, tied: bool, tmp_pa
         found = weights[name]
         assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
         assert torch.equal(found, expected), name
+
+
+def held_bytes(weights: Weights) -> int:
+    """In bfloat16 on a CPU: what lies side by side is of one form, or values where a scale is of too few inputs."""
+    together: dict[str, list[torch.Tensor | QuantisedWeight]] = {}
+    for name, weight in weights.items():
+        together.setdefault(re.sub("(gate|up)_proj|[qkv]_proj", "together", name), []).append(weight)
+    num_bytes = 0
+    for parts in together.values():
+        quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
+        whole = side_by_side(quantised) if len(quantised) == len(parts) else None
+        is_kept = whole is not None and can_pack_quantised(whole, torch.bfloat16)
+        num_bytes += whole.nbytes if whole is not None and is_kept else 2 * sum(prod(part.shape) for part in parts)
+    return num_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_legato_check_says_of_a_file_is_what_is_held(tmp_path: Path, num_ranks: int) -> None:
+    """Of 96 inputs four ranks have 24 each, and no scale has 16."""
+    model = build_oracle("llama", tmp_path, intermediate_size=96)
+    write_gguf(tmp_path / "small.gguf", tmp_path, model.config)
+    tree = {"model": {"ref": str(tmp_path / "small.gguf")}, "prefill": {"replicas": 0}}
+    folder = resolve_model(str(tmp_path / "small.gguf"))
+    config = ModelConfig.from_folder(folder)
+    loaded = [load_weights(folder, config, dtype=torch.bfloat16, shard=shard) for shard in shards_of(config, num_ranks)]
+    said = worker_memory("decode", load_config(tree | {"decode": {"tensor_parallel": num_ranks}}), folder)
+    assert said.weight_bytes == sum(map(held_bytes, loaded))
 
 
 def test_a_file_generates_what_its_values_generate(gguf_file: Path, tmp_path: Path) -> None:

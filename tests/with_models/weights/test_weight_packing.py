@@ -389,8 +389,8 @@ def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
             num_values += weight.codes.numel()
     expanded = expanded_on_cpus(tmp_path, config, rounding, shards)
     assert expanded == values and (num_ranks == 1) == (not values)
-    packed = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True)
-    told = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True, expanded=expanded)
+    packed = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True, shards=shards)
+    told = weight_sizes(tmp_path, config, 2, rounding, stays_quantised=True, expanded=expanded, shards=shards)
     codes = sum(size for name, size in packed.items() if f"{name.rpartition('.')[0]}.weight" in values)
     assert sum(told.values()) == sum(packed.values()) - codes + 2 * num_values
     (tmp_path / "tokenizer.json").write_text("{}")
