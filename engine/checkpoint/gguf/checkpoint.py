@@ -49,6 +49,7 @@ _ROPE_DIVISORS = "rope_freqs"  # a tensor that is no weight: by what each freque
 _VOCABULARY = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
 _PROGRESS_STEPS = 4
 _GEMMA3_27B_LAYERS = 62
+_USUAL_THETA = 10_000.0  # so in llama.cpp, too: files of Llama 2 do not say it
 _LLAMA3_LENGTH = 8192  # of the contexts that Llama 3 was first trained on
 
 
@@ -220,7 +221,7 @@ def _shortest_float(value: float) -> float:
 
 def _rope(metadata: Metadata, prefix: str) -> dict[str, Any]:
     """The rotary embedding; of Gemma 3, that of its full layers. Raises ValueError for a scaling that is not known."""
-    theta = metadata[f"{prefix}.rope.freq_base"]
+    theta = metadata.get(f"{prefix}.rope.freq_base", _USUAL_THETA)
     if (divisors := metadata.get(_ROPE_DIVISORS)) is not None:
         return _llama3_rope(theta, divisors)
     factor: float = metadata.get(f"{prefix}.rope.scaling.factor") or metadata.get(f"{prefix}.rope.scale_linear") or 1.0

@@ -347,6 +347,15 @@ def test_positions_are_scaled_as_the_file_says(tmp_path: Path) -> None:
     assert [(rope.kind, rope.factor) for rope in ropes] == [("linear", 4.0)]
 
 
+def test_a_file_that_says_nothing_of_positions(tmp_path: Path) -> None:
+    """As those of Llama 2, which turn by the usual base."""
+    model = build_oracle("llama", tmp_path / "hf", intermediate_size=128)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config)
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"llama.rope.freq_base", b"llama.rope.freq_gone"))
+    assert ModelConfig.from_folder(resolve_model(str(tmp_path / "model.gguf"))).layers[0].rope.theta == 10_000.0
+
+
 def test_a_scaling_of_positions_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="scaled by 'yarn'"):
         described_llama(tmp_path, llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
