@@ -360,6 +360,7 @@ def _cut_forms(
 ) -> Mapping[str, CodeFormat]:
     """The codes of each projection that has some, as the ranks' parts of it have them."""
     from engine.checkpoint.gguf.store import GGUF_NAME
+    from engine.checkpoint.stacked_tensors import fused_parts
     from engine.checkpoint.weights import expected_shapes, is_projection
 
     expected = expected_shapes(model)
@@ -368,7 +369,7 @@ def _cut_forms(
     if quantisation is not None:
         stored: Mapping[str, CodeFormat] = {name: _rounded_form(quantisation, name) for name in expected}
     elif (folder / GGUF_NAME).exists():
-        stored = _gguf_forms(folder)
+        stored = {part: form for name, form in _gguf_forms(folder).items() for part in fused_parts(name, expected)}
     else:
         stored = _stored_forms(folder, expected, model)
     forms = {}

@@ -1,8 +1,8 @@
 """A GGUF file becomes a Hugging Face checkpoint folder: in bfloat16, or with its blocks left where they are.
 
-Knows how four architectures lie in a GGUF file (Llama, Qwen 2 and 3, Gemma 3) and undoes what llama.cpp's converter did
-to them: quantised blocks, permuted query and key rows, norm weights with one added, Llama 3.1's positions as a tensor.
-It reads one file and writes one folder, which `engine.checkpoint.gguf.store` keeps. Tokenizers are in
+Knows how five architectures lie in a GGUF file (Llama, Qwen 2 and 3, Phi-3, Gemma 3) and undoes what llama.cpp's
+converter did to them: quantised blocks, permuted query and key rows, norm weights with one added, scaled positions as
+tensors. It reads one file and writes one folder, which `engine.checkpoint.gguf.store` keeps. Tokenizers are in
 `engine.checkpoint.gguf.tokenizer`, blocks in `engine.checkpoint.gguf.blocks`.
 """
 
@@ -45,7 +45,9 @@ _TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-_ROPE_DIVISORS = "rope_freqs"  # a tensor that is no weight: by what each frequency of the rotary embedding is divided
+# Tensors that are no weights: by what each frequency of the rotary embedding is divided, of long RoPE in short contexts
+# and in long ones.
+_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS = "rope_freqs", "rope_factors_short", "rope_factors_long"
 _VOCABULARY = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
 _PROGRESS_STEPS = 4
 _GEMMA3_27B_LAYERS = 62
@@ -55,13 +57,13 @@ _LLAMA3_LENGTH = 8192  # of the contexts that Llama 3 was first trained on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What is particular to one architecture: its config, its norms' names, and how tensors were changed.
+    """What is particular to one architecture: its config, what it calls otherwise, and how tensors were changed.
 
     `row_order`: from which row of a tensor in the file each row comes; None: they are as they were.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
-    norm_names: dict[str, str]
+    names: dict[str, str]
     row_order: Callable[[str, int, Metadata], Rows | None]
     norm_offset: float  # added to norm weights
 
@@ -83,7 +85,7 @@ def describe_gguf(gguf_file: Path, folder: Path, tokenizer_files: Sequence[Path]
     """Write all that `convert_gguf` writes but the weights into `folder`, which exists. `tokenizer_files`: the model's
     own, tokenizer.json first, in place of what the GGUF file says. Raises the same."""
     stored, metadata, architecture = _opened(gguf_file)
-    names = {hugging_face_name(tensor.name, architecture.norm_names) for tensor in stored}
+    names = {hugging_face_name(tensor.name, architecture.names) for tensor in stored}
     _write_configs(folder, architecture, metadata, tied="lm_head.weight" not in names)
     write_tokenizer(metadata, folder, tokenizer_files)
 
@@ -93,7 +95,7 @@ def stored_gguf_tensors(gguf_file: Path) -> Iterator[tuple[str, torch.Tensor | Q
     else float32. Raises ValueError for an architecture or a tensor that is not known."""
     stored, metadata, architecture = _opened(gguf_file, without=_VOCABULARY)
     for tensor in stored:
-        name = hugging_face_name(tensor.name, architecture.norm_names)
+        name = hugging_face_name(tensor.name, architecture.names)
         try:
             weight = _stored(tensor, architecture, metadata)
         except ValueError as error:  # such as numpy's, of a damaged file
@@ -106,7 +108,7 @@ def stored_gguf_forms(gguf_file: Path) -> dict[str, CodeFormat | None]:
     same."""
     stored, _, architecture = _opened(gguf_file, without=_VOCABULARY)
     return {
-        hugging_face_name(tensor.name, architecture.norm_names): (
+        hugging_face_name(tensor.name, architecture.names): (
             None if tensor.name.endswith("norm.weight") else form_of(tensor.tensor_type)
         )
         for tensor in stored
@@ -145,8 +147,9 @@ def _opened(gguf_file: Path, without: Set[str] = frozenset()) -> tuple[list[Any]
     if name not in _ARCHITECTURES:
         raise ValueError(f"{gguf_file.name} holds a model of architecture {name!r}; known are {list(_ARCHITECTURES)}")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if (divisors := tensors.pop(f"{_ROPE_DIVISORS}.weight", None)) is not None:
-        metadata[_ROPE_DIVISORS] = np.asarray(divisors.data, dtype=np.float32)
+    for divisors in (_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS):
+        if (tensor := tensors.pop(f"{divisors}.weight", None)) is not None:
+            metadata[divisors] = np.asarray(tensor.data, dtype=np.float32)
     return list(tensors.values()), metadata, _ARCHITECTURES[name]
 
 
@@ -157,7 +160,7 @@ def _converted(
     step = max(1, num_tensors // _PROGRESS_STEPS)
     for index, tensor in enumerate(stored, start=1):
         restored = _restored(tensor, architecture, metadata)
-        yield hugging_face_name(tensor.name, architecture.norm_names), torch.from_numpy(restored).to(torch.bfloat16)
+        yield hugging_face_name(tensor.name, architecture.names), torch.from_numpy(restored).to(torch.bfloat16)
         if index % step == 0:
             progress(f"  {index} of {num_tensors} tensors converted")
 
@@ -172,14 +175,14 @@ def _restored(tensor: Any, architecture: Architecture, metadata: Metadata) -> Ar
     return np.require(values, requirements=["C", "W"])
 
 
-def hugging_face_name(name: str, norm_names: dict[str, str]) -> str:
+def hugging_face_name(name: str, names: dict[str, str]) -> str:
     """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for an unknown tensor."""
     stem, _, kind = name.rpartition(".")
     prefix = ""
     if stem.startswith("blk."):
         _, layer, stem = stem.split(".", 2)
         prefix = f"model.layers.{layer}."
-    known = norm_names.get(stem) or _TENSOR_NAMES.get(stem)
+    known = names.get(stem) or _TENSOR_NAMES.get(stem)
     if known is None:
         raise ValueError(f"tensor {name!r} of the GGUF file has no place in a checkpoint of this architecture")
     return f"{prefix}{known}.{kind}"
@@ -224,6 +227,14 @@ def _rope(metadata: Metadata, prefix: str) -> dict[str, Any]:
     theta = metadata.get(f"{prefix}.rope.freq_base", _USUAL_THETA)
     if (divisors := metadata.get(_ROPE_DIVISORS)) is not None:
         return _llama3_rope(theta, divisors)
+    if _SHORT_DIVISORS in metadata:
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "short_factor": [*map(_shortest_float, metadata[_SHORT_DIVISORS])],
+            "long_factor": [*map(_shortest_float, metadata[_LONG_DIVISORS])],
+            "original_max_position_embeddings": metadata[f"{prefix}.rope.scaling.original_context_length"],
+        }
     factor: float = metadata.get(f"{prefix}.rope.scaling.factor") or metadata.get(f"{prefix}.rope.scale_linear") or 1.0
     kind = metadata.get(f"{prefix}.rope.scaling.type", "linear")  # so in llama.cpp, too
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -288,6 +299,24 @@ def _qwen_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _phi3_config(metadata: Metadata) -> dict[str, Any]:
+    """Of Phi-3 and 4. A part of each head may turn."""
+    width = metadata["phi3.embedding_length"] // metadata["phi3.attention.head_count"]
+    turning = metadata.get("phi3.rope.dimension_count", width) / width
+    common = _common_config(metadata, "phi3")
+    rope = {**_rope(metadata, "phi3"), "partial_rotary_factor": turning}
+    return {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": metadata.get("phi3.attention.sliding_window") or None,  # 0: Phi-4's
+        "rope_parameters": rope,
+        "original_max_position_embeddings": rope.get(
+            "original_max_position_embeddings", common["max_position_embeddings"]
+        ),
+        **common,
+    }
+
+
 def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
     """The GGUF file leaves out what all Gemma 3 share: five sliding layers, then a full one, and the sliding theta; and
     that the largest scales attention otherwise, which llama.cpp, too, knows by its layers. Raises ValueError for other
@@ -320,22 +349,32 @@ def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
 
 _QWEN = Architecture(
     config=_qwen_config,
-    norm_names={"ffn_norm": "post_attention_layernorm"},
+    names={"ffn_norm": "post_attention_layernorm"},
     row_order=lambda name, num_rows, metadata: None,
     norm_offset=0.0,
 )
 _ARCHITECTURES = {
     "llama": Architecture(
         config=_llama_config,
-        norm_names={"ffn_norm": "post_attention_layernorm"},
+        names={"ffn_norm": "post_attention_layernorm"},
         row_order=_llama_row_order,
         norm_offset=0.0,
     ),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
+    "phi3": Architecture(
+        config=_phi3_config,
+        names={
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_norm": "post_attention_layernorm",
+        },
+        row_order=lambda name, num_rows, metadata: None,
+        norm_offset=0.0,
+    ),
     "gemma3": Architecture(
         config=_gemma3_config,
-        norm_names={
+        names={
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",

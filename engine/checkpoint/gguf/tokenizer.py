@@ -56,7 +56,7 @@ def _require_tokens(tokenizer: Tokenizer, metadata: Metadata, path: Path) -> Non
         if kind == _NORMAL and ids.get(token) != index:
             raise ValueError(
                 f"{path} lies beside it and is another model's: token {index} is {token!r} in the GGUF file, and"
-                f" {tokenizer.id_to_token(index)!r} there"
+                f" {tokenizer.id_to_token(index)!r} there; give the GGUF file a folder of its own"
             )
 
 

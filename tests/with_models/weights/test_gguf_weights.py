@@ -76,7 +76,7 @@ def test_other_kinds_have_no_such_form() -> None:
     assert quantised_weight(np.zeros((2, 110), dtype=np.uint8), Kind.Q3_K) is None
 
 
-# What llama.cpp's converter calls the tensors of Llama and Qwen.
+# What llama.cpp's converter calls the tensors of Llama, Qwen and Phi.
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -84,6 +84,7 @@ NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -91,6 +92,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 KINDS = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q4_1, "attn_output": Kind.F16, "output": Kind.Q8_0}
@@ -105,7 +107,7 @@ def write_gguf(
     in_blocks: bool = True,
     rope_divisors: list[float] | None = None,
 ) -> None:
-    """The Llama or Qwen in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
+    """The model in `folder`, its projections in blocks of several kinds. `changes`: to what is said of it."""
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -116,6 +118,11 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type == "phi3":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(config.rope_parameters.get("partial_rotary_factor", 1.0) * width))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "qwen3":
         writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -128,6 +135,9 @@ def write_gguf(
         add(2)
     for name, tensor in load_file(folder / "model.safetensors").items():
         add_tensor(writer, name, tensor.numpy(), config, in_blocks)
+    for kind in ("short", "long"):
+        if factors := config.rope_parameters.get(f"{kind}_factor"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(factors, dtype=np.float32))
     if rope_divisors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
     writer.kv_data[0].update(changes or {})
@@ -183,9 +193,9 @@ def test_a_file_is_loaded_in_its_blocks(gguf_file: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi-3", "phi-3-long"])
 def test_a_file_is_the_model_that_it_was_made_of(family: str, tied: bool, tmp_path: Path) -> None:
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    rope = {} if "phi" in family else {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
     model = build_oracle(family, tmp_path / "hf", tie_word_embeddings=tied, **rope)
     write_gguf(tmp_path / "model.gguf", tmp_path / "hf", model.config, in_blocks=False)
     folder = resolve_model(str(tmp_path / "model.gguf"))
@@ -214,9 +224,10 @@ def held_bytes(weights: Weights) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_what_legato_check_says_of_a_file_is_what_is_held(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize("family", ["llama", "phi-3"])
+def test_what_legato_check_says_of_a_file_is_what_is_held(family: str, tmp_path: Path, num_ranks: int) -> None:
     """Of 96 inputs four ranks have 24 each, and no scale has 16."""
-    model = build_oracle("llama", tmp_path, intermediate_size=96)
+    model = build_oracle(family, tmp_path, intermediate_size=96)
     write_gguf(tmp_path / "small.gguf", tmp_path, model.config)
     tree = {"model": {"ref": str(tmp_path / "small.gguf")}, "prefill": {"replicas": 0}}
     folder = resolve_model(str(tmp_path / "small.gguf"))
