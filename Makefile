@@ -1,10 +1,13 @@
 # Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves.
 #   make setup PYTHON=python3.12        another interpreter (3.11 to 3.13)
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    torch without CUDA, where pip would take PyPI's
 #   make serve CONFIG=ray_configs/... PORT=8080   another cluster, another port
 #   make cluster NODES=3                          the same on several Ray nodes of this machine
 
 PYTHON ?= python3
 CONFIG ?= ray_configs/quickstart.yaml
+# Where pip gets torch from. Empty: as pip is configured.
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
@@ -16,12 +19,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-# torch first and alone: resolved together with the rest, a range would pick the newest release with all its CUDA parts.
+# torch first and alone: resolved together with the rest, a range would pick the newest release. PyPI's torch for Linux has
+# all of CUDA with it, 2 GB and more, also where there is no GPU: TORCH_INDEX names another index for it.
 # pip compiles on one core, 21,000 files: twice as long as on two.
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Legato needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile torch==2.13.0
+	$(PIP) install --no-compile torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --no-compile -e '.[dev]'
 	@echo "Compiling what was installed, on all cores"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # some packages have templates that are no Python

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import ray
 import yaml
 from jsonschema import Draft202012Validator
 from ray._common.runtime_env_uri import Protocol, parse_uri
 from ray._private import ray_constants
+from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.load import ConfigError, LegatoConfig, load_config, load_document
@@ -23,7 +27,7 @@ from cluster.deployment.worker import DRAIN_S
 from tests.cluster.config.test_config import FILES, ROOT
 
 CONFIGS = ROOT / "ray_configs"
-KUBERAY, RAY_UP = CONFIGS / "kuberay.yaml", CONFIGS / "cluster.yaml"
+KUBERAY, RAY_UP, POLICIES = (CONFIGS / f"{name}.yaml" for name in ("kuberay", "cluster", "kuberay_policies"))
 # KubeRay's own definition of a RayService, with all of Kubernetes' pod templates in it.
 RAY_SERVICE = Path(__file__).with_name("kuberay_rayservice.json")
 RAY_CLUSTER = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
@@ -56,7 +60,7 @@ def serve_config() -> tuple[dict[str, Any], LegatoConfig]:
 
 
 def test_every_file_is_checked() -> None:
-    assert {*FILES, KUBERAY, RAY_UP} == set(CONFIGS.glob("*.yaml"))
+    assert {*FILES, KUBERAY, RAY_UP, POLICIES} == set(CONFIGS.glob("*.yaml"))
 
 
 def test_kuberay_takes_the_service() -> None:
@@ -159,6 +163,112 @@ def test_pods_share_what_the_hub_gave_and_what_clients_leave() -> None:
         assert config.gateway.storage is not None and Path(config.gateway.storage).parent == Path(shared)
 
 
+@pytest.mark.parametrize(
+    ("name", "tolerates"), [("head", False), ("gateway", False), ("prefill", True), ("decode", True)]
+)
+def test_pods_compile_where_no_other_pod_writes(name: str, tolerates: bool) -> None:
+    """Triton's cache breaks where several pods compile into it. Those with GPUs go where a taint keeps others away."""
+    pod = pods()[name]
+    (container,) = pod["containers"]
+    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+    (triton,) = [Path(found["value"]) for found in container["env"] if found["name"] == "TRITON_CACHE_DIR"]
+    assert mounts["cache"] in triton.parents and mounts["cache"] == Path("/home/ray/.cache")
+    assert "emptyDir" in {volume["name"]: volume for volume in pod["volumes"]}["cache"]
+    assert ("tolerations" in pod) is tolerates
+
+
+Labels = dict[str, str]
+NAMESPACE = {"kubernetes.io/metadata.name": "default"}
+
+
+def policies(kind: str) -> list[Any]:
+    return [found for found in yaml.safe_load_all(POLICIES.read_text(encoding="utf-8")) if found["kind"] == kind]
+
+
+def labels() -> dict[str, Labels]:
+    """Those of each kind of pod: the file's, and those that KubeRay adds to them."""
+    cluster = document(KUBERAY)["spec"]["rayClusterConfig"]
+    found = {"head": cluster["headGroupSpec"]["template"]["metadata"]["labels"] | {"ray.io/node-type": "head"}}
+    for group in cluster["workerGroupSpecs"]:
+        ray = {"ray.io/node-type": "worker", "ray.io/group": group["groupName"]}
+        found[group["groupName"]] = group["template"]["metadata"]["labels"] | ray
+    return found
+
+
+def chosen(selector: dict[str, Any], has: Labels) -> bool:
+    assert set(selector) <= {"matchLabels"}, "no other selector is understood here"
+    return bool(selector.get("matchLabels", {}).items() <= has.items())
+
+
+def lets_in(to: Labels, port: int, pod: Labels, namespace: Labels = NAMESPACE) -> bool:
+    """Whether a pod gets in, by Kubernetes' rules: a pod that no policy selects is open, and policies add up."""
+    selecting = [found["spec"] for found in policies("NetworkPolicy") if chosen(found["spec"]["podSelector"], to)]
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in selecting)
+    for rule in [rule for spec in selecting for rule in spec["ingress"]]:
+        ports = [entry["port"] for entry in rule.get("ports", []) if entry["protocol"] == "TCP"]
+        for peer in rule["from"]:
+            there = (
+                chosen(peer["namespaceSelector"], namespace) if "namespaceSelector" in peer else namespace == NAMESPACE
+            )
+            if there and chosen(peer.get("podSelector", {}), pod) and ("ports" not in rule or port in ports):
+                return True
+    return not selecting
+
+
+PORTS = (6379, 8000, 8080, 8265, 8404, 10001, 10002, 30000, 45_678, 52365)
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator", "app.kubernetes.io/component": "kuberay-operator"}
+OTHERS: dict[str, tuple[Labels, Labels, set[tuple[str, int]]]] = {
+    "a stranger": ({"app": "stranger"}, NAMESPACE, set()),
+    "operator": (OPERATOR, {"kubernetes.io/metadata.name": "kuberay"}, {("head", 8265)}),
+    "front": ({"app": "legato-front"}, NAMESPACE, {(name, 8000) for name in ("gateway", "prefill", "decode")}),
+    "a front elsewhere": ({"app": "legato-front"}, {"kubernetes.io/metadata.name": "others"}, set()),
+    "another Legato": ({"app": "legato"}, {"kubernetes.io/metadata.name": "others"}, set()),
+    "prometheus": (
+        {"app": "prometheus"},
+        {"kubernetes.io/metadata.name": "monitoring"},
+        {(name, 8080) for name in ("head", "gateway", "prefill", "decode")},
+    ),
+}
+
+
+@pytest.mark.parametrize("who", OTHERS)
+def test_policies_let_in_whom_the_guide_says(who: str) -> None:
+    pod, namespace, expected = OTHERS[who]
+    found = {(name, port) for name, to in labels().items() for port in PORTS if lets_in(to, port, pod, namespace)}
+    assert found == expected
+
+
+def test_policies_let_pods_of_the_service_reach_each_other_at_all_ports() -> None:
+    """Ray and Legato draw ports, so there is no list of them."""
+    kinds = labels()
+    assert set(kinds) == {"head", "gateway", "prefill", "decode"}
+    assert all(lets_in(to, port, pod) for to in kinds.values() for pod in kinds.values() for port in PORTS)
+
+
+@pytest.mark.parametrize("kind", ["NetworkPolicy", "PodDisruptionBudget"])
+def test_kubernetes_takes_the_policies(kind: str) -> None:
+    """Rules of ingress by KubeRay's definition of a RayService, which has Kubernetes' own in it. Budgets by Kubernetes'
+    rule for pods whose owner cannot be scaled: a number that must be left, and no share."""
+    service = json.loads(RAY_SERVICE.read_text(encoding="utf-8"))
+    branch = service["properties"]["spec"]["properties"]["rayClusterConfig"]["properties"]["networkPolicy"]
+    rules = branch["properties"]["workerGroups"]["items"]["properties"]["ingressRules"] | {"$defs": service["$defs"]}
+    assert list(Draft202012Validator(rules).iter_errors([{"form": []}])) != []
+    found = policies(kind)
+    assert len(found) == 3 and len({policy["metadata"]["name"] for policy in found}) == 3
+    groups = {group["groupName"]: group for group in document(KUBERAY)["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    for policy in found:
+        spec = policy["spec"]
+        if kind == "NetworkPolicy":
+            assert policy["apiVersion"] == "networking.k8s.io/v1"
+            assert set(spec) == {"podSelector", "policyTypes", "ingress"}
+            assert list(Draft202012Validator(rules).iter_errors(spec["ingress"])) == []
+        else:
+            assert policy["apiVersion"] == "policy/v1" and set(spec) == {"minAvailable", "selector"}
+            (name,) = [name for name, has in labels().items() if chosen(spec["selector"], has)]
+            assert type(spec["minAvailable"]) is int
+            assert name == "head" or spec["minAvailable"] < groups[name]["replicas"], "a drain gets on"
+
+
 def test_pods_take_traffic_and_leave_in_order() -> None:
     for name, pod in pods().items():
         if name == "head":
@@ -213,10 +323,61 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
         assert (CONFIGS / name).is_file()
 
 
+@pytest.mark.parametrize("index", ["", "https://download.pytorch.org/whl/cpu"])
+def test_torch_is_installed_first_from_where_it_is_told(index: str) -> None:
+    """Without TORCH_INDEX from where pip is told; what follows it never."""
+    quiet = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "TORCH_INDEX"))}
+    command = ["make", "--dry-run", "--always-make", "setup", *([f"TORCH_INDEX={index}"] if index else [])]
+    said = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=True).stdout
+    first, then = [line.split(" install ")[1].split() for line in said.splitlines() if " install " in line]
+    assert first == ["--no-compile", "torch==2.13.0", *(["--index-url", index] if index else [])]
+    assert then == ["--no-compile", "-e", "'.[dev]'"]
+    if index:
+        assert f"TORCH_INDEX={index}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_ray_takes_the_cluster() -> None:
     assert problems(document(RAY_UP), RAY_CLUSTER) == []
     wrong = document(RAY_UP) | {"max_worker": 3}
     assert any("max_worker" in problem for problem in problems(wrong, RAY_CLUSTER))
+
+
+LOCAL = {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3", "10.0.0.4"]}
+
+
+def on_machines_of_your_own() -> dict[str, Any]:
+    """The file with its head's changes: what is written there, and without what is to be taken out."""
+    head, _, _ = RAY_UP.read_text(encoding="utf-8").partition("\ncluster_name")
+    told = re.sub(r"\n# *", " ", head).partition("For machines of your own")[2]
+    assert "provider: {type: local, head_ip: ..., worker_ips: [...]}" in told
+    (given, taken) = told.split("and take out ")
+    left_out = re.findall(r"\b[a-z]+_[a-z_]+\b", taken.partition("all of worker_ips")[0])
+    assert left_out == ["available_node_types", "head_node_type", "max_workers"] and "ssh_private_key" in given
+    found = {name: value for name, value in document(RAY_UP).items() if name not in left_out}
+    return {**found, "provider": LOCAL, "auth": {"ssh_user": "me", "ssh_private_key": "~/.ssh/id_ed25519"}}
+
+
+def test_ray_takes_the_cluster_on_machines_of_your_own() -> None:
+    """All of them, and for each the same commands. Ray refuses the file whose provider alone is another one."""
+    prepared = prepare_config(on_machines_of_your_own())
+    validate_config(prepared)
+    (machines,) = prepared["available_node_types"].values()
+    assert (machines["min_workers"], prepared["max_workers"]) == (3, 3)
+    assert prepared["head_start_ray_commands"] == document(RAY_UP)["head_start_ray_commands"]
+    with pytest.raises(click.ClickException, match="available_node_types is not supported"):
+        prepare_config(document(RAY_UP) | {"provider": LOCAL})
+
+
+def test_no_machine_needs_a_user_of_a_certain_name() -> None:
+    """A shell finds the wheel where `file_mounts` puts it, whoever `auth.ssh_user` is."""
+    found = document(RAY_UP)
+    commands = [command for name in found if name.endswith("_commands") for command in found[name]]
+    assert [command for command in commands if "/home/" in command] == []
+    (install,) = [command for command in commands if WHEEL in command]
+    (wheel,) = [path for path in found["file_mounts"] if path.endswith(WHEEL)]
+    said = install.replace("~/legato/bin/pip install", "echo")
+    shell = subprocess.run(["bash", "-c", said], env={"HOME": "/srv/me"}, capture_output=True, text=True, check=True)
+    assert shell.stdout == f"{wheel.replace('~', '/srv/me')}[gpu]\n"
 
 
 def test_the_cluster_holds_the_configuration_that_it_mounts() -> None:
