@@ -13,11 +13,13 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:${PYTHON} AS base
 # A compiler for kernels, which are made for the machine that they run on; pgrep and pkill to drain a node; wget for the
 # probes of KubeRay. Debian keeps one version of each for a release, so that a pinned one is gone with the next fix.
+# A volume that is mounted at the cache is the user's own, as the folder is that it covers.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ procps wget \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 --shell /bin/bash ray
+    && useradd --create-home --uid 1000 --shell /bin/bash ray \
+    && install --directory --owner ray --group ray /home/ray/.cache
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 # torch first and alone, as the Makefile does, and in a layer of its own, which most changes leave alone.
@@ -29,7 +31,7 @@ RUN pip install --index-url https://download.pytorch.org/whl/cpu "torch==${TORCH
 FROM base AS torch-cuda
 ARG TORCH=2.13.0
 RUN pip install "torch==${TORCH}"
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TRITON_CACHE_DIR=/home/ray/.cache/triton
 
 FROM torch-cuda AS cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \

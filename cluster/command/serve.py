@@ -79,7 +79,12 @@ def is_config(target: str) -> bool:
 def require_model(ref: str) -> None:
     """Check that a target names a model. Raises ArgumentsError if it names neither a model nor a file."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
+    from engine.checkpoint.store import require_no_address
 
+    try:
+        require_no_address(ref)
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from error
     try:
         path = Path(ref).expanduser()
     except RuntimeError as error:  # there is no such user

@@ -41,6 +41,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _LOCK_DEADLINE_S = 3600.0
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w.-]*))?")
+_ADDRESS: Final = "://"
+_OF_THE_HUB: Final = re.compile(r"(?:https?://(?:www\.)?huggingface\.co|hf:/)/(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)/?")
 _HUB_WEIGHTS: Final = "model*.safetensors"
 _SMALL_HUB_FILES: Final = [
     "config.json",
@@ -84,6 +86,7 @@ def resolve_model(
     Raises ValueError for a reference that names nothing usable and for a hub model that cannot be served,
     ModelUnavailableError when fetching it failed.
     """
+    require_no_address(ref)
     if ref in BUILTIN_MODELS:
         return _resolve_builtin(BUILTIN_MODELS[ref], cache_dir or default_cache_dir(), progress, verify)
     folder = Path(ref).expanduser()
@@ -99,6 +102,18 @@ def resolve_model(
         f"model {ref!r} is not known: give a built-in name ({', '.join(BUILTIN_MODELS)}), the path of an existing "
         "folder with a Hugging Face checkpoint, of a GGUF file, or a hub id such as Qwen/Qwen3-0.6B or"
         " Qwen/Qwen3-0.6B@main"
+    )
+
+
+def require_no_address(ref: str) -> None:
+    """Check that a reference is no address, such as a bucket's: what is there is not fetched. Raises ValueError."""
+    if _ADDRESS not in ref:
+        return
+    if page := _OF_THE_HUB.fullmatch(ref):
+        raise ValueError(f"model {ref!r} is an address; write the hub id alone: {page['id']}")
+    raise ValueError(
+        f"model {ref!r} is an address, and neither buckets nor web servers are read: mount it, or copy it, to a folder"
+        " that each node with a worker or a gateway has, and write the folder's path"
     )
 
 

@@ -273,6 +273,19 @@ def test_unknown_reference_lists_what_is_accepted(tmp_path: Path) -> None:
     assert error.startswith("error: model 'smollm3' is not known")
 
 
+@pytest.mark.parametrize("ref", ["s3://b/m", "gs://b/m/", "https://files.example/m.gguf", "https://huggingface.co/a"])
+def test_addresses_are_not_read(tmp_path: Path, ref: str) -> None:
+    with pytest.raises(ValueError, match="is an address, and neither buckets nor web servers are read") as raised:
+        resolve_model(ref, cache_dir=tmp_path)
+    assert repr(ref) in str(raised.value)
+
+
+@pytest.mark.parametrize("ref", ["https://huggingface.co/a/b", "http://www.huggingface.co/a/b/", "hf://a/b"])
+def test_an_address_of_the_hub_has_the_id_in_it(tmp_path: Path, ref: str) -> None:
+    with pytest.raises(ValueError, match=r"write the hub id alone: a/b$"):
+        resolve_model(ref, cache_dir=tmp_path)
+
+
 def test_local_folder_must_hold_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         resolve_model(str(tmp_path))
@@ -357,6 +370,20 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
     assert files == wanted
     assert missing.returncode == 1
     assert missing.stderr.splitlines()[1].startswith("error: 'owner/none' is no local folder and could not be fetched")
+
+
+def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
+    """The whole of it, and the hub is not asked; of another one the reason is said."""
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    asked: list[str] = []
+    with serve_repository("owner/name", files, asked) as endpoint, pytest.MonkeyPatch.context() as patch:
+        online = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        asked.clear()
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # of the environment
+        offline = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        other = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/other")
+    assert (offline.returncode, offline.stdout) == (0, online.stdout) and asked == []
+    assert other.returncode == 1 and "could not be fetched from the Hugging Face hub" in other.stderr
 
 
 def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:

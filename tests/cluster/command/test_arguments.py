@@ -67,6 +67,8 @@ def test_help_says_where_the_guide_is(monkeypatch: pytest.MonkeyPatch, capsys: p
         (f"serve {ROOT}/ray_configs/auto.yaml --workers 3", "leave out --workers, or give a model"),
         (f"serve {ROOT}/ray_configs/gpu_1p1d.yaml --prefill 0 --cpu", "leave out --prefill, --cpu, or give a model"),
         ("serve ~nobody-of-this-name/model", "~nobody-of-this-name/model is no model"),
+        ("serve s3://bucket/model --print-config", "neither buckets nor web servers are read: mount it, or copy it"),
+        ("check https://huggingface.co/Qwen/Qwen3-8B", "write the hub id alone: Qwen/Qwen3-8B"),
         ("top ftp://somewhere", "'ftp://somewhere' is no URL of a server. Write one such as http"),
         ("top --every 0", "write a number above 0, not '0'"),
         ("bench", "URL"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,23 @@ def test_workers_of_one_type_are_what_the_first_of_two_models_has() -> None:
     assert several == alone
 
 
+def test_the_image_starts_a_node_as_the_guide_says(tmp_path: Path) -> None:
+    """The shell's line in `docker run`, with a program in Ray's place that says how it was called, and with what."""
+    guide = (ROOT / "docs" / "guide" / "clusters.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"legato:0\.1\.0-cuda bash -c '\n(.*?)'\n```", guide, flags=re.DOTALL)
+    tells = "printf '%s\\n' \"$@\" mode=$RAY_AUTH_MODE proxy=$RAY_SERVE_ENABLE_HA_PROXY"
+    for name, command in (("ray", tells), ("python", f'exec {sys.executable} "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {
+        name: value for name, value in environment.items() if name not in RAY_ENVIRONMENT | SERVE_ENVIRONMENT
+    }
+    said = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=True).stdout
+    resources = json.loads(re.findall(r"--resources=(.*)", said)[0])
+    assert resources == {"decode_node": 1} and {"start", "--block", "mode=token", "proxy=1"} <= set(said.splitlines())
+
+
 def test_nodes_fetch_the_wheel_that_is_built() -> None:
     """It is quickstart.yaml, and the wheel has the name that pip gives it."""
     fetched, quickstart = document(CONFIGS / "runtime_env.yaml"), document(CONFIGS / "quickstart.yaml")
@@ -313,6 +331,8 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
     assert set(re.findall(r"ARG TORCH=(\S+)", made)) == {torch.removeprefix("torch==")}
     assert f"pip install {torch}\n" in RAY_UP.read_text(encoding="utf-8")
     assert "\nUSER 1000\n" in made and "/health" in made
+    assert "install --directory --owner ray --group ray /home/ray/.cache" in made, "else a volume there is root's"
+    assert "TRITON_CACHE_DIR=/home/ray/.cache/" in made
     assert re.findall(r"legato-\*\.whl\)\[(\S+)\]", made) == ["gpu,trace", "trace"], "OTEL_* variables are all it needs"
     sent = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
