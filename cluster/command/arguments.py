@@ -6,7 +6,9 @@ Imports next to nothing: whoever asks for help waits for it.
 from __future__ import annotations
 
 import argparse
+import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster import build_info
@@ -34,6 +36,19 @@ def guide() -> Path:
     docs = Path("docs", "guide")
     checkout = Path(__file__).parents[2]
     return (checkout if (checkout / docs).is_dir() else Path(sysconfig.get_path("data"), "share/doc/legato")) / docs
+
+
+def headers_of(lines: Sequence[str] = ()) -> dict[str, str]:
+    """Make the headers that a command sends: those of its `--header`, by small names, and the key that OpenAI's clients
+    take from the environment, where none of these is one. Raises ArgumentsError."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or not line.isprintable():
+            raise ArgumentsError(f"--header {line!r}: write a name and a value, such as 'x-slo-class: batch'")
+        headers[name.strip().lower()] = value.strip()
+    return headers
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -84,6 +99,11 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print it once; so it is where there is no terminal")
     parser.add_argument("--every", type=positive, default=1.0, metavar="S", help="seconds; default: 1")
+    _add_header(parser, "with each request, such as a key that a proxy in front asks for")
+
+
+def _add_header(group: argparse._ActionsContainer, told: str) -> None:
+    group.add_argument("--header", action="append", default=[], metavar="'NAME: VALUE'", help=told)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +115,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--ignore-eos", action="store_true", help="answers of full length, by a field that is not OpenAI's"
     )
-    asked.add_argument(
-        "--header", action="append", default=[], metavar="'NAME: VALUE'", help="with each request, such as x-slo-class"
-    )
+    _add_header(asked, "with each request, such as x-slo-class")
     drawn = parser.add_argument_group("drawn requests")
     drawn.add_argument("--prompt-tokens", type=whole(1), default=256, metavar="N", help="median; default: 256")
     drawn.add_argument("--output-tokens", type=whole(1), default=128, metavar="N", help="median; default: 128")

@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import os
 import secrets
 import signal
 import sys
@@ -23,7 +22,7 @@ from typing import Any, Final, TextIO
 
 import uvloop
 
-from cluster.command.arguments import ArgumentsError
+from cluster.command.arguments import ArgumentsError, headers_of
 from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, ServerAddress, read_stream, stream_chunks
 from cluster.load.pace import keep_open, send_at_their_times
 from cluster.load.prompts import text_of
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(10**6)
     try:
-        headers = _headers(arguments.header)
+        headers = headers_of(arguments.header)
         requests = requests_of(arguments)
         model = arguments.model or first_model(server, headers)
         asker = Asker(server, model, headers, arguments)
@@ -149,19 +148,6 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
             raise ArgumentsError(f"--{name} {path}: there is no folder {path.absolute().parent}")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentsError("--plot needs matplotlib, which is not installed here: pip install matplotlib")
-
-
-def _headers(lines: Sequence[str]) -> dict[str, str]:
-    """The headers to send: those of `--header`,
-    and the key that OpenAI's clients take from the environment. Raises ArgumentsError."""
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip() or not line.isprintable():
-            raise ArgumentsError(f"--header {line!r}: write a name and a value, such as 'x-slo-class: batch'")
-        headers[name.strip().lower()] = value.strip()
-    return headers
 
 
 def first_model(server: ServerAddress, headers: Mapping[str, str]) -> str:

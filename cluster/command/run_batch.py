@@ -22,7 +22,7 @@ import uvloop
 
 from cluster.batch.lines import BatchLine, LineAnswer, check_lines, read_lines
 from cluster.batch.service import run_lines
-from cluster.command.arguments import ArgumentsError
+from cluster.command.arguments import ArgumentsError, headers_of
 from cluster.load.client import AnswerError, ServerAddress
 
 _PATIENCE_S: Final = 600.0  # how long a server may answer nothing at all before it is given up
@@ -65,7 +65,7 @@ def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurr
                 print(f"All {num_lines} lines are answered in {out} already.")
                 return 0
         raise BatchFileError(f"{out} is there already, and has no answers to these lines. Move it, or name another.")
-    server.get("/v1/models", headers=_headers())  # nobody waits ten minutes for a wrong URL
+    server.get("/v1/models", headers=headers_of())  # nobody waits ten minutes for a wrong URL
     begun = time.monotonic()
     with Answers(out.with_name(f"{out.name}.partial")) as answers:
         if strangers := answers.names - {line.custom_id for line in _lines(source)}:
@@ -93,11 +93,6 @@ def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurr
 
 def _lines(source: Path) -> Iterator[BatchLine]:
     return (line for line in read_lines(source) if isinstance(line, BatchLine))
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 Places = dict[str, tuple[int, bool]]
@@ -187,7 +182,7 @@ async def _answer_all(source: Path, answers: Answers, server: ServerAddress, num
     limits = httpx.Limits(max_connections=concurrency)
     timeout = httpx.Timeout(_LINE_S, connect=10.0)
     async with httpx.AsyncClient(
-        base_url=server.url, headers=_headers(), limits=limits, timeout=timeout, trust_env=False
+        base_url=server.url, headers=headers_of(), limits=limits, timeout=timeout, trust_env=False
     ) as client:
 
         async def send(line: BatchLine) -> LineAnswer:

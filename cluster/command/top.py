@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TextIO
 
-from cluster.command.arguments import ArgumentsError
-from cluster.load.client import AnswerError, ServerAddress
+from cluster.command.arguments import ArgumentsError, headers_of
+from cluster.load.client import NO_HEADERS, AnswerError, ServerAddress
 
 _TIMEOUT_S: Final = 5.0
 _BAR: Final = 10  # characters
@@ -46,14 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
         server = ServerAddress.at(arguments.url)
     except ValueError as error:
         raise ArgumentsError(str(error)) from error
+    headers = headers_of(arguments.header)
     if arguments.once or not sys.stdout.isatty():
-        return _show_once(server)
-    return _watch(server, arguments.every)
+        return _show_once(server, headers)
+    return _watch(server, headers, arguments.every)
 
 
-def _show_once(server: ServerAddress) -> int:
+def _show_once(server: ServerAddress, headers: Mapping[str, str]) -> int:
     try:
-        picture = fetch(server)
+        picture = fetch(server, headers)
     except (OSError, AnswerError) as error:
         print(f"error: {_unreachable(server, error)}", file=sys.stderr)
         return 1
@@ -63,7 +65,7 @@ def _show_once(server: ServerAddress) -> int:
     return 0
 
 
-def _watch(server: ServerAddress, every_s: float) -> int:
+def _watch(server: ServerAddress, headers: Mapping[str, str], every_s: float) -> int:
     """Draw the cluster every `every_s` until Ctrl-C, and at once when the terminal has another size."""
     # Of signals. A handler may run while this thread holds the lock of whatever it waits for: a queue bears that.
     heard = SimpleQueue[int]()
@@ -76,7 +78,7 @@ def _watch(server: ServerAddress, every_s: float) -> int:
         signalled: int = signal.SIGWINCH
         while signalled == signal.SIGWINCH:
             if time.monotonic() >= next_s:
-                lines = _lines(server)
+                lines = _lines(server, headers)
                 next_s = time.monotonic() + every_s
             _draw(lines, sys.stdout)
             with contextlib.suppress(Empty):
@@ -87,10 +89,10 @@ def _watch(server: ServerAddress, every_s: float) -> int:
     return 0
 
 
-def _lines(server: ServerAddress) -> list[Line]:
+def _lines(server: ServerAddress, headers: Mapping[str, str]) -> list[Line]:
     """The lines of a new picture, or, if nothing answers as Legato does, a line that says why. It may come back."""
     try:
-        return frame(fetch(server))
+        return frame(fetch(server, headers))
     except (OSError, AnswerError) as error:
         return [[("Legato", "title"), ("  ", ""), (_unreachable(server, error), "bad")]]
 
@@ -109,15 +111,14 @@ def _has_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def fetch(server: ServerAddress) -> Picture:
-    """Ask a gateway for a picture of its cluster.
+def fetch(server: ServerAddress, headers: Mapping[str, str] = NO_HEADERS) -> Picture:
+    """Ask a gateway for a picture of its cluster, with these headers in each request.
     Raises OSError if nobody answers, AnswerError if what answers is not Legato."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        cluster = json.loads(server.get("/cluster", timeout_s=_TIMEOUT_S))
-        slo = json.loads(server.get("/slo", timeout_s=_TIMEOUT_S))
-        metrics = server.get("/metrics", timeout_s=_TIMEOUT_S).decode()
+        get = partial(server.get, timeout_s=_TIMEOUT_S, headers=headers)
+        cluster, slo, metrics = json.loads(get("/cluster")), json.loads(get("/slo")), get("/metrics").decode()
         running, outcomes = 0.0, dict[str, float]()
         for family in text_string_to_metric_families(metrics):
             for sample in family.samples:
@@ -133,8 +134,8 @@ def fetch(server: ServerAddress) -> Picture:
 
 def _unreachable(server: ServerAddress, error: Exception) -> str:
     if isinstance(error, AnswerError):
-        hint = " Is it a Legato?" if error.status == 404 else ""
-        return f"{str(error).splitlines()[0]}{hint}"
+        hints = {404: "Is it a Legato?"} | dict.fromkeys((401, 403), "Give a key: --header, or OPENAI_API_KEY.")
+        return f"{str(error).splitlines()[0]} {hints.get(error.status, '')}".rstrip()
     return (
         f"nothing answers at {server.url} ({getattr(error, 'strerror', None) or error}). Start a cluster with"
         " `legato serve`, or write where one is: legato top URL."

@@ -30,6 +30,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.threaded_server import QuietHandler, threaded_server
 from tests.support.waiting import HANGS_S, wait_until
 
 pytestmark = pytest.mark.model
@@ -354,6 +355,32 @@ def test_top_of_what_is_no_legato(
     assert main() == 1
     err = capsys.readouterr().err
     assert "/elsewhere/cluster was answered with 404" in err and err.rstrip().endswith("Is it a Legato?")
+
+
+@pytest.mark.parametrize("given", ["--header", "OPENAI_API_KEY", ""])
+def test_top_through_a_proxy_that_asks_for_a_key(
+    target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    class Front(QuietHandler):
+        def do_GET(self) -> None:
+            allowed = self.headers["authorization"] == "Bearer sesame"
+            body = target.http.get(self.path).content if allowed else b"No key, no answer."
+            self.send_response(200 if allowed else 401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with threaded_server(Front) as url:
+        words = ["--header", "Authorization: Bearer sesame"] if given == "--header" else []
+        if given == "OPENAI_API_KEY":
+            monkeypatch.setenv(given, "sesame")
+        monkeypatch.setattr("sys.argv", ["legato", "top", url, "--once", *words])
+        assert main() == (0 if given else 1)
+    out, err = capsys.readouterr()
+    if given:
+        assert "1 worker   0 requests running" in out and err == ""
+    else:
+        assert "was answered with 401: No key, no answer. Give a key: --header, or OPENAI_API_KEY." in err
 
 
 def test_top_in_a_terminal(target: Target) -> None:

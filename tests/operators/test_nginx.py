@@ -116,6 +116,15 @@ def test_operators_paths_are_kept_from_clients(front: httpx.Client, path: str) -
         assert answer.status_code == 404 and "nginx" in answer.text, answer.text
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/v1/rerank"])
+def test_all_that_clients_may_ask_comes_through(front: httpx.Client, path: str) -> None:
+    """Nothing is asked here, so that it is the gateway that answers: that its body is none. More in the path is none of
+    these."""
+    answer = front.post(path, json=[], headers=AS_ALICE)
+    assert answer.status_code == 400 and "error" in answer.json(), answer.text
+    assert "nginx" in front.post(f"{path}/x", headers=AS_ALICE).text or path.startswith("/v1/")
+
+
 def test_tokens_come_as_they_are_made(front: httpx.Client, generator: ScriptedGenerator) -> None:
     """The second one is not made until the first one has come."""
     came: list[str] = []

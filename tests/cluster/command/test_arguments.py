@@ -70,6 +70,7 @@ def test_help_says_where_the_guide_is(monkeypatch: pytest.MonkeyPatch, capsys: p
         ("serve s3://bucket/model --print-config", "neither buckets nor web servers are read: mount it, or copy it"),
         ("check https://huggingface.co/Qwen/Qwen3-8B", "write the hub id alone: Qwen/Qwen3-8B"),
         ("top ftp://somewhere", "'ftp://somewhere' is no URL of a server. Write one such as http"),
+        ("top --header nonsense", "write a name and a value"),
         ("top --every 0", "write a number above 0, not '0'"),
         ("bench", "URL"),
         ("bench http://x:y", "is no URL of a server"),
