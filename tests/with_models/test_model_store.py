@@ -373,7 +373,7 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
 
 
 def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
-    """The whole of it, and the hub is not asked; of another one the reason is said."""
+    """The whole of it, by the name that it was fetched by, and the hub is not asked; else the reason is said."""
     files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
     asked: list[str] = []
     with serve_repository("owner/name", files, asked) as endpoint, pytest.MonkeyPatch.context() as patch:
@@ -381,9 +381,11 @@ def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
         asked.clear()
         patch.setattr(constants, "HF_HUB_OFFLINE", True)  # of the environment
         offline = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
-        other = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/other")
+        others = [
+            hub_call(endpoint, tmp_path, "engine.checkpoint.store", ref) for ref in ("owner/other", "owner/name@v1.0")
+        ]
     assert (offline.returncode, offline.stdout) == (0, online.stdout) and asked == []
-    assert other.returncode == 1 and "could not be fetched from the Hugging Face hub" in other.stderr
+    assert all(other.returncode == 1 and "could not be fetched from" in other.stderr for other in others)
 
 
 def test_a_hub_model_is_pinned_to_a_revision(tmp_path: Path) -> None:
