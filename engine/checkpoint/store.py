@@ -213,7 +213,7 @@ def _fetch_from_hub(
 ) -> Path:
     """Fetch the small files, and then, if they are wanted, the weights of the same commit, unless the config cannot be
     served: that is told before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
-    import httpx  # both take half a second, which processes that fetch nothing need not spend
+    import httpx2  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import snapshot_download
 
     ref = name if revision is None else f"{name}@{revision}"
@@ -226,10 +226,11 @@ def _fetch_from_hub(
         if not has_weights(folder):  # else they were begun, by who had looked
             _require_servable(folder, backend)
         return Path(fetch(revision=folder.name, allow_patterns=[*_SMALL_HUB_FILES, _HUB_WEIGHTS]))
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, httpx2.HTTPError) as error:
         raise ModelUnavailableError(
             f"{ref!r} is no local folder and could not be fetched from the Hugging Face hub. Check the name, the "
-            f"network, and for a gated model that HF_TOKEN is set. The hub's client says: {error}"
+            "network, and for a gated model that HF_TOKEN is set; HF_HUB_OFFLINE=1 takes what is on this machine and "
+            f"asks nobody. The hub's client says: {error}"
         ) from error
 
 

@@ -60,7 +60,7 @@ ABOVE = {
 SIMULATION = {"cluster/simulation/", "cluster/command/", "cluster/load/", "cluster/__main__.py"}
 COMMANDS = {"cluster/command/", "cluster/load/", "cluster/__main__.py"}
 
-HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}
+HTTP = {"aiohttp", "fastapi", "http", "httpx", "httpx2", "requests", "starlette", "urllib", "uvicorn"}
 FOREIGN = {
     "kernels": HTTP | {"ray", "socket"},
     "engine": HTTP | {"ray", "socket"},
@@ -70,7 +70,7 @@ FOREIGN = {
 }
 EXCEPTIONS = {
     # Names the errors that the Hugging Face hub's client lets through.
-    ("engine/checkpoint/store.py", "httpx"),
+    ("engine/checkpoint/store.py", "httpx2"),
 }
 TRANSFORMERS_NAMES = {"AutoConfig", "AutoTokenizer"}
 # Not the tokenizer's own method: that one costs seconds of imports.

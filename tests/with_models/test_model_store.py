@@ -372,6 +372,20 @@ def test_hub_model_comes_without_anything_that_carries_code(tmp_path: Path) -> N
     assert missing.stderr.splitlines()[1].startswith("error: 'owner/none' is no local folder and could not be fetched")
 
 
+def test_a_proxy_that_refuses_the_hub_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Proxy(QuietHandler):
+        def do_CONNECT(self) -> None:
+            self.send_error(403, "not to the outside")
+
+    with threaded_server(Proxy) as url:
+        monkeypatch.setenv("HTTPS_PROXY", url)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        refused = hub_command("https://hub.invalid", tmp_path, "engine.checkpoint.store", "owner/name")
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert "HF_HUB_OFFLINE=1 takes what is on this machine" in error and error.endswith("403 not to the outside")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+
+
 def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
     """The whole of it, by the name that it was fetched by, and the hub is not asked; else the reason is said."""
     files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
