@@ -407,6 +407,7 @@ def test_the_cluster_holds_the_configuration_that_it_mounts() -> None:
     machine = found["available_node_types"]["gpu"]
     for pool in config.pools.values():
         assert pool.num_gpus == machine["resources"]["GPU"] and pool.num_cpus <= machine["resources"]["CPU"]
+        assert pool.autoscaling is not None and pool.autoscaling.start_s >= 300, "it boots, installs, fetches 16 GB"
     assert machine["min_workers"] == sum(pool.replicas for pool in config.pools.values())
     for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
         assert "cluster environment" in commands[-1] and "LEGATO_SECRET" in commands[-1]
