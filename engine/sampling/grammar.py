@@ -41,8 +41,19 @@ Allowed = npt.NDArray[np.bool_]  # [V]
 
 _MAX_TOKENIZERS: Final = 4  # of a process; each is tens of megabytes
 _MAX_COMPILED: Final = 64  # grammars that are kept, for the next sequences with them
-# What one mask may cost: about 15 ms in the lexer and 2.5 in the parser, by the library's own figures.
-LIMITS: Final = LLParserLimits(verbose_errors=False)
+RULES_OF_A_CLIENT: Final = "// rules of a client"
+"""A comment before the rules of a grammar, or of a part of one, that Legato has not written: see `limits_of`."""
+# A token's work in the parser grows with the square of what a row of it holds. What Legato writes has rows as long as a
+# schema is wide, however long the answer becomes: four items for each property that need not be there.
+_LIMITS: Final = LLParserLimits(verbose_errors=False)
+# Rules of a client may be ambiguous, so that rows grow with each token: by the library's own limits, to a tenth of a
+# second for one token. By these it is a hundredth, and rules without ambiguity do not come near them.
+_LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=300, step_max_items=10_000, verbose_errors=False)
+
+
+def limits_of(grammar: str) -> LLParserLimits:
+    """What following a grammar may take, by its text: counts, so that it fails at the same token everywhere."""
+    return _LIMITS_OF_A_CLIENT if RULES_OF_A_CLIENT in grammar else _LIMITS
 
 
 class GrammarError(RuntimeError):
@@ -127,7 +138,7 @@ class GrammarMasks:
 
     def _compile(self, grammar: str) -> LLMatcher:
         """Milliseconds, for most; what is wrong with it is told by its masks."""
-        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
+        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits_of(grammar))
 
     def _mask_of(self, *token_ids: int) -> Bits:
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)

@@ -25,6 +25,7 @@ from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
 from tests.support.openai_conformance import Target
+from tests.support.schema_answers import takes, takes_text
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually
 
@@ -246,6 +247,29 @@ def _either(names: int) -> dict[str, Any]:
 def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) -> None:
     with pytest.raises(UnsupportedGrammarError):
         compiled(wanted, llg)
+
+
+AMBIGUOUS = 'start: x\nx: "a" | x x | x x x'
+OF_A_CLIENT = {"format": {"type": "grammar", "grammar": AMBIGUOUS}}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        OutputConstraint("grammar", AMBIGUOUS, "structured_outputs"),
+        OutputConstraint("structural_tag", json.dumps({"type": "structural_tag", **OF_A_CLIENT}), "response_format"),
+    ],
+    ids=lambda wanted: wanted.kind,
+)
+def test_rules_of_a_client_have_less_room(llg: LLTokenizer, wanted: OutputConstraint) -> None:
+    """They may be ambiguous; then each token takes longer than the one before it. What Legato writes is not."""
+    grammar = compiled(wanted, llg)
+    assert takes_text(grammar, llg, "a" * 40)
+    assert not takes_text(grammar, llg, "a" * 100)
+    wide = {"type": "object", "properties": {f"property {number}": {"type": "integer"} for number in range(200)}}
+    assert takes(compiled(of_schema(wide), llg), llg, {"property 199": 1})
+    texts = [f"answer {number}" for number in range(structured.MAX_CHOICES)]
+    assert takes_text(compiled(OutputConstraint("choice", json.dumps(texts), ""), llg), llg, texts[-1])
 
 
 def _patterns(number: int) -> dict[str, Any]:

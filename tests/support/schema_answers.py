@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.sampling.grammar import LIMITS, allowed_by
+from engine.sampling.grammar import allowed_by, limits_of
 
 JSON_SCHEMA_BENCH, OFFICIAL = "jsonschemabench.jsonl.gz", "official.jsonl.gz"
 _FOLDER: Final = Path(__file__).parents[1] / "http/schemas"
@@ -46,7 +46,7 @@ def drawn_answer(
 ) -> str | None:
     """Tokens of random logits; None if the grammar does not end in time. `favourites` are taken half the time where
     they are allowed. Greedy: the first of an order of all tokens that is drawn once."""
-    matcher = LLMatcher(llg, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(llg, grammar, log_level=0, limits=limits_of(grammar))
     tokens: list[int] = []
     order = draw.randrange(1, _PRIME)
     bits = np.zeros(-(-llg.vocab_size // 32), dtype=np.int32)
@@ -71,6 +71,6 @@ def takes(grammar: str, llg: LLTokenizer, instance: object) -> bool:
 
 def takes_text(grammar: str, llg: LLTokenizer, text: str) -> bool:
     """Whether the text may be an answer."""
-    matcher = LLMatcher(llg, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(llg, grammar, log_level=0, limits=limits_of(grammar))
     tokens = llg.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())

@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance
+from engine.sampling.grammar import RULES_OF_A_CLIENT
 
 MAX_DEPTH: Final = 12  # of formats within formats; llguidance bounds the parentheses that they become
 _MAX_CHARS: Final = 4096  # the most that `max_chars` may be: each character is a state of a pattern
@@ -152,7 +153,7 @@ class _Writer:
             lark = any_to_lark(text)
         except Exception as error:  # it may be of any kind: the parser is written in Python, for good input
             raise _refused("A `grammar` is neither Lark nor GBNF") from error
-        return _followed(self._named({"lark_grammar": lark}), ends)
+        return _followed(self._named({"lark_grammar": f"{RULES_OF_A_CLIENT}\n{lark}"}), ends)
 
     # --- parts made of others ---
 

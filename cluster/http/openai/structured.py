@@ -37,7 +37,7 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structural_tags
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
-from engine.sampling.grammar import LIMITS
+from engine.sampling.grammar import RULES_OF_A_CLIENT, limits_of
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 
@@ -281,7 +281,7 @@ def _checked_grammar(grammar: str, tokenizer: LLTokenizer) -> str:
         raise UnsupportedGrammarError(
             f"As a grammar it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible."
         )
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits_of(grammar))
     for _ in range(_NUM_TRIED):
         allowed = _first_allowed(matcher, tokenizer.vocab_size)
         if allowed is None:
@@ -330,7 +330,7 @@ def _from_choice(text: str) -> str:
 def _from_grammar(text: str) -> str:
     """The grammar of a text in Lark, or in GBNF, which llama.cpp and vLLM read. Raises UnsupportedGrammarError."""
     try:
-        return _from_lark(any_to_lark(text))
+        return _from_lark(f"{RULES_OF_A_CLIENT}\n{any_to_lark(text)}")
     except Exception as error:  # it may be of any kind: the parser is written in Python, for good input
         raise UnsupportedGrammarError(f"It is neither Lark nor GBNF: {_as_sentence(str(error))}") from error
 

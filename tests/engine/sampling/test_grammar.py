@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.grammar import GrammarError, GrammarMasks, allowed_by
+from engine.sampling.grammar import RULES_OF_A_CLIENT, GrammarError, GrammarMasks, allowed_by
 from engine.sampling.params import MAX_GRAMMAR_CHARS, SamplingParams
 from engine.sampling.sampler import InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, Sequence, finish_reason
@@ -267,6 +267,23 @@ def test_a_grammar_that_fails_names_its_request(sampler: Sampler) -> None:
         seq = sequence(params_of(grammar=grammar), output=output, name="theirs")
         with pytest.raises(GrammarError, match="request theirs"):
             sampler.sample(random_logits(1), [seq])
+
+
+def test_rules_of_a_client_fail_before_a_token_takes_long(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    """All the ways to read a text as these rules are followed at once. They fail at the same token wherever the
+    sequence comes to."""
+    grammar = f'{RULES_OF_A_CLIENT}\nstart: x\nx: "a" | x x | x x x'
+    seq, [letter] = sequence(params_of(grammar=grammar), name="theirs"), tokenizer.encode("a")
+    with pytest.raises(GrammarError, match="request theirs"):
+        for _ in range(100):
+            masks.of([seq])
+            seq.output_token_ids.append(letter)
+    assert len(seq.output_token_ids) > 40
+    elsewhere = sequence(params_of(grammar=grammar), output=seq.output_token_ids[:-1])
+    masks.of([elsewhere])
+    elsewhere.output_token_ids.append(letter)
+    with pytest.raises(GrammarError):
+        masks.of([elsewhere])
 
 
 def test_a_row_with_no_chance_for_what_is_allowed_is_told(sampler: Sampler, tokenizer: Tokenizer) -> None:
