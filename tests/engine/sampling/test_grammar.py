@@ -254,6 +254,18 @@ def test_a_budget_gives_way_to_the_grammar(masks: GrammarMasks, tokenizer: Token
             params_of(**changes)
 
 
+def test_a_budget_that_ends_within_a_character_is_kept_behind_it(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
+    """Once: what comes after the mark is the answer."""
+    first, second, [end] = *tokenizer.encode("é"), tokenizer.encode("x")
+    grammar = f'start: thought "x"\nTEXT: /(.|\\n)*/\nthought: TEXT <[{CLOSES}]>'
+    seq = sequence(params_of(grammar=grammar, thinking_budget=2, thinking_marks=(CLOSES,)), output=[end, first])
+    assert second in allowed(masks, seq) and CLOSES not in allowed(masks, seq)
+    for token_id, follow in ((second, {CLOSES}), (CLOSES, {end})):
+        seq.output_token_ids.append(token_id)
+        assert allowed(masks, seq) == follow
+        assert allowed(masks, sequence(seq.params, output=[*seq.output_token_ids])) == follow, "elsewhere, too"
+
+
 def test_the_end_of_a_grammar_ends_the_sequence() -> None:
     seq = sequence(params_of(grammar=DIGITS, ignore_eos=True, min_tokens=50), output=[9, EOS])
     assert finish_reason(seq, frozenset([EOS])) == "stop"
