@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
 from engine.cost_model.step_cost import StepWork
 from engine.drafting.drafter import Draft, DrafterName, DraftFiller, DraftingCost
@@ -77,6 +78,7 @@ class DraftModel:
         )
         self._eos_token_ids = eos_token_ids
         self._followers: OrderedDict[Sequence, _Follower] = OrderedDict()  # first those not drawn for the longest
+        self._proposed: WeakSet[Sequence] = WeakSet()  # of others nothing is drawn, so nothing is here
         self._ended: list[Sequence] = []  # whose blocks a step may use still
         self.draw = DraftFiller("the draft model", self._draw)
 
@@ -91,11 +93,14 @@ class DraftModel:
         most = min(most, self.model.max_model_len - seq.num_tokens)
         if most < 1 or self.draw.has_failed:
             return None
+        self._proposed.add(seq)
         return Draft((UNDRAWN,) * most, self.name, 0, self._drawing(seq))
 
     def ended(self, seq: Sequence) -> None:
         """Free a sequence's blocks once no step can use them."""
-        self._ended.append(seq)
+        if seq in self._proposed:
+            self._proposed.remove(seq)
+            self._ended.append(seq)
 
     def check_idle(self) -> None:
         """Raises AssertionError if a sequence that has ended holds blocks still."""

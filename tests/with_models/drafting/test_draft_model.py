@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,21 @@ def test_who_ends_between_a_plan_and_its_step_leaves_nothing_behind(llama: Small
     plan = first_with_drafts(engine, model)
     engine.scheduler.drop(seq.key)
     engine.scheduler.finish_step(plan, model.runner.execute(plan))
+    drafter.check_idle()
+
+
+def test_of_who_ends_without_a_draft_nothing_is_kept(llama: SmallModel) -> None:
+    """Where drafts do not pay, nobody is drafted for; sequences come and go all the same."""
+    model = loaded(llama, llama.folder)
+    engine, drafter = drafting(model), drafter_of(model)
+    gone = []
+    for number in range(3):
+        seq = Sequence(request_id=f"r{number}", attempt=0, params=greedy(1), prompt_token_ids=[5, 6, 7])
+        assert len(list(engine.run([seq]))) == 1
+        gone.append(weakref.ref(seq))
+    del seq
+    gc.collect()
+    assert [seq() for seq in gone] == [None] * 3
     drafter.check_idle()
 
 
