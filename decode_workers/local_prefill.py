@@ -99,8 +99,9 @@ class LocalPrefill:
 
     @property
     def staged_columns(self) -> int:
-        """What chunks of all that have blocks need of the staging ring."""
-        return sum(map(self._staged_columns, self._computing))
+        """What chunks of all that have blocks need of the staging ring, but for those whose adapter is being loaded:
+        what is kept for them nobody could use."""
+        return sum(self._staged_columns(seq) for seq in self._computing if seq.has_adapter)
 
     def add(self, seq: Sequence) -> None:
         self._waiting.append(seq)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from decode_workers.scheduler import DecodeState
+from engine.model.adapters import AdapterSlot
 from engine.sequence import Sequence, StepPlan
-from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, sequence
+from kernels.adapters import Adapter
+from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, Speeds, sequence
 from tests.support.ghost_runner import next_token
 
 
@@ -108,6 +111,25 @@ def test_who_lacks_a_column_of_host_memory_comes_before_newcomers() -> None:
     for seq in waiting:
         _longest_wait(bench, seq, newcomers.come, 200)
     assert newcomers.num_taken > 2
+
+
+def test_a_prompt_that_lacks_its_adapter_keeps_no_room_of_the_ring() -> None:
+    """The device is full, so somebody has to give way; what is kept for an overdue prompt says that it will do so."""
+    bench = Bench(columns=9, host_columns=8, staging_columns=8, speeds=Speeds())
+    running = [bench.hand_over(name, [2, number] * 6, max_tokens=20) for number, name in enumerate("ab")]
+    begun = sequence("begun elsewhere", [5] * 18, 2)
+    begun.num_received, begun.adapter = 3, AdapterSlot("digest", Path("folder"))
+    bench.scheduler.reserve(begun)
+    bench.runner.receive(begun)
+    bench.scheduler.admit(begun.key, None)
+    assert begun.host_groups
+    waiting = sequence("waiting", [6] * 11, 2)
+    bench.scheduler.add(waiting)
+    for _ in range(200):
+        bench.step()
+    assert [len(seq.output_token_ids) for seq in (*running, waiting)] == [20, 20, 2]
+    begun.adapter.loaded = Adapter((), 0)
+    bench.run()
 
 
 def test_decodes_that_are_late_let_a_prompt_in_and_go_on_themselves() -> None:
