@@ -43,6 +43,11 @@ class LocalPrefill:
         return len(self._waiting)
 
     @property
+    def num_lacking_adapters(self) -> int:
+        """The number of those whose adapter is being loaded."""
+        return len(self._waiting) - len(self._startable)
+
+    @property
     def oldest_wait_s(self) -> float:
         """Since the first of those came that have no blocks and never had any; 0 without any."""
         return max((seq.waited_s for seq in self._waiting if seq.began_at is None), default=0.0)

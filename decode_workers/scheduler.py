@@ -213,9 +213,9 @@ class DecodeScheduler:
         """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.
 
         Sequences that wait here for blocks come first, or newcomers would starve them: while there are any, the device
-        must have room for all of these, too.
+        must have room for all of these, too. Those that lack their adapter keep neither room nor a place.
         """
-        if len(self._entries) >= self.tiers.max_in_flight:
+        if len(self._entries) - self._local.num_lacking_adapters >= self.tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
         host_groups = self._host_groups_for(num_tokens + 1 + waited_for)

@@ -209,6 +209,25 @@ def test_who_lacks_its_adapter_keeps_no_room_from_reservations() -> None:
     bench.run()
 
 
+def test_who_lacks_its_adapter_keeps_no_place_from_reservations() -> None:
+    bench = Bench(max_num_seqs=2)
+    slot = AdapterSlot("digest", Path("folder"))
+    for number in range(3):
+        seq = _seq(f"adapted {number}", [2] * 3)
+        seq.adapter = slot
+        bench.scheduler.add(seq)
+    assert bench.scheduler.can_reserve(3)
+    reserved = _seq("reserved", [2, 3, 4])
+    bench.scheduler.reserve(reserved)
+    slot.loaded = Adapter((), 0)
+    assert not bench.scheduler.can_reserve(3), "they come first, by now"
+    bench.runner.receive(reserved)
+    bench.scheduler.admit(reserved.key, next_token([2, 3, 4]))
+    bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (2, 2)
+    bench.run()
+
+
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
     bench = Bench(token_budget=6)
     bench.scheduler.add(_seq("short", [2, 3], max_tokens=20))
