@@ -91,7 +91,7 @@ class DraftModel:
         """Drafts to be drawn by the step, and what that will take."""
         self._release_ended()
         most = min(most, self.model.max_model_len - seq.num_tokens)
-        if most < 1 or self.draw.has_failed:
+        if most < 1 or not self.draw.may_plan(seq):
             return None
         self._proposed.add(seq)
         return Draft((UNDRAWN,) * most, self.name, 0, self._drawing(seq))

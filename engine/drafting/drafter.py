@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
+from engine.sampling.grammar import GrammarError
 from engine.sequence import UNDRAWN, Sequence, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -75,18 +77,20 @@ class Drafter(Protocol):
 class DraftFiller:
     """What a runner calls for its plans' undrawn drafts: `draw` says so many drafts of each sequence, or fewer.
 
-    Whatever goes wrong there, the step goes on without these drafts; after some failures in a row it `has_failed`, and
-    nobody should plan any more of them. `by`: who draws, for the log.
+    Whatever goes wrong there, the step goes on without these drafts; after some failures in a row none should be
+    planned any more, and after one of a sequence's grammar, none of that sequence: see `may_plan`. `by`: who draws, for
+    the log.
     """
 
     def __init__(self, by: str, draw: Callable[[dict[Sequence, int]], dict[Sequence, tuple[int, ...]]]) -> None:
         self._by = by
         self._draw = draw
         self._num_failures = 0
+        self._undrawable: WeakSet[Sequence] = WeakSet()
 
-    @property
-    def has_failed(self) -> bool:
-        return self._num_failures >= _MAX_FAILURES
+    def may_plan(self, seq: Sequence) -> bool:
+        """Whether drafts of `seq` should be planned."""
+        return self._num_failures < _MAX_FAILURES and seq not in self._undrawable
 
     def __call__(self, plan: StepPlan) -> float:
         """Put drafts in the place of the plan's undrawn ones, or none, and return the seconds that it took."""
@@ -98,6 +102,9 @@ class DraftFiller:
         try:
             drawn = self._draw({item.seq: len(item.drafts) for item in items})
             self._num_failures = 0
+        except GrammarError as error:  # a few tokens ahead of its sequence, which it is to blame for and nobody else
+            self._undrawable.update(item.seq for item in items if item.seq.key == error.key)
+            logger.info("%s draws no more for a request: %s", self._by, error)
         except Exception as error:  # the boundary of what no answer depends on
             self._num_failures += 1
             logger.warning("%s failed, and the step goes on without its drafts", self._by, exc_info=error)

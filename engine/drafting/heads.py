@@ -285,7 +285,7 @@ class HeadDrafter:
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""
-        if most < 1 or self.draw.has_failed or self._state(seq) is None:
+        if most < 1 or not self.draw.may_plan(seq) or self._state(seq) is None:
             return None
         costs = DraftingCost(0.0, 0.0)  # the first draw shows it
         if self._once_s:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.sampling.thinking import forced_token
-from engine.sequence import DraftedSequence, Sequence, TokensSoFar
+from engine.sequence import DraftedSequence, Sequence, SequenceKey, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def limits_of(grammar: str) -> LLParserLimits:
 
 
 class GrammarError(RuntimeError):
-    """A grammar gave no mask: it is too complex, or the tokens so far do not follow it. Nothing was sampled."""
+    """The grammar of the sequence `key` gave no mask: it is too complex, or the tokens so far do not follow it. Nothing
+    was sampled."""
+
+    def __init__(self, key: SequenceKey, reason: str) -> None:
+        super().__init__(f"the grammar of request {key.request_id} cannot be followed any further: {reason}")
+        self.key = key
 
 
 class GrammarMasks:
@@ -107,8 +112,7 @@ class GrammarMasks:
             matcher.rollback(num_taken)
         if matcher.is_error():
             del self._followed[seq]  # it may be a draft that failed
-            why = matcher.get_error()
-            raise GrammarError(f"the grammar of request {seq.request_id} cannot be followed any further: {why}")
+            raise GrammarError(seq.key, matcher.get_error())
 
     def _matcher(self, seq: Sequence) -> LLMatcher:
         """The sequence's matcher, in the state that the output so far leads to; what is wrong is told by its masks."""

@@ -17,10 +17,12 @@ from decode_workers.local_engine import LocalEngine
 from engine.drafting import draft_model
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.speculation import DraftCounts, Speculation
+from engine.sampling.grammar import RULES_OF_A_CLIENT
 from engine.sampling.params import SamplingParams
-from engine.sequence import Sequence, StepPlan
+from engine.sequence import UNDRAWN, ScheduledSequence, Sequence, StepPlan
 from engine.steps.calibration import calibrate
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
+from engine.text.tokenizer import Tokenizer
 from tests.support.small_models import SmallModel, greedy, random_prompts, shallower
 
 DRAWN = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=3, presence_penalty=0.4, ignore_eos=True)
@@ -176,6 +178,36 @@ def test_a_model_that_fails_costs_its_drafts_and_no_step(llama: SmallModel, capl
     assert counts_of(engine).drafted == 0
     assert caplog.text.count("the draft model failed") == 3
     drafter_of(model).check_idle()
+
+
+def test_a_grammar_that_fails_ahead_costs_its_own_drafts(llama: SmallModel) -> None:
+    """However many requests have such: others are drafted for as before."""
+    model = loaded(llama, llama.folder)
+    drafter = drafter_of(model)
+    rules = f'{RULES_OF_A_CLIENT}\nstart: x\nx: "a" | x x | x x x'
+    letter = Tokenizer(llama.folder).encode("a")
+
+    def decoding(name: str, output: list[int], grammar: str | None = None) -> Sequence:
+        params = greedy(200, grammar=grammar)
+        seq = Sequence(request_id=name, attempt=0, params=params, prompt_token_ids=[5, 6, 7], output_token_ids=output)
+        seq.num_computed = seq.num_tokens - 1
+        return seq
+
+    def drawn(*seqs: Sequence) -> list[int]:
+        assert all(drafter.propose(seq, 3) for seq in seqs)
+        plan = StepPlan(tuple(ScheduledSequence(seq, 1, (UNDRAWN,) * 3) for seq in seqs))
+        drafter.draw(plan)
+        return [len(item.drafts) for item in plan.items]
+
+    other = decoding("other", letter)
+    for number in range(5):
+        seq = decoding(f"r{number}", letter * 80, rules)
+        assert drawn(seq, other) == [0, 0]
+        assert drafter.propose(seq, 3) is None
+        drafter.ended(seq)
+    assert drawn(other) == [3]
+    drafter.ended(other)
+    drafter.check_idle()
 
 
 def test_its_kv_is_a_part_of_what_was_given(llama: SmallModel, tmp_path: Path) -> None:
