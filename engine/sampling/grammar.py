@@ -118,9 +118,9 @@ class GrammarMasks:
         """The sequence's matcher, in the state that the output so far leads to; what is wrong is told by its masks."""
         assert seq.params.grammar is not None
         followed = self._followed.get(seq)
-        if followed is None or not followed.leads_to(seq.output_token_ids):
+        if followed is None or not followed.go_to(seq.output_token_ids):
             followed = self._followed[seq] = _Followed(self._compiled(seq.params.grammar).deep_copy())
-        followed.consume(seq.output_token_ids)
+            followed.go_to(seq.output_token_ids)
         return followed.matcher
 
     def _within_budget(self, row: TokensSoFar, bits: Bits | None) -> Bits | None:
@@ -135,9 +135,8 @@ class GrammarMasks:
         """What must come after the output so far, as the tokenizer cuts it, up to a choice or the end. Nothing where
         nothing is forced, or where no mask of `seq` was made here yet."""
         followed, output_token_ids = self._followed.get(seq), seq.output_token_ids
-        if followed is None or not output_token_ids or not followed.leads_to(output_token_ids):
+        if followed is None or not output_token_ids or not followed.go_to(output_token_ids):
             return ()
-        followed.consume(output_token_ids)
         return tuple(followed.matcher.compute_ff_tokens())
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -194,13 +193,19 @@ class _Followed:
     matcher: LLMatcher
     consumed: list[int] = field(default_factory=list)
 
-    def leads_to(self, token_ids: list[int]) -> bool:
-        return token_ids[: len(self.consumed)] == self.consumed
-
-    def consume(self, token_ids: list[int]) -> None:
-        more = token_ids[len(self.consumed) :]
+    def go_to(self, token_ids: list[int]) -> bool:
+        """Come to the state after these tokens, from where the last ones are others: of a drafting model, whose drafts
+        were wrong. False: only a new matcher can."""
+        num_kept, step = min(len(self.consumed), len(token_ids)), 1
+        while token_ids[:num_kept] != self.consumed[:num_kept]:
+            num_kept, step = max(num_kept - step, 0), 2 * step
+        num_undone = len(self.consumed) - num_kept
+        if num_undone and not self.matcher.rollback(num_undone):
+            return False
+        more = token_ids[num_kept:]
         self.matcher.consume_tokens(more)  # an error is kept, and told by the mask
-        self.consumed += more
+        self.consumed[num_kept:] = more
+        return True
 
 
 @lru_cache(maxsize=_MAX_TOKENIZERS)
