@@ -276,12 +276,13 @@ class HeadDrafter:
         return self._sampler.masks
 
     def keep(self, items: list[ScheduledSequence], hidden: Tensor) -> None:
-        """`hidden [R, hidden]`: of the rows of `items` that a step samples from, good for as long as that step."""
-        hidden = hidden.clone()
-        for item in items:
-            count = 1 + len(item.drafts)
-            self._kept[item.seq] = _Kept(item.start + item.num_tokens - 1, hidden[:count])
-            hidden = hidden[count:]
+        """`hidden [R, hidden]`: of the rows of `items` that a step samples from, good for as long as that step. Each
+        sequence has its own copy: one that computes no more for long would hold a whole step's."""
+        counts = [1 + len(item.drafts) for item in items]
+        copies = [hidden.new_empty(count, hidden.shape[1]) for count in counts]
+        torch.split_with_sizes_copy(hidden, counts, out=copies)
+        for item, copy in zip(items, copies, strict=True):
+            self._kept[item.seq] = _Kept(item.start + item.num_tokens - 1, copy)
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         """Drafts to be drawn by the step, and what that will take."""

@@ -184,6 +184,22 @@ def test_without_the_state_of_the_newest_token_nothing_is_proposed(known: Known)
     assert drafter.propose(seq, 3) is None
 
 
+def test_no_sequence_holds_the_states_of_others(known: Known) -> None:
+    drafting = engine(known.model, known.folder)
+    assert drafting.speculation is not None
+    [drafter] = drafting.speculation.drafters
+    assert isinstance(drafter, HeadDrafter)
+    seqs = [
+        Sequence(request_id=f"r{number}", attempt=0, params=greedy(), prompt_token_ids=PROMPT) for number in range(4)
+    ]
+    for seq in seqs:
+        drafting.add(seq)
+    for _ in range(4):
+        drafting.step()
+    states = [drafter._kept[seq].hidden for seq in seqs]
+    assert [state.untyped_storage().nbytes() for state in states] == [state.nbytes for state in states]
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "reason"),
     [
