@@ -356,6 +356,8 @@ class DecodeScheduler:
         """
         for item in plan.items:
             item.seq.num_alone = max(item.seq.num_alone, 1)
+        if self._speculation is not None:
+            self._speculation.failed(plan)
         return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.ENDED]
 
     def _suspects(self) -> list[Sequence]:

@@ -115,6 +115,7 @@ class _State:
     best_rate: float = 1.0  # of all that drafts of it were from so far
     draft: Draft | None = None  # in the step in flight
     tried_in: int = 0  # the step in which a draft was last tried without hope
+    may_have_drafts: bool = True
 
 
 class Candidate(NamedTuple):
@@ -224,6 +225,13 @@ class Speculation:
         counts.accepted += num_accepted
         return draft.drafter
 
+    def failed(self, plan: StepPlan) -> None:
+        """A step failed, perhaps as a grammar became too complex behind a draft: it makes no others fail, and all that
+        share them compute alone after each."""
+        for item in plan.items:
+            if item.drafts and item.seq.params.grammar is not None:
+                self._state(item.seq).may_have_drafts = False
+
     def computed(self, plan: StepPlan, output: StepOutput) -> None:
         """A step is over, with drafts or without."""
         decoding = [index for index, item in enumerate(plan.items) if item.num_tokens == 1 and item.samples]
@@ -291,7 +299,7 @@ class Speculation:
         state = self._state(seq)
         best: Draft | None = None
         best_worth = -math.inf
-        for drafter in self.drafters:
+        for drafter in self.drafters if state.may_have_drafts else ():
             draft = drafter.propose(seq, most)
             if draft is None or not draft.token_ids:
                 continue

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
+from engine.drafting.speculation import Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.model.adapters import AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from kernels.adapters import Adapter
+from tests.decode_workers.test_decode_scheduler import guesses
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
 EOS = frozenset({0, 1})
@@ -24,7 +26,14 @@ BLOCK_SIZE = 4
 class Bench:
     """A scheduler on ghost KV, stepped by hand."""
 
-    def __init__(self, columns: int = 40, *, max_num_seqs: int = 8, token_budget: int = 32) -> None:
+    def __init__(
+        self,
+        columns: int = 40,
+        *,
+        max_num_seqs: int = 8,
+        token_budget: int = 32,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.pool = BlockPool(columns)
         allocator = BlockAllocator(self.pool, layer_groups=1, block_size=BLOCK_SIZE)
         self.runner = GhostRunner(allocator)
@@ -34,6 +43,7 @@ class Bench:
             token_budget=token_budget,
             max_model_len=columns * BLOCK_SIZE,
             eos_token_ids=EOS,
+            speculation=speculation,
         )
 
     def step(self) -> list[Emission]:
@@ -196,6 +206,29 @@ def test_no_reservation_while_a_preempted_sequence_waits() -> None:
     assert not bench.scheduler.can_reserve(1)
     bench.run()
     assert bench.scheduler.can_reserve(1)
+
+
+def test_whose_grammar_may_have_failed_behind_its_drafts_has_no_more() -> None:
+    """Nobody's drafts but its own can fail again by it; and each time all would compute alone."""
+    bench = Bench(speculation=guesses(3))
+    theirs, other = _seq("theirs", [2, 3], max_tokens=30, grammar="start: /a*/"), _seq("other", [4, 5], max_tokens=30)
+    for seq in (theirs, other):
+        bench.scheduler.add(seq)
+    plan = bench.scheduler.plan()
+    while not all(item.drafts for item in plan.items):
+        bench.scheduler.finish_step(plan, bench.runner.execute(plan))
+        plan = bench.scheduler.plan()
+    assert len(plan.items) == 2
+    bench.scheduler.abandon_step()
+    bench.scheduler.suspect(plan)
+    with_drafts = set()
+    while bench.scheduler.num_running:
+        plan = bench.scheduler.plan()
+        with_drafts |= {item.seq.request_id for item in plan.items if item.drafts}
+        bench.scheduler.finish_step(plan, bench.runner.execute(plan))
+    assert with_drafts == {"other"}
+    assert theirs.output_token_ids == _expected([2, 3], len(theirs.output_token_ids)), "up to the grammar's end"
+    assert other.output_token_ids == _expected([4, 5], 30)
 
 
 def test_who_lacks_its_adapter_keeps_no_room_from_reservations() -> None:
