@@ -26,7 +26,7 @@ async def stay_connected(
     goodbye: str,
 ) -> None:
     """Connect to the scheduler and `talk` to it; again, half a second later, whenever either fails or ends. Each
-    connection is closed with the words `goodbye`, the last one in order. Raises nothing: it ends by being cancelled."""
+    connection that `talk` leaves open is closed, saying `goodbye`. Raises nothing: it ends by being cancelled."""
     told = ""  # the error whose traceback the log has: it may come twice a second, for as long as the scheduler is away
     while True:
         try:
@@ -35,9 +35,6 @@ async def stay_connected(
             connection = await connect(endpoint, identity, purpose=purpose, timeout_s=_CONNECT_TIMEOUT_S)
             try:
                 await talk(connection)
-            except asyncio.CancelledError:
-                connection.close(goodbye, in_order=True)
-                raise
             finally:
                 connection.close(goodbye)
         except (TransportError, OSError, TimeoutError) as error:

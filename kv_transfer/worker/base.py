@@ -257,9 +257,10 @@ class Worker(ABC):
             self._abort(key, reason)
         self._on_room()
 
-    async def stop(self) -> None:
-        """Leave at once: what is unfinished fails over to other workers."""
-        await self._registration.stop()
+    async def stop(self, *, changes: bool = False) -> None:
+        """Leave at once: what is unfinished fails over to other workers. `changes`: a worker of another role or model
+        takes its place in this process, as the scheduler has ordered; else it expects another process."""
+        await self._registration.stop(changes=changes)
         await self._port.close(f"the {self.role} worker stops")
         await self.steps.stop()
         if self._faults.probe is not None:  # has blocks, which the next worker is to have

@@ -241,6 +241,7 @@ class Registration:
         self._period_s = period_s
         self._due = asyncio.Event()  # there is a reason to report before the time is up
         self._are_all_blocks_wanted = True
+        self._is_changing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -253,7 +254,10 @@ class Registration:
         )
         self._task = asyncio.create_task(connected, name="registration")
 
-    async def stop(self) -> None:
+    async def stop(self, *, changes: bool = False) -> None:
+        """`changes`: the worker goes as it was ordered to take on another role or model, which the scheduler tells from
+        all other ways to go."""
+        self._is_changing = changes
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -277,6 +281,8 @@ class Registration:
         finally:
             if self._events is not None:
                 self._events.on_many = lambda: None
+            if self._is_changing:
+                connection.close("the worker changes its role or model", in_order=True)
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
 

@@ -244,7 +244,7 @@ class WorkerReplica:
         drained = time.monotonic()
         self._worker = None
         async with asyncio.timeout(STOP_S):
-            await old.stop()
+            await old.stop(changes=True)
         del old
         self.role = role
         self._num_changes += 1

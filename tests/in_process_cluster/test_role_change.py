@@ -364,6 +364,26 @@ async def test_a_replica_may_be_stopped_while_it_drains(llama: SmallModel) -> No
         assert [tokens_of(await request) for request in asking] == [expected] * 4
 
 
+async def test_who_is_stopped_with_an_order_has_not_followed_it(llama: SmallModel) -> None:
+    """Serve replaces it by another that is like it."""
+    async with replica_cluster(llama, num_prefill=1) as cluster:
+        ledger, (_, first, second) = cluster.scheduler.scheduler.ledger, cluster.replicas
+        with brake(first.model.runner), brake(second.model.runner):
+            asking = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+            await eventually(lambda: holds(first, "r") or holds(second, "r"))
+            replica = first if holds(first, "r") else second
+            old = worker_id_of(replica)
+            await cluster.orchestrator.scheduler.change_role(old, "prefill", 60.0)
+            await eventually(lambda: replica.is_changing)
+            stopping = asyncio.create_task(replica.stop(0.0))
+            await eventually(lambda: old not in ledger.table)
+        await stopping
+        cluster.replicas.remove(replica)
+        cluster.models.remove(replica.model)
+        assert ledger.longest_gone(time.monotonic()), "another is on its way"
+        assert tokens_of(await asking) == llama.local(PROMPT, greedy()).tokens
+
+
 async def test_blocks_that_are_not_let_go_make_the_replica_unhealthy(llama: SmallModel) -> None:
     """Better another process than memory that an old step may still write to."""
     async with replica_cluster(llama, num_prefill=1) as cluster:
