@@ -23,19 +23,27 @@ _WITHOUT: Final[dict[Role, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Order:
     """A change that a worker was told to make. It stands until the time `until`. `joins`: the scheduler that has the
-    worker afterwards, `change_s` after it has gone; None: no scheduler here has that model."""
+    worker afterwards, `change_s` after it has gone; None: no scheduler here has that model. `joins_at`: when that
+    scheduler was told to expect it."""
 
     until: float
     joins: GlobalScheduler | None
     change_s: float
+    joins_at: float = math.inf
 
     def expect(self, left_at: float) -> None:
-        """Tell who gets the worker when that will be, as it leaves at `left_at`; inf: never."""
+        """Tell who gets the worker when that will be, as it leaves at `left_at`."""
+        self.joins_at = left_at + self.change_s
         if self.joins is not None:
-            self.joins.expect_worker(left_at + self.change_s)
+            self.joins.expect_worker(self.joins_at)
+
+    def withdraw(self) -> None:
+        """Tell who gets the worker that it never comes, unless another one is expected by now."""
+        if self.joins is not None and self.joins.ledger.joins_at == self.joins_at:
+            self.joins.expect_worker(math.inf)
 
 
 class RoleChanges:
@@ -69,7 +77,10 @@ class RoleChanges:
         order = self._orders.pop(worker_id, None)
         if order is None or order.until <= now:
             return False
-        order.expect(now if in_order else math.inf)
+        if in_order:
+            order.expect(now)
+        else:
+            order.withdraw()
         return in_order
 
     def _refusal(self, request: RoleRequest, known: dict[str, KnownWorker], now: float) -> str | None:

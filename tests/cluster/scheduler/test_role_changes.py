@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from cluster.scheduler.role_changes import OVERDUE_S, RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, SchedulerPolicy
@@ -115,3 +116,15 @@ def test_who_dies_with_an_order_is_expected_by_nobody() -> None:
     assert changes.ask(request, leaves, joins, 0.0).outcome == "ordered"
     assert not changes.gone("d1", 1.0, in_order=False)
     assert joins.ledger.joins_at == math.inf
+
+
+def test_who_dies_leaves_others_expected() -> None:
+    """The other one has left, and loads the model."""
+    request = RoleRequest(ask_id=7, worker_id="d1", role="decode", drain_s=5.0, model="b")
+    leaves = scheduler_of([(worker_info(name, models=["b"]), worker_snapshot(name)) for name in ("d1", "d2", "d4")])
+    changes, joins = RoleChanges(), scheduler_of([(worker_info("d3", load_s=30.0), worker_snapshot("d3"))])
+    for worker_id in ("d1", "d2"):
+        assert changes.ask(replace(request, worker_id=worker_id), leaves, joins, 0.0).outcome == "ordered"
+    changes.gone("d2", 1.0, in_order=True)
+    changes.gone("d1", 2.0, in_order=False)
+    assert joins.ledger.joins_at == 31.0
