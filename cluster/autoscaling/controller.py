@@ -120,7 +120,7 @@ class Autoscaler:
         targets: dict[Role, int] = {"prefill": advice.num_prefill, "decode": advice.num_decode}
         changing = {flip.info.worker_id for flip in self._flips}
         roles = [(flip.info, flip.role) for flip in self._flips]
-        roles += [(w, w.role) for w, snapshot in workers if w.worker_id not in changing and not snapshot.draining]
+        roles += [(w, w.role) for w, snapshot in workers if w.worker_id not in changing and not snapshot.stopping]
         for info, role in roles:
             home = role if _is_guest(info) else info.home or info.role
             targets[home] += role != home

@@ -150,7 +150,11 @@ class LinkReport:
 
 @record
 class WorkerSnapshot:
-    """What changes. `sequence_number` grows with each snapshot of a worker."""
+    """What changes. `sequence_number` grows with each snapshot of a worker.
+
+    `draining`: it takes nothing new, as it is sick, is about to change its role or model, or is `stopping`: its process
+    ends, and Serve counts it no more. A sick one Serve counts until it replaces it.
+    """
 
     worker_id: Text
     sequence_number: Count
@@ -177,6 +181,7 @@ class WorkerSnapshot:
     tiers: TiersReport = field(default_factory=TiersReport)
     adapters: Items[Text] = field(default_factory=list)  # digests of those that are loaded
     adapter_load_s: NonNegative = 0.0  # that the last one took to load
+    stopping: Flag = False
 
 
 KnownWorker = tuple[WorkerInfo, WorkerSnapshot]

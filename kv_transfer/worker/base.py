@@ -159,6 +159,7 @@ class Worker(ABC):
         self.gateway_of: dict[SequenceKey, GatewayId] = {}
         self._faults = FaultFinder(model)
         self._is_leaving = False
+        self._is_stopping = False
         self._has_left = asyncio.Event()
         self._num_snapshots = 0
 
@@ -239,11 +240,14 @@ class Worker(ABC):
             tiers=self._tiers_report(),
             adapters=self.adapters.loaded,
             adapter_load_s=self.adapters.load_s,
+            stopping=self._is_stopping,
         )
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait until nothing is held here, at most so long; whether that is so."""
+    async def drain(self, timeout_s: float, *, stops: bool = False) -> bool:
+        """Take nothing new and wait until nothing is held here, at most so long; whether that is so. `stops`: as this
+        process is to end."""
         self._is_leaving = True
+        self._is_stopping |= stops
         self._note_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

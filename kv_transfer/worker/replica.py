@@ -190,7 +190,7 @@ class WorkerReplica:
                 self._change.cancel()
             await asyncio.gather(self._change, return_exceptions=True)
         if self._worker is not None:
-            await self._worker.drain(drain_s)
+            await self._worker.drain(drain_s, stops=True)
             await self._worker.stop()
         await self._unload()
 

@@ -352,9 +352,13 @@ async def test_a_replica_may_be_stopped_while_it_drains(llama: SmallModel) -> No
         with brake(replica.model.runner) as held:
             asking = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(4)]
             await held.reached()
+            worker = replica.worker
+            assert worker is not None
             assert replica.change_role("decode", 60.0)
+            await eventually(lambda: worker.snapshot().draining)
+            assert not worker.snapshot().stopping
             stopping = asyncio.create_task(replica.stop(0.0))
-            await asyncio.sleep(0.05)
+            await eventually(lambda: worker.snapshot().stopping)
             assert not replica.change_role("decode", 60.0)
         await stopping
         cluster.replicas.remove(replica)

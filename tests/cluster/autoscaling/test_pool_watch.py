@@ -304,7 +304,9 @@ def test_a_worker_counts_where_it_works_and_is_kept_where_it_was_started() -> No
     sizing = keeper(ledger, PoolsPlan(prefill=rules, decode=replace(rules, initial=3)))
     assert targets(sizing, 10.0) == {"p1": 2, "d3": 2, "d1": 2, "d2": 2}
     ledger.heartbeat(worker_snapshot("d3", 2, draining=True), 11.0)
-    assert targets(sizing, 11.0) == {"p1": 1, "d3": 1, "d1": 3, "d2": 3}, "whoever comes for it is for decode"
+    assert targets(sizing, 11.0) == {"p1": 2, "d3": 2, "d1": 2, "d2": 2}, "it is sick, and p1 is not to stop for it"
+    ledger.heartbeat(worker_snapshot("d3", 3, draining=True, stopping=True), 12.0)
+    assert targets(sizing, 12.0) == {"p1": 1, "d3": 1, "d1": 3, "d2": 3}, "whoever comes for it is for decode"
 
 
 def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_change() -> None:
