@@ -57,11 +57,42 @@ TUNABLE: Final = {
 }
 """Classes of component configs that `tuning` can change."""
 
-_NOT_TUNABLE: Final = {
-    ("OrchestratorConfig", "request_deadline_s"): "gateway.request_deadline_s",
-    ("SchedulerPolicy", "admission", "max_wait_s"): "scheduler.max_wait_s",
+NOT_TUNABLE: Final = {
+    "DecodeWorkerConfig.layerkv.tpot_target_s": "decode.tpot_target_ms",
+    "DecodeWorkerConfig.max_num_seqs": "decode.max_num_seqs",
+    "DecodeWorkerConfig.token_budget": "decode.chunk_tokens",
+    "EngineConfig.backend": "model.backend",
+    "EngineConfig.batch_invariant": "model.batch_invariant",
+    "EngineConfig.block_size": "kv.prefill.block_size and kv.decode.block_size",
+    "EngineConfig.device": "prefill.num_gpus and decode.num_gpus",
+    "EngineConfig.draft_ref": "decode.draft_model",
+    "EngineConfig.dtype": "model.dtype",
+    "EngineConfig.expert_parallel": "prefill.expert_parallel and decode.expert_parallel",
+    "EngineConfig.kv_blocks": "kv.prefill.memory and kv.decode.memory",
+    "EngineConfig.kv_bytes": "kv.prefill.memory and kv.decode.memory",
+    "EngineConfig.kv_share": "kv.prefill.memory and kv.decode.memory",
+    "EngineConfig.max_adapter_rank": "adapters.max_rank",
+    "EngineConfig.max_adapters": "adapters.max_loaded",
+    "EngineConfig.max_model_len": "model.max_model_len",
+    "EngineConfig.model_name": "model.served_name",
+    "EngineConfig.model_ref": "model.ref",
+    "EngineConfig.num_threads": "prefill.threads and decode.threads",
+    "EngineConfig.prefix_caching": "kv.prefix_cache",
+    "EngineConfig.quantisation": "model.quantization",
+    "EngineConfig.staging_bytes": "kv.prefill.staging and kv.decode.staging",
+    "EngineConfig.tensor_parallel": "prefill.tensor_parallel and decode.tensor_parallel",
+    "LayerKvConfig.tpot_target_s": "decode.tpot_target_ms",
+    "OrchestratorConfig.request_deadline_s": "gateway.request_deadline_s",
+    "PrefillWorkerConfig.chunk_tokens": "prefill.chunk_tokens",
+    "SchedulerPolicy.admission.max_queued_tokens": "scheduler.max_queued_tokens",
+    "SchedulerPolicy.admission.max_wait_s": "scheduler.max_wait_s",
+    "SchedulerPolicy.decision.one_pool": "workers",
+    "SchedulerPolicy.local_prefill_below": "scheduler.local_prefill_below_tokens",
+    "TiersConfig.disk": "kv.disk",
+    "TiersConfig.host": "kv.prefill.host_memory and kv.decode.host_memory",
+    "TransferConfig.transport": "transfer.transport",
 }
-"""Fields of theirs that settings say, which are checked against each other (`_check_wait`)."""
+"""Fields of theirs that settings say, which are checked against each other."""
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -726,12 +757,13 @@ class LegatoConfig(ServedSettings):
     def _check_tuning(self) -> Self:
         if unknown := self.tuning.keys() - TUNABLE:
             raise ValueError(f"tuning names {_listed(unknown)}, but it changes {_listed(TUNABLE)}")
-        for path, setting in _NOT_TUNABLE.items():
+        for path, setting in NOT_TUNABLE.items():
+            *parents, field = path.split(".")
             found: Any = self.tuning
-            for name in path:
+            for name in parents:
                 found = found.get(name) if isinstance(found, Mapping) else None
-            if found is not None:
-                raise ValueError(f"tuning.{'.'.join(path)} is no constant but a setting; set {setting}")
+            if isinstance(found, Mapping) and field in found:
+                raise ValueError(f"tuning.{path} is no constant but a setting; set {setting}")
         return self
 
     @property

@@ -42,6 +42,7 @@ from cluster.config.load import (
     load_config,
     load_document,
 )
+from cluster.config.settings import NOT_TUNABLE
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.plan.worker_memory import predict_memory
@@ -230,6 +231,18 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         (
             {"tuning": {"SchedulerPolicy": {"admission": {"max_wait_s": 900}}}},
             ("tuning.SchedulerPolicy.admission.max_wait_s is no constant", "set scheduler.max_wait_s"),
+        ),
+        (
+            {"tuning": {"SchedulerPolicy": {"admission": {"max_wait_s": None}}}},
+            ("tuning.SchedulerPolicy.admission.max_wait_s is no constant", "set scheduler.max_wait_s"),
+        ),
+        (
+            {"workers": 1, "tuning": {"SchedulerPolicy": {"local_prefill_below": 100}}},
+            ("tuning.SchedulerPolicy.local_prefill_below", "set scheduler.local_prefill_below_tokens"),
+        ),
+        (
+            {"tuning": {"TransferConfig": {"transport": "nccl"}}},
+            ("tuning.TransferConfig.transport is no constant", "set transfer.transport"),
         ),
         ({"decode": {"autoscaling": {"min_replicas": 2}}}, ("decode.autoscaling.max_replicas", "missing")),
         ({"decode": {"autoscaling": {"max_replicas": 2, "policy": "load"}}}, ("decode.autoscaling.policy",)),
@@ -713,6 +726,23 @@ def test_tuning_within_a_value_leaves_the_rest_of_it_as_it_is_set() -> None:
         scheduler_policy(load_config({"tuning": {"SchedulerPolicy": {"decision": {"room": 1}}}}))
     with pytest.raises(ValueError, match=r"tuning\.SchedulerPolicy\.decision: .*, but it is 3"):
         scheduler_policy(load_config({"tuning": {"SchedulerPolicy": {"decision": 3}}}))
+
+
+def test_what_tuning_refuses_are_fields_and_settings() -> None:
+    config = load_config({"kv": {"layerkv": "auto"}})
+    decode, engine, tiers = decode_worker(config), engine_config("decode", config), tiers_config("decode", config)
+    parts = [OrchestratorConfig(), scheduler_policy(config), prefill_worker(config), decode, engine, tiers]
+    made = {type(part).__name__: part for part in (*parts, decode.layerkv, transfer_config(config))}
+    settings = {path for path, _, _, _ in setting_rows()}
+    for path, told in NOT_TUNABLE.items():
+        name, *fields = path.split(".")
+        reduce(getattr, fields, made[name])
+        assert settings.issuperset(told.split(" and "))
+        changes: Any = None
+        for field in reversed(fields):
+            changes = {field: changes}
+        with pytest.raises(ConfigError, match=rf"tuning\.{path} is no constant but a setting; set {told}"):
+            load_config({"tuning": {name: changes}})
 
 
 @pytest.mark.parametrize("config", [OrchestratorConfig(), transfer_config(load_config({}))])
