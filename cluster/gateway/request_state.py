@@ -216,7 +216,8 @@ class RequestRun:
             return False
         if worker_id == self.placement.decode:
             return True
-        return worker_id == self.placement.prefill and not self.decode_took_over
+        is_first_lost = self.state is RequestState.PREFILLING and bool(self._early)  # unless it is still on its way
+        return worker_id == self.placement.prefill and (not self.decode_took_over or is_first_lost)
 
     @property
     def is_started(self) -> bool:
@@ -268,6 +269,7 @@ class RequestRun:
             return []
         if self.placement is not None and worker_id == self.placement.decode:
             self.decode_took_over = True
+            self.computing_on.intersection_update({worker_id})  # prefill's part is done
         else:
             self.computing_on.discard(worker_id)  # its part is done
         if event.index >= len(self.emitted):

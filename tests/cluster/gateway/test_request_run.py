@@ -165,6 +165,17 @@ def test_whose_end_concerns_an_attempt() -> None:
     assert not run.concerns("decode"), "nobody is on it"
 
 
+def test_only_who_sampled_the_first_token_can_bring_it() -> None:
+    """Decode goes on behind it, and says it never."""
+    run = _run()
+    run.state, run.computing_on = RequestState.PREFILLING, {"prefill", "decode"}
+    assert run.merge("decode", _event(1)) == []
+    assert run.concerns("prefill") and run.concerns("decode")
+    assert run.computing_on == {"decode"}, "whatever prefill's next step does, this request is not in it"
+    run.merge("prefill", _event(0))
+    assert not run.concerns("prefill") and run.concerns("decode")
+
+
 @pytest.mark.parametrize(
     ("state", "is_started"),
     [(RequestState.RESERVING, False), (RequestState.PREFILLING, True), (RequestState.DECODING, True)],

@@ -18,6 +18,8 @@ from cluster.gateway.request_state import RequestRun
 from cluster.slo.classes import RequestTerms
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
+from kv_transfer.messages import Message
+from kv_transfer.messages.requests import StepFrame
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import Brake, brake, cluster_of
 from tests.support.clusters.mini_requests import (
@@ -59,6 +61,28 @@ async def test_a_prefill_s_death_in_the_middle_of_a_hand_off_is_not_noticed(
                 one.release()
             await death
             assert tokens_of(await request) == llama.local(PROMPT, params).tokens
+
+
+async def test_a_first_token_that_was_lost_on_its_way_comes_of_another_attempt(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection to its prefill worker breaks when the KV has been handed over and decode's tokens are there."""
+    async with cluster_of(llama) as cluster:
+        gateway, prefill = cluster.orchestrator, cluster.prefills[0]
+        take_in = gateway.connections._on_message
+
+        def cut(worker_id: str, message: Message) -> None:
+            if worker_id == prefill.info.worker_id and isinstance(message, StepFrame):
+                return  # it is lost with the connection
+            take_in(worker_id, message)
+            if any(run._early for run in gateway.runs.values()):
+                for connection in prefill.connections:
+                    connection.abort()
+
+        monkeypatch.setattr(gateway.connections, "_on_message", cut)
+        found = await asyncio.wait_for(cluster.generate("r", PROMPT, greedy(40)), HANGS_S)
+        assert tokens_of(found) == llama.local(PROMPT, greedy(40)).tokens
+        assert found[0].attempt > 0 and not len(gateway._quarantine)
 
 
 @pytest.mark.parametrize("after", [1, 2, 12])
