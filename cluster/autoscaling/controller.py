@@ -65,11 +65,14 @@ class Autoscaler:
         if self.advice.flip is not None:
             yield from self._flip(self.advice.flip, now)
         self.targets = self._by_home(self.advice, self._ledger.workers())
-        scales: dict[Role, bool] = {"prefill": self._plan.prefill.scales, "decode": self._plan.decode.scales}
         for info in workers:
             home = info.home or info.role
-            if scales[home]:
+            if self.scales(home) and not _is_guest(info):  # whose word would be taken for that of its own model's pool
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
+
+    def scales(self, role: Role) -> bool:
+        """Whether Serve makes that pool as large as this says."""
+        return (self._plan.prefill if role == "prefill" else self._plan.decode).scales
 
     def lacking(self) -> tuple[Role, float] | None:
         """The role of a pool that needs more workers than this model has for it, or is about to have, as one changes

@@ -6,6 +6,7 @@ Pure: is given the schedulers and what the time is. Knows neither why a role sho
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +14,7 @@ from cluster.errors import ConflictError, NotFoundError
 from cluster.scheduler.scheduler import GlobalScheduler
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import RoleAnswer, RoleRequest
-from kv_transfer.messages.workers import KnownWorker
+from kv_transfer.messages.workers import KnownWorker, WorkerInfo
 
 OVERDUE_S: Final = 120.0  # on top of the drain: a worker that is there still has not followed the order
 
@@ -47,9 +48,11 @@ class _Order:
 
 
 class RoleChanges:
-    """An order stands until its worker is gone (it comes back under another name) or is overdue."""
+    """An order stands until its worker is gone (it comes back under another name) or is overdue. `keeps_model`: whether
+    a worker is of a pool whose size Serve changes: it would go on to count it there."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_model: Callable[[WorkerInfo], bool] = lambda info: False) -> None:
+        self._keeps_model = keeps_model
         self._orders: dict[str, _Order] = {}
 
     def ask(
@@ -91,6 +94,8 @@ class RoleChanges:
             return f"{worker_id} is a {role} worker already"
         if model not in (info.model, *info.models):
             return f"{worker_id} cannot become a worker of {model[:100]}"
+        if model not in (info.model, info.home_model) and self._keeps_model(info):
+            return f"{worker_id} is of a pool with autoscaling, so it keeps its model"
         if self._is_changing(worker_id, now):
             return f"{worker_id} is changing its role already"
         if known[worker_id][1].draining:

@@ -100,7 +100,7 @@ class SchedulerServer:
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
-        self._role_changes = RoleChanges()
+        self._role_changes = RoleChanges(self._keeps_model)
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
         self._workers: dict[str, tuple[Connection, GlobalScheduler]] = {}  # each one's newest connection, and its model
@@ -314,6 +314,10 @@ class SchedulerServer:
             scheduler.heartbeat(leaving, now)
             self._broadcast()
         return answer
+
+    def _keeps_model(self, worker: WorkerInfo) -> bool:
+        pools = self._autoscalers.get(worker.home_model or worker.model)
+        return pools is not None and pools.scales(worker.home or worker.role)
 
     def _on_slo(self, gateway: Connection, message: SloUpdate) -> None:
         """Count it here, and pass it on to the other gateways."""

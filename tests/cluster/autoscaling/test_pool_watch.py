@@ -446,6 +446,14 @@ def test_a_worker_of_another_model_s_pool_counts_where_it_works() -> None:
     assert sizing.targets == {"prefill": 1, "decode": 2}
 
 
+def test_a_worker_of_another_model_s_pool_is_not_told_how_many_this_one_should_have() -> None:
+    """Serve would take it for what the pool should have in which the worker was started."""
+    ledger = ledger_of("p1", "d1")
+    guest = worker_info("d2", model="model", home_model="another", models=["another"])
+    ledger.register(guest, costed_snapshot("d2"), 0.0)
+    assert targets(keeper(ledger, PoolsPlan(prefill=SCALING, decode=SCALING)), 10.0).keys() == {"p1", "d1"}
+
+
 # --- settings ---
 
 

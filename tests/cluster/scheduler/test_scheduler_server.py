@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from cluster.autoscaling.sizing import PoolRules, PoolsPlan
+from cluster.errors import ConflictError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway import scheduler_client
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.placing import Placer
@@ -58,9 +59,14 @@ def _identity(worker_id: str) -> Identity:
 
 @asynccontextmanager
 async def _server(
-    models: Sequence[str] = ("model",), *, period_s: float = 0.05, decision_log: LineLog | None = None, **policy: object
+    models: Sequence[str] = ("model",),
+    *,
+    period_s: float = 0.05,
+    decision_log: LineLog | None = None,
+    pools: PoolsPlan | None = None,
+    **policy: object,
 ) -> AsyncIterator[SchedulerServer]:
-    rules = ModelRules(policy=SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}))  # type: ignore[arg-type]
+    rules = ModelRules(policy=SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}), pools=pools)  # type: ignore[arg-type]
     server = SchedulerServer(
         dict.fromkeys(models, rules), _identity("scheduler"), broadcast_period_s=period_s, decision_log=decision_log
     )
@@ -322,6 +328,25 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         await eventually(lambda: len(client.workers) == 3)
         assert (await client.place(place("r4", model="a"))).decode == "d2.1"
         assert server.scheduler.ledger.joins_at == math.inf
+
+
+async def test_a_worker_of_a_pool_that_scales_keeps_its_model() -> None:
+    """Serve would go on to count it as one of the pool that it was started in."""
+    rules, fixed = PoolRules(max_workers=4), PoolRules(max_workers=4, scales=False)
+    plan = PoolsPlan(prefill=fixed, decode=rules)
+    async with _server(["a", "b"], pools=plan) as server, _client(server) as client:
+        links: list[Connection] = []
+        for name, home_model in (("d1", "a"), ("d2", "a"), ("d3", "b"), ("p1", "a"), ("p2", "a")):
+            links.append(await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S))
+            role = "prefill" if name.startswith("p") else "decode"
+            info = small_info(name, role=role, model="a", models=["b"], home_model=home_model)
+            await links[-1].send(Register(info=info, snapshot=small_snapshot(name)))
+        await eventually(lambda: len(client.workers) == 5)
+        with pytest.raises(ConflictError, match="d1 is of a pool with autoscaling"):
+            await client.change_role("d1", "decode", 90.0, "b")
+        await client.change_role("d1", "prefill", 90.0)
+        await client.change_role("d3", "decode", 90.0, "b")
+        await client.change_role("p1", "decode", 90.0, "b")
 
 
 @pytest.mark.parametrize("dies", [False, True])
