@@ -7,7 +7,8 @@ Serve knows only the latter. The `SchedulerServer` asks for orders every second;
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,6 +70,11 @@ class Autoscaler:
             home = info.home or info.role
             if self.scales(home) and not _is_guest(info):  # whose word would be taken for that of its own model's pool
                 yield info.worker_id, PoolTarget(num_workers=self.targets[home])
+
+    @property
+    def initial(self) -> dict[Role, int]:
+        """How many workers each pool was started with; as many there are for good where it does not scale."""
+        return {"prefill": self._plan.prefill.initial, "decode": self._plan.decode.initial}
 
     def scales(self, role: Role) -> bool:
         """Whether Serve makes that pool as large as this says."""
@@ -134,19 +140,23 @@ class Autoscaler:
 class ModelExchange:
     """Decides who goes from a model whose workers are less busy to one that lacks workers: one at a time, which has to
     have come back before the next one goes. Where none comes back, as the other model cannot be loaded there, ten
-    minutes pass before one more is lost. `autoscalers`: by model; each must have been asked for its own orders."""
+    minutes pass before one more is lost; as long nobody goes while a pool waits for one of its own, whom Serve starts
+    in place of one that ended. `autoscalers`: by model; each must have been asked for its own orders."""
 
     def __init__(self, autoscalers: Mapping[str, Autoscaler]) -> None:
         self._autoscalers = autoscalers
+        self._whole_at: float | None = None  # when each pool had all that Serve starts, whatever they work as
         self._gone: tuple[WorkerInfo, str, float] | None = None  # as it was, its new model, until when it is awaited
 
-    def orders(self, workers: Iterable[WorkerInfo], now: float) -> Iterator[Order]:
+    def orders(self, workers: Collection[KnownWorker], now: float) -> Iterator[Order]:
         """Yields the order to send now, if there is one. `workers`: of all models."""
         if self._gone is not None:
             left, model, until = self._gone
-            if now <= until and not any(_process(w) == _process(left) and w.model == model for w in workers):
+            if now <= until and not any(_process(w) == _process(left) and w.model == model for w, _ in workers):
                 return
             self._gone = None
+        if self._awaits_one(workers, now):
+            return
         for model, gains in self._autoscalers.items():
             if (lacks := gains.lacking()) is None:
                 continue
@@ -158,6 +168,22 @@ class ModelExchange:
                     logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
                     yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)
                     return
+
+    def _awaits_one(self, workers: Iterable[KnownWorker], now: float) -> bool:
+        """Whether a pool has fewer workers than Serve starts there, wherever they work, and may still get them."""
+        homes = Counter(
+            (info.home_model or info.model, info.home or info.role)
+            for info, snapshot in workers
+            if not snapshot.draining
+        )
+        is_whole = all(
+            homes[model, role] >= num_workers
+            for model, each in self._autoscalers.items()
+            for role, num_workers in each.initial.items()
+        )
+        if is_whole or self._whole_at is None:
+            self._whole_at = now
+        return not is_whole and now - self._whole_at <= _EXCHANGE_S
 
 
 def _process(info: WorkerInfo) -> tuple[str, int]:

@@ -381,7 +381,7 @@ class SchedulerServer:
     def _order_pool_changes(self) -> None:
         now = time.monotonic()
         orders = [order for each in self._autoscalers.values() for order in each.orders(now)]
-        workers = [info for each in self.schedulers.values() for info, _ in each.ledger.workers()]
+        workers = [worker for each in self.schedulers.values() for worker in each.ledger.workers()]
         for worker_id, order in (*orders, *self._exchange.orders(workers, now)):
             if isinstance(order, PoolTarget):
                 self._workers[worker_id][0].post(order)

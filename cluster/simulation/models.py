@@ -169,7 +169,7 @@ class _Models:
             model.absorb_news(now)
             assert not any(model.autoscaler.orders(now)), "pools are of fixed size but for changes of models"
         known = [worker for model in self._models.values() for worker in model.router.ledger.workers()]
-        for worker_id, order in self._exchange.orders([info for info, _ in known], now):
+        for worker_id, order in self._exchange.orders(known, now):
             assert isinstance(order, ChangeRole)
             [info] = (info for info, _ in known if info.worker_id == worker_id)
             asked = RoleRequest(

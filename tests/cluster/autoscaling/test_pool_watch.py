@@ -348,7 +348,7 @@ def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_
 
     def orders(now: float) -> list[tuple[str, str, str]]:
         assert not any(order for each in sizing.values() for order in each.orders(now)), "these pools are of fixed size"
-        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
         found = list(exchange.orders(workers, now))
         return [(name, order.role, order.model) for name, order in found if isinstance(order, ChangeRole)]
 
@@ -382,7 +382,7 @@ def test_nobody_is_taken_from_another_model_while_one_of_its_own_changes_its_rol
 
     def orders(now: float) -> list[tuple[str, str]]:
         own = [order for each in sizing.values() for order in each.orders(now)]
-        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
         found = [*own, *exchange.orders(workers, now)]
         return [(order.role, order.model) for _, order in found if isinstance(order, ChangeRole)]
 
@@ -414,12 +414,43 @@ def test_after_a_worker_that_does_not_come_back_with_its_new_model_nobody_goes_f
             door.ask(query_of(f"r{second}-{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0), float(second))
         for each in sizing.values():
             assert not list(each.orders(float(second)))
-        workers = [info for ledger in ledgers.values() for info, _ in ledger.workers()]
+        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
         for worker_id, _ in exchange.orders(workers, float(second)):
             ordered.append((second, worker_id))
             ledgers["b"].unregister(worker_id, float(second))
     (first, _), (second_time, _) = ordered
     assert second_time - first > 600
+
+
+@pytest.mark.parametrize("leaves", ["dies", "drains"])
+def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves: str) -> None:
+    """It may take as long to load as one of the other model; where nobody comes, ten minutes pass."""
+    ledgers = {"a": Ledger(), "b": Ledger()}
+    for pid, (model, worker_id) in enumerate([("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5")]):
+        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
+    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=3)}
+    sizing = {
+        model: keeper(ledger, PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=decode[model]))
+        for model, ledger in ledgers.items()
+    }
+    exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
+
+    def orders(second: int) -> list[str]:
+        for i in range(2):  # of so much work as keeps one busy, and not two
+            door.ask(query_of(f"r{second}-{i}", num_tokens=450, max_new_tokens=2, ttft_s=None), float(second))
+            ledgers["a"].ended(f"r{second}-{i}", float(second))
+        assert not any(order for each in sizing.values() for order in each.orders(float(second)))
+        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
+        return [worker_id for worker_id, _ in exchange.orders(workers, float(second))]
+
+    assert [orders(second) for second in range(100)] == [[]] * 100, "two are enough"
+    if leaves == "dies":
+        ledgers["a"].unregister("d2", 100.0)
+    else:
+        ledgers["a"].heartbeat(worker_snapshot("d2", 2, draining=True), 100.0)
+    assert [orders(second) for second in range(100, 700)] == [[]] * 600
+    assert orders(700) == ["d3"]
 
 
 def test_whom_another_model_has_lent_goes_back_before_anybody_else() -> None:
