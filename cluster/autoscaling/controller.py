@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,9 +56,10 @@ class Autoscaler:
         self.advice: PoolAdvice | None = None
         self.targets: dict[Role, int] = {}  # what Serve should have in each pool; empty until there is advice
 
-    def orders(self, now: float) -> Iterator[Order]:
-        """Yields the orders to send to workers now. Ask again in about a second."""
-        self._advise(now)
+    def orders(self, now: float, loading: Sequence[Role] = ()) -> Iterator[Order]:
+        """Yields the orders to send to workers now. Ask again in about a second. `loading`: the role of each worker of
+        these pools that loads its model."""
+        self._advise(now, loading)
         workers = [info for info, _ in self._ledger.workers()]
         self._flips = [flip for flip in self._flips if not flip.is_done(workers, now)]
         if self.advice is None:
@@ -94,11 +95,11 @@ class Autoscaler:
         chosen = min(able, key=_to_lose, default=None)
         return None if chosen is None else chosen[0]
 
-    def _advise(self, now: float) -> None:
+    def _advise(self, now: float, loading: Sequence[Role]) -> None:
         """Make `advice` anew from the demand and from burning error budgets; the log tells when it changes."""
         kept = self._tracker.totals(now)
         burning = BurnAlerts.of(series for series in kept if self._model in ("", series.key.model))
-        prefill, decode = self.watch.views(now, burning)
+        prefill, decode = self.watch.views(now, burning, loading)
         before, advice = self.advice, self._sizer.advise(now, prefill, decode)
         self.advice = advice
         if advice is not None and advice != before:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from cluster.scheduler.placement.worker_table import Fact, Slot
 from cluster.slo.sliding_window import SlidingWindow
 from cluster.slo.tracker import Burn, SeriesSnapshot
 from engine.cost_model.step_cost import StepCost
+from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place
 
 _NUM_PARTS: Final = 12
@@ -191,11 +192,15 @@ class DemandMonitor:
             self._decode.forecast(now, self._plan.decode.start_s),
         )
 
-    def views(self, now: float, burning: BurnAlerts) -> tuple[PoolView, PoolView]:
+    def views(self, now: float, burning: BurnAlerts, loading: Sequence[Role] = ()) -> tuple[PoolView, PoolView]:
         """How the pools of prefill and of decode stand now. What is not one pool's fault is blamed on the busier one;
-        first tokens that are late on decode, where there is no pool for prefill."""
+        first tokens that are late on decode, where there is no pool for prefill. `loading`: the role of each worker
+        that loads its model."""
         table = self._ledger.table
-        num_prefill, num_decode = (int((table.facts[Fact.DRAINING, pool] == 0.0).sum()) for pool in table.pools())
+        pools = [table.facts[Fact.DRAINING, pool] for pool in table.pools()]
+        num_prefill, num_decode = (int((draining == 0.0).sum()) for draining in pools)
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        present = [len(draining) + loading.count(role) for draining, role in zip(pools, roles, strict=True)]
         fresh = -math.expm1((self._held_at - now) / (self._plan.decode.hold_s / 2))
         self._held, self._held_at = self._held + fresh * (_held_by_those_who_decode(self._ledger) - self._held), now
         prefill, decode = self.forecasts(now)
@@ -209,12 +214,14 @@ class DemandMonitor:
                 bounds=self._prefill.bounds(now),
                 burns=burning.ttft or (burning.other and prefill_is_busier),
                 live=num_prefill,
+                present=present[0],
             ),
             PoolView(
                 demand=decode,
                 bounds=(max(self._held, least), max(self._held, most)),
                 burns=burning.tpot or (burning.ttft and decode_computes) or (burning.other and not prefill_is_busier),
                 live=num_decode,
+                present=present[1],
             ),
         )
 

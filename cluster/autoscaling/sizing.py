@@ -73,12 +73,13 @@ class PoolsPlan:
 class PoolView:
     """How a pool stands now. `demand`: workers that predicted demand keeps busy; `bounds`: between what it surely is at
     present; `burns`: the error budget of its targets is used up too fast, over both windows; `live`: workers that take
-    requests."""
+    requests; `present`: with those that load their model or are about to stop."""
 
     demand: float
     bounds: tuple[float, float]
     burns: bool
     live: int
+    present: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +178,9 @@ class PoolSizer:
         """How many workers there should be, and whether one should change its role. None: it is too early to say."""
         pools = ((self._prefill, prefill), (self._decode, decode))
         is_settling = now < self._settled_at
-        if is_settling:  # after a restart: as many are wanted as turn out to be there
+        if is_settling:  # after a restart: as many are wanted as turn out to be there, or on their way
             for pool, view in pools:
-                pool.size = min(max(pool.size, view.live), pool.rules.max_workers)
+                pool.size = min(max(pool.size, view.live, view.present), pool.rules.max_workers)
         for pool, view in pools:
             pool.observe(now, view)
         if is_settling:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from cluster.autoscaling.controller import Autoscaler, ModelExchange
+from cluster.autoscaling.controller import Autoscaler, ModelExchange, Order
 from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.line_log import LineLog
 from cluster.scheduler.decision_log import DecisionLog
@@ -361,8 +361,11 @@ class SchedulerServer:
             workers=[worker for replicas in known for worker in replicas.workers],
             indexes=[report for replicas in known for report in replicas.indexes],
             pools={name: pools.targets for name, pools in self._autoscalers.items() if pools.targets},
-            loading=[report for report in self._loading.values() if report.worker_id not in self._workers],
+            loading=self._yet_to_register(),
         )
+
+    def _yet_to_register(self) -> list[LoadingReport]:
+        return [report for report in self._loading.values() if report.worker_id not in self._workers]
 
     def _broadcast(self) -> None:
         replicas = self._replicas()
@@ -380,7 +383,10 @@ class SchedulerServer:
 
     def _order_pool_changes(self) -> None:
         now = time.monotonic()
-        orders = [order for each in self._autoscalers.values() for order in each.orders(now)]
+        orders: list[Order] = []
+        for name, each in self._autoscalers.items():
+            loading = [report.home for report in self._yet_to_register() if report.home_model == name]
+            orders += each.orders(now, loading)
         workers = [worker for each in self.schedulers.values() for worker in each.ledger.workers()]
         for worker_id, order in (*orders, *self._exchange.orders(workers, now)):
             if isinstance(order, PoolTarget):

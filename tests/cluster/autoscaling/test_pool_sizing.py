@@ -203,6 +203,13 @@ def test_it_listens_first() -> None:
     assert sizer.advise(5.0, view(0.0, 4), view(0.0, 2)) == PoolAdvice(num_prefill=4, num_decode=2)
 
 
+def test_workers_on_their_way_are_wanted_after_a_restart() -> None:
+    """Serve would give up those that load at the moment, and those that it starts for one that is about to stop."""
+    sizer = PoolSizer(PoolsPlan(prefill=RULES, decode=RULES, settle_s=5.0), 0.0)
+    assert sizer.advise(4.0, replace(view(0.0, 3), present=5), view(0.0, 2)) is None
+    assert sizer.advise(5.0, view(0.0, 3), view(0.0, 2)) == PoolAdvice(num_prefill=5, num_decode=2)
+
+
 def fixed(initial: int) -> PoolRules:
     return PoolRules(initial=initial, max_workers=8, scales=False)
 

@@ -32,6 +32,7 @@ from kv_transfer.messages.workers import (
     ChangeRole,
     Heartbeat,
     KnownWorker,
+    Loading,
     LoadingReport,
     Register,
     WorkerInfo,
@@ -328,6 +329,25 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         await eventually(lambda: len(client.workers) == 3)
         assert (await client.place(place("r4", model="a"))).decode == "d2.1"
         assert server.scheduler.ledger.joins_at == math.inf
+
+
+async def test_a_new_scheduler_wants_the_workers_that_load_their_model_or_are_about_to_stop() -> None:
+    """Else Serve would give those up that it has started, before they are there."""
+    plan = PoolsPlan(prefill=PoolRules(max_workers=9), decode=PoolRules(max_workers=9), settle_s=10 * HANGS_S)
+    async with _server(["a", "b"], pools=plan) as server:
+        links = {
+            name: await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+            for name in ("d1", "d2", "d3", "d4")
+        }
+        for name in ("d1", "d2"):
+            snapshot = small_snapshot(name, draining=name == "d2")
+            await links[name].send(Register(info=small_info(name, model="a"), snapshot=snapshot))
+        for name, model in (("d3", "a"), ("d4", "b")):
+            report = LoadingReport(worker_id=name, role="decode", home="decode", home_model=model, pid=1)
+            await links[name].send(Loading(report=report))
+        sizer = server._autoscalers["a"]._sizer
+        await eventually(lambda: sizer._decode.size == 3, what="three are there, or on their way")
+        assert sizer._prefill.size == 1
 
 
 async def test_a_worker_of_a_pool_that_scales_keeps_its_model() -> None:
