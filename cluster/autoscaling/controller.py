@@ -89,11 +89,15 @@ class Autoscaler:
 
     def spared(self, load: float, model: str) -> WorkerInfo | None:
         """The worker with least to lose of a pool that would be less busy without one than workers of that other model,
-        of that load, are; None: there is none."""
-        role = None if self.advice is None else self._sizer.sparing(load)
+        of that load, are; None: there is none, or one is about to change its role."""
+        role = None if self.advice is None or self._flips else self._sizer.sparing(load)
         able = [(i, s) for i, s in self._ledger.workers() if i.role == role and model in i.models and not s.draining]
         chosen = min(able, key=_to_lose, default=None)
         return None if chosen is None else chosen[0]
+
+    def refused(self, worker_id: str) -> None:
+        """That worker was not told to change its role: it is not waited for."""
+        self._flips = [flip for flip in self._flips if flip.info.worker_id != worker_id]
 
     def _advise(self, now: float, loading: Sequence[Role]) -> None:
         """Make `advice` anew from the demand and from burning error budgets; the log tells when it changes."""
@@ -169,6 +173,11 @@ class ModelExchange:
                     logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
                     yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)
                     return
+
+    def refused(self, worker_id: str) -> None:
+        """That worker was not told to change its model: it is not waited for."""
+        if self._gone is not None and self._gone[0].worker_id == worker_id:
+            self._gone = None
 
     def _awaits_one(self, workers: Iterable[KnownWorker], now: float) -> bool:
         """Whether a pool has fewer workers than Serve starts there, wherever they work, and may still get them."""

@@ -397,6 +397,10 @@ class SchedulerServer:
             )
             answer = self._change_role(request)
             logger.info("%s is to become a %s worker: %s %s", worker_id, order.role, answer.outcome, answer.reason)
+            if answer.outcome != "ordered":
+                self._exchange.refused(worker_id)
+                for each in self._autoscalers.values():
+                    each.refused(worker_id)
 
 
 def _clock_offset_s() -> float:

@@ -178,6 +178,8 @@ class _Models:
             old, new = self._models[info.model], self._models[order.model]
             if self._role_changes.ask(asked, old.router, new.router, now).outcome == "ordered":
                 old.drain(worker_id, order.drain_s, partial(self._left, info, order, now))
+            else:
+                self._exchange.refused(worker_id)
         if not all(model.is_over for model in self._models.values()):
             self._clock.after(_ORDERS_S, self._order)
 

@@ -312,7 +312,7 @@ def test_a_worker_counts_where_it_works_and_is_kept_where_it_was_started() -> No
 def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_change() -> None:
     ledger = Ledger()
     for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
-        ledger.register(worker_info(worker_id, pid=pid), costed_snapshot(worker_id), 0.0)
+        ledger.register(worker_info(worker_id, pid=pid, models=["another"]), costed_snapshot(worker_id), 0.0)
     rules = PoolRules(max_workers=8)
     plan = PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=True, flip_hold_s=2.0)
     sizing = keeper(ledger, plan)
@@ -329,10 +329,33 @@ def test_the_worker_with_least_to_lose_changes_its_role_and_serve_is_told_of_no_
     assert sizing.advice is not None and sizing.advice.num_decode == 2
     during = targets(sizing, 21.0)
     assert during["d1"] == 3  # as Serve has it
+    assert sizing.spared(9.0, "another") is None, "it may be the one that changes its role"
     ledger.unregister("d2", 22.0)
     assert targets(sizing, 22.0)["d1"] == 3
     ledger.register(replace(worker_info("p2"), home="decode", pid=2), costed_snapshot("p2"), 23.0)
     assert targets(sizing, 23.0)["d1"] == 3
+
+
+def test_a_worker_that_may_not_change_its_role_is_not_waited_for() -> None:
+    ledger = Ledger()
+    for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
+        ledger.register(worker_info(worker_id, pid=pid), costed_snapshot(worker_id), 0.0)
+    plan = PoolsPlan(prefill=FIXED, decode=FIXED, flips=True, flip_hold_s=2.0)
+    sizing = keeper(ledger, plan)
+
+    def flips(now: float) -> list[str]:
+        return [worker_id for worker_id, order in sizing.orders(now) if isinstance(order, ChangeRole)]
+
+    assert not any(flips(float(second)) for second in range(20))
+    door = Door(ledger, sizing.watch)
+    for i in range(40):
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
+    assert flips(20.0) == ["d1"]
+    assert flips(21.0) == [] and sizing.lacking() is None, "one is about to come"
+    sizing.refused("d1")
+    assert flips(22.0) == []
+    lacks = sizing.lacking()
+    assert lacks is not None and lacks[0] == "prefill"
 
 
 def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_there() -> None:
@@ -357,6 +380,10 @@ def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_
     for i in range(60):
         door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
     assert orders(20.0) == [("d3", "decode", "a")]
+    exchange.refused("another")
+    assert orders(20.5) == []
+    exchange.refused("d3")  # it may not go
+    assert orders(21.0) == [("d3", "decode", "a")], "nobody is waited for"
     assert orders(21.0) == [], "it is under way"
     left = ledgers["b"].info("d3")
     ledgers["b"].unregister("d3", 22.0)

@@ -6,13 +6,14 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.autoscaling.controller import ModelExchange, Order
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan
 from cluster.errors import ConflictError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway import scheduler_client
@@ -367,6 +368,26 @@ async def test_a_worker_of_a_pool_that_scales_keeps_its_model() -> None:
         await client.change_role("d1", "prefill", 90.0)
         await client.change_role("d3", "decode", 90.0, "b")
         await client.change_role("p1", "decode", 90.0, "b")
+
+
+async def test_who_orders_a_worker_to_change_hears_that_it_may_not() -> None:
+    """Else nobody else would be told to for ten minutes."""
+    async with _server(["a", "b"]) as server:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d1", model="a", models=["b"]), snapshot=small_snapshot("d1")))
+        asked: list[str] = []
+
+        class Orderer(ModelExchange):
+            def orders(self, workers: Collection[KnownWorker], now: float) -> Iterator[Order]:
+                if any(info.worker_id == "d1" for info, _ in workers):
+                    yield "d1", ChangeRole(role="decode", drain_s=1.0, model="b")
+
+            def refused(self, worker_id: str) -> None:
+                asked.append(worker_id)
+
+        server._exchange = Orderer({})
+        await eventually(lambda: asked)
+        assert asked[0] == "d1", "it is the only one of its model"
 
 
 @pytest.mark.parametrize("dies", [False, True])
