@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 MOST_OF_A_CORE: Final = 0.004  # the share of a core that exporting may take; beyond it, exports are less frequent
 LONGEST_PERIOD_S: Final = 8.0  # Ray's processes report every ten seconds
-_SAMPLES_AT_ONCE: Final = 50  # take some 0.1 ms; then other tasks have their turn on the loop
+SAMPLES_AT_ONCE: Final = 50  # take some 0.1 ms; then other tasks have their turn on the loop
 _OVER: Final = object()
 _COLLECTS: Final = "RAY_enable_metrics_collection"  # a variable of Ray's, which all of its processes have
 
@@ -77,7 +77,7 @@ class RayExport:
             for number, sample in enumerate(family.samples, 1):
                 if not sample.name.endswith("_created"):  # the time when a counter began: no query needs it
                     self._gauge(family, sample.name, sample.labels).set(sample.value, sample.labels)
-                if number % _SAMPLES_AT_ONCE == 0:
+                if number % SAMPLES_AT_ONCE == 0:
                     yield
             yield
 

@@ -137,8 +137,8 @@ class SloAccount:
         for key in list(self._counts):
             yield self._trackers[scope].snapshot(time.monotonic(), key)
 
-    def replicas(self, scope: Scope) -> list[SeriesSnapshot]:
-        """How each class stands now on each worker that there is news of."""
+    def replicas(self, scope: Scope) -> Iterator[SeriesSnapshot]:
+        """Yields how each class stands now on each worker that there is news of, as `totals` does."""
         self.publish_news()
         return self._trackers[scope].replicas(time.monotonic())
 

@@ -14,7 +14,7 @@ that are gone cost nothing. The clock is the caller's. Knows nothing of Promethe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,11 +105,11 @@ class SloTracker:
 
     def totals(self, now_s: float) -> list[SeriesSnapshot]:
         """How each class and model stands, over all workers."""
-        return self._snapshots(now_s, (key for key in self._keys(now_s) if not key.replica))
+        return [self.snapshot(now_s, key) for key in self._keys(now_s) if not key.replica]
 
-    def replicas(self, now_s: float) -> list[SeriesSnapshot]:
-        """How each class and model stands on each worker."""
-        return self._snapshots(now_s, (key for key in self._keys(now_s) if key.replica))
+    def replicas(self, now_s: float) -> Iterator[SeriesSnapshot]:
+        """Yields how each class and model stands on each worker, reckoned when it is asked for."""
+        return (self.snapshot(now_s, key) for key in self._keys(now_s) if key.replica)
 
     def snapshot(self, now_s: float, key: SeriesKey) -> SeriesSnapshot:
         """How one series stands; one without news is empty. Raises ValueError if there is no such class."""
@@ -128,9 +128,6 @@ class SloTracker:
             short=_burn(counts, self._share_of(key), self._tallies.window_s),
             long=_burn(long_counts, self._share_of(key), self._counts.window_s),
         )
-
-    def _snapshots(self, now_s: float, keys: Iterable[SeriesKey]) -> list[SeriesSnapshot]:
-        return [self.snapshot(now_s, key) for key in keys]
 
     def _keys(self, now_s: float) -> list[SeriesKey]:
         parts: list[Mapping[SeriesKey, object]] = [*self._tallies.parts(now_s), *self._counts.parts(now_s)]

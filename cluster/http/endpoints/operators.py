@@ -12,14 +12,17 @@ that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from heapq import nlargest
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
 
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.gateway.recent_requests import MAX_ENDED, waterfall
@@ -27,6 +30,7 @@ from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import RoleBody
 from cluster.http.other_gateways import GatheredAnswers, OtherGateways
 from cluster.http.server.body import JsonRoute
+from cluster.metrics.ray_export import SAMPLES_AT_ONCE
 from cluster.slo.account import Scope
 from cluster.slo.classes import SloClass
 from cluster.slo.tracker import Burn, SeriesSnapshot
@@ -163,18 +167,42 @@ def _not_kept(request_id: str, api: Api, found: GatheredAnswers) -> NotFoundErro
 @router.get("/metrics", response_model=None)
 async def metrics(api: ApiOf) -> Response:
     """The Prometheus metrics that this gateway replica has."""
-    return Response(generate_latest(api.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    text = bytearray()
+    for family in api.metrics.registry.collect():
+        told = Family(family.name, family.documentation, family.type, family.unit)
+        for number, sample in enumerate(family.samples, 1):
+            told.samples.append(sample)
+            if number % SAMPLES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        text += generate_latest(_OneFamily(told))
+        await asyncio.sleep(0)
+    return Response(bytes(text), media_type=CONTENT_TYPE_LATEST)
+
+
+class _OneFamily(CollectorRegistry):
+    """What `generate_latest` writes at once."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self._family = family
+
+    def collect(self) -> Iterable[Family]:
+        return [self._family]
 
 
 @router.get("/slo", response_model=None)
 async def slo(api: ApiOf, scope: Scope = "cluster") -> dict[str, Any]:
     """Targets, and figures of the sliding windows, for each class, and for each class on each worker."""
+    workers: list[dict[str, Any]] = []
+    for snapshot in api.slo.replicas(scope):
+        workers.append({"worker": snapshot.key.replica, **_figures(snapshot)})
+        await asyncio.sleep(0)
     return {
         "scope": scope,
         "default_class": api.slo.classes.default,
         "targets": {slo_class.name: _targets(slo_class) for slo_class in api.slo.classes.classes},
         "classes": [_figures(snapshot) for snapshot in api.slo.totals(scope)],
-        "workers": [{"worker": snapshot.key.replica, **_figures(snapshot)} for snapshot in api.slo.replicas(scope)],
+        "workers": workers,
     }
 
 

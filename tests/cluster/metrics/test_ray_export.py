@@ -15,6 +15,11 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import ray_export
 from cluster.metrics.ray_export import RayExport, pause_s, ray_collects
+from cluster.metrics.slo import SloMetrics
+from cluster.slo.account import SloAccount
+from cluster.slo.classes import SloClass
+from cluster.slo.report import SeriesKey, Served, SloOutcome, SloReport
+from cluster.slo.tracker import SeriesSnapshot, SloTracker
 from tests.support.waiting import eventually
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -89,6 +94,29 @@ def test_much_is_told_in_many_turns() -> None:
     told = [len(ray.told) for _ in RayExport(registry, ray).turns()]
     assert max(after - before for before, after in zip([0, *told], told, strict=False)) <= 50
     assert len(ray.told) == 1000
+
+
+def test_how_promises_are_kept_on_many_workers_is_reckoned_in_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, reckoned, snapshot = SloAccount(models=["m"]), [0], SloTracker.snapshot
+
+    def counted(tracker: SloTracker, now_s: float, key: SeriesKey) -> SeriesSnapshot:
+        reckoned[0] += 1
+        return snapshot(tracker, now_s, key)
+
+    news = SloReport()
+    for number in range(100):
+        served = Served(slo=SloClass(name="default"), model="m", decode=f"d{number}")
+        news.gaps(served, [0.1])
+        news.ended(served, SloOutcome.FINISHED, e2e_s=2.0, ttft_s=1.0, tpot_s=0.1, gap_p99_s=0.1, num_tokens=9)
+    account.on_report(news.to_bytes())
+    registry, ray = CollectorRegistry(), RaysGauges()
+    registry.register(SloMetrics(account, "gateway"))
+    monkeypatch.setattr(SloTracker, "snapshot", counted)
+    told = [reckoned[0] for _ in RayExport(registry, ray).turns()]
+    assert told[-1] > 100
+    assert max(after - before for before, after in zip([0, *told], told, strict=False)) <= 10
+    workers = {dict(labels)["worker"] for name, labels in ray.told if name == "legato_slo_worker_burn_rate"}
+    assert len(workers) == 100
 
 
 async def test_it_is_told_again_and_again() -> None:

@@ -99,7 +99,7 @@ def test_each_worker_is_told_its_own_part_and_the_whole_counts_once() -> None:
     news.ended(served(), **finished())
     subject = tracker()
     subject.absorb(1.0, news)
-    totals, replicas = subject.totals(1.0), subject.replicas(1.0)
+    totals, replicas = subject.totals(1.0), list(subject.replicas(1.0))
     found = {series.key.replica: set(series.latencies) for series in totals + replicas}
     assert found == {
         "": set(Metric),
@@ -231,7 +231,7 @@ def test_four_gateways_add_up_to_one(
         for gateway in reversed(gateways):
             many.absorb(now_s, SloReport.from_bytes(gateway.to_bytes()))
     assert one.totals(now_s) == many.totals(now_s)
-    assert one.replicas(now_s) == many.replicas(now_s)
+    assert list(one.replicas(now_s)) == list(many.replicas(now_s))
 
 
 @given(st.binary(max_size=60))
@@ -291,6 +291,6 @@ def test_a_thousand_workers_take_bounded_memory() -> None:
             held.append(tracemalloc.get_traced_memory()[0] / 1e6)
     finally:
         tracemalloc.stop()
-    assert len(subject.replicas(255.0)) == 2000, "those that left are in the long window still"
+    assert len(list(subject.replicas(255.0))) == 2000, "those that left are in the long window still"
     assert max(held[12:26]) < 25, "MB"
     assert max(held) < 1.5 * max(held[12:26])
