@@ -200,6 +200,7 @@ class Gateway:
         self._orchestrator.start()
         self._slo.start(self._orchestrator.scheduler.publish_slo)
         self._metrics = self._all_metrics(config)
+        self._recorders: list[RequestRecorder] = []
         self._traces = trace_exporter(self._metrics.registry, self._identity.worker_id)
         self._exporting: asyncio.Task[None] | None = None
         if config.gateway.metrics_to_ray and ray_collects():
@@ -230,6 +231,7 @@ class Gateway:
                     loading=lambda: self._orchestrator.scheduler.loading,
                     max_bytes=config.max_log_bytes,
                 )
+                self._recorders.append(recorder)
                 told.append(recorder.ended)
 
         def on_ended(timeline: RequestTimeline) -> None:
@@ -283,6 +285,8 @@ class Gateway:
         await asyncio.wait({self._batching})
         if self._traces is not None:
             await asyncio.to_thread(self._traces.stop)
+        for recorder in self._recorders:
+            await asyncio.to_thread(recorder.stop)
         await self._slo.stop()
         await self._orchestrator.stop()
 

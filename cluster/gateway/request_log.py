@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import logging
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final, TypeVar
 from urllib.parse import quote
 
@@ -36,6 +39,10 @@ from kv_transfer.worker.cost_report import observed_steps
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 1_024  # requests; what ends while as many wait to be written is left out
+_STOP_S: Final = 2.0
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
 
@@ -189,9 +196,10 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """Writes a gateway's log of the requests for one model. `workers()` gives the live workers, of all models, and
-    `loading()` those that have yet to load theirs. `model_flips`: workers change their model. Gateways of one machine
-    and one `secret` may share a file."""
+    """Writes a gateway's log of the requests for one model, in a thread of its own: a disk may take its time, and
+    streams do not wait for it. `stop` it when the gateway ends. `workers()`, called in that thread, gives the live
+    workers, of all models, and `loading()` those that have yet to load theirs. `model_flips`: workers change their
+    model. Gateways of one machine and one `secret` may share a file."""
 
     def __init__(
         self,
@@ -214,11 +222,38 @@ class RequestRecorder:
         self._model_flips = model_flips
         self._loading = loading
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
+        self._ended: SimpleQueue[RequestTimeline | None] = SimpleQueue()  # None: the last one has come
+        self._is_behind = False
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Write a line for each choice of a request that has been answered, if it was for this model."""
+        """Have a line written for each choice of a request that has been answered, if it was for this model. Nobody may
+        write to its timeline any more."""
         if timeline.model != self._model:
             return
+        was_behind, self._is_behind = self._is_behind, self._ended.qsize() >= MAX_WAITING
+        if not self._is_behind:
+            self._ended.put(timeline)
+        elif not was_behind:
+            logger.error(
+                "the request log of %s cannot be written as fast as requests end: some are left out", self._model
+            )
+
+    def stop(self, within_s: float = _STOP_S) -> None:
+        """Write what waits, if that takes no longer, and end the thread. Call it off the event loop."""
+        self._ended.put(None)
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        while (timeline := self._ended.get()) is not None:
+            try:
+                self._write(timeline)
+            except Exception:
+                name = timeline.request_id
+                logger.exception("request %s is not in the request log", name, extra={"request": name})
+
+    def _write(self, timeline: RequestTimeline) -> None:
         offset_s = time.time() - time.monotonic()
         logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
         self._file.append([request_line(line) for line in logged if line is not None])

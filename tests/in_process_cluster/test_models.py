@@ -256,6 +256,7 @@ async def test_what_models_were_asked_while_a_worker_changed_is_replayed_togethe
             await eventually(partial(known, name))
             for number in range(3):
                 await run(cluster, f"r{number}", RequestTerms(slo=without_targets, model=name), on_ended=recorder.ended)
+            recorder.stop(HANGS_S)
     logs = read_logs(logs_of(tmp_path / "log"))
     assert {name: (found.num_decode, len(requests)) for name, (found, requests) in logs.items()} == {
         MODEL: (2, 3),

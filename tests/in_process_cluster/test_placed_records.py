@@ -182,6 +182,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
         with suppress(asyncio.CancelledError):
             await left
         await eventually(lambda: not cluster.orchestrator.runs)
+    recorder.stop(HANGS_S)
     found, requests = read_log(log)
     assert (found.num_prefill, found.num_decode, found.block_size, found.slo) == (1, 1, 16, slo)
     assert found.decode.cost == replace(COST, relative_error=0.05)

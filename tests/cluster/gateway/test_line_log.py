@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from array import array
 from pathlib import Path
 
 import pytest
 
 from cluster.gateway.line_log import LineLog
-from cluster.gateway.request_log import log_of_model
+from cluster.gateway.request_log import MAX_WAITING, RequestRecorder, log_of_model, read_log
+from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
+from cluster.slo.classes import RequestTerms, SloConfig
+from kv_transfer.messages.workers import KnownWorker
+from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
+from tests.support.waiting import HANGS_S, wait_until
+
+TERMS = RequestTerms(model="m", arrived_at=0.0)
 
 
 def test_it_may_lie_in_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -17,6 +26,33 @@ def test_it_may_lie_in_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path
     LineLog(Path("~/logs/lines")).append(["one"])
     assert (tmp_path / "logs" / "lines").read_text() == "one\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+
+
+def test_streams_do_not_wait_for_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What ends meanwhile waits, up to a bound; then it is left out, and the gateway's log says so once."""
+    slow, goes_on = threading.Event(), threading.Event()
+
+    def workers() -> list[KnownWorker]:
+        assert threading.current_thread() is not threading.main_thread(), "the loop would wait as long"
+        slow.set()
+        assert goes_on.wait(HANGS_S)
+        return [(worker_info("d1", model="m"), worker_snapshot("d1", step_cost=REPORT))]
+
+    sequence = SequenceTimeline(TERMS)
+    sequence.num_prompt_tokens, sequence.token_times, sequence.sent_at = 9, array("d", [1.0, 2.0]), 1.5
+    ended = RequestTimeline(endpoint="/v1/completions", terms=TERMS, sequences=[sequence], parsed_at=0.1, ended_at=3.0)
+    recorder = RequestRecorder(tmp_path / "log", SloConfig(), workers, model="m", secret=b"a secret")
+    recorder.ended(ended)
+    assert slow.wait(HANGS_S)
+    for _ in range(MAX_WAITING + 2):
+        recorder.ended(ended)
+    goes_on.set()
+    wait_until(lambda: recorder._ended.empty())
+    recorder.ended(ended)
+    recorder.stop(HANGS_S)
+    found, requests = read_log(tmp_path / "log")
+    assert (found.num_decode, len(requests)) == (1, MAX_WAITING + 2)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_a_model_s_full_log_is_in_no_other_model_s_place(tmp_path: Path) -> None:
