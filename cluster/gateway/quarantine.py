@@ -31,6 +31,7 @@ from kv_transfer.worker.sequences import NUM_ALONE
 REMEMBERED_S: Final = 600.0
 _MAX_RECORDS: Final = 1024
 _MAX_LOST: Final = 256
+_LAST_TOKENS: Final = 64  # of a prompt, which tell it from most others
 _LOSSES: Final = 2  # of workers in steps of a request, after which it is placed no more
 # After copies were recalled: workers that they have taken down already are known by then. A broken device shows by
 # three steps that fail, each of which may take its time.
@@ -229,6 +230,10 @@ class Quarantine:
         """What is held against a request and its copies. None: nothing, or it has expired."""
         if not self._records:
             return None  # the usual case, in which no prompt is hashed
+        if run.fingerprint is None:
+            beginning = self._beginning_of_fingerprint(run)
+            if not any(fingerprint.startswith(beginning) for fingerprint in self._records):
+                return None  # at a worker's loss, when this is asked of all requests at once, most are of no record
         record = self._records.get(self.fingerprint(run))
         if record is not None and record.expires_at < time.monotonic() and not record.suspects:
             del self._records[self.fingerprint(run)]
@@ -240,6 +245,14 @@ class Quarantine:
         if run.fingerprint is None:
             request = run.request
             wishes = repr((request.model, request.prefix_salt, replace(request.params, seed=0))).encode()
-            tokens = array("q", request.prompt_token_ids).tobytes()
-            run.fingerprint = blake2b(wishes + b"\n" + tokens, key=self._key, digest_size=16).digest()
+            whole = self._hash(wishes + b"\n", request.prompt_token_ids)
+            run.fingerprint = self._beginning_of_fingerprint(run) + whole
         return run.fingerprint
+
+    def _beginning_of_fingerprint(self, run: RequestRun) -> bytes:
+        """What the fingerprint begins with. It takes 6 us, where all of it takes 35 to 50 for each thousand tokens."""
+        tokens = run.request.prompt_token_ids
+        return self._hash(len(tokens).to_bytes(8), tokens[-_LAST_TOKENS:])
+
+    def _hash(self, before: bytes, tokens: list[int]) -> bytes:
+        return blake2b(before + array("q", tokens).tobytes(), key=self._key, digest_size=16).digest()

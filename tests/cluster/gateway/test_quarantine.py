@@ -218,3 +218,13 @@ def test_the_seed_alone_makes_no_other_request() -> None:
     warmer = a_run("warmer")
     warmer.request = replace(warmer.request, params=replace(warmer.request.params, temperature=0.5))
     assert book.fingerprint(run) == book.fingerprint(a_run("x", seed=9)) != book.fingerprint(warmer)
+
+
+def test_of_whom_nothing_can_be_held_no_prompt_is_hashed_whole() -> None:
+    """A worker's loss asks it of all requests in one turn of the gateway's loop."""
+    book, lost, beside = Quarantine(), a_run("p"), a_run("another", 2)
+    book.on_worker_lost("w1", [lost])
+    assert not book.recall(beside, {"w2"}) and not book.is_guilty(beside)
+    assert beside.fingerprint is None
+    assert book.recall(a_run("copy"), {"w2"})
+    assert not book.recall(a_run("salt", salt="x"), {"w2"}), "which the last tokens do not tell"
