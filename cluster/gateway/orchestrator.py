@@ -181,7 +181,7 @@ class Orchestrator:
                 computed = replace(spec, prediction_token_ids=[])  # a prediction is of use only to decode
                 if isinstance(news, Reserved):
                     await self._start(run, placement.prefill, Start(request=computed, ticket=news.ticket))
-                elif not self._placer.is_decode(placement.prefill):  # decode computes for others only with a ticket
+                elif self._placer.is_prefill(placement.prefill):  # decode computes for others only with a ticket
                     await self._start(run, placement.prefill, Start(request=computed, ticket=None))
             await self._arrival(run)
 

@@ -16,7 +16,7 @@ from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
 from engine.kv.prefix import block_hashes
-from kv_transfer.messages.fields import MAX_HASHES
+from kv_transfer.messages.fields import MAX_HASHES, Role
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 from kv_transfer.messages.workers import WorkerInfo
@@ -43,8 +43,15 @@ class Placer:
         self._replicas_changed.set()
 
     def is_decode(self, worker_id: str) -> bool:
+        return self._role_of(worker_id) == "decode"
+
+    def is_prefill(self, worker_id: str) -> bool:
+        return self._role_of(worker_id) == "prefill"
+
+    def _role_of(self, worker_id: str) -> Role | None:
+        """None: it is not known at present, though it may be connected."""
         worker = self._scheduler.workers.get(worker_id)
-        return worker is not None and worker[0].role == "decode"
+        return None if worker is None else worker[0].role
 
     async def place(self, run: RequestRun) -> Placement:
         """Ask where the next attempt should run, and wait until its workers are connected.

@@ -13,9 +13,20 @@ from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
-from kv_transfer.messages.requests import Endpoint, RequestSpec, Start, StepFrame, TokenEvent
+from kv_transfer.messages.requests import (
+    Endpoint,
+    Fence,
+    RequestSpec,
+    Reserve,
+    Reserved,
+    RoomAwaited,
+    Start,
+    StepFrame,
+    Ticket,
+    TokenEvent,
+)
 from kv_transfer.transports.base import Identity
-from tests.support.clusters.worker_reports import worker_info, worker_snapshot
+from tests.support.clusters.worker_reports import NOWHERE, worker_info, worker_snapshot
 from tests.support.waiting import HANGS_S, eventually
 
 LONG: Final = 3_000  # tokens: such prompts are sent one after the other
@@ -88,6 +99,41 @@ async def test_who_waits_to_be_sent_leaves_a_worker_that_is_suspected() -> None:
         assert (found.token_id, found.attempt) == (7, 1)
         before.cancel()
         await asyncio.gather(before, return_exceptions=True)
+
+
+async def test_who_is_not_known_to_prefill_begins_with_a_ticket_only() -> None:
+    """A decode worker that computes for another one, and is off the scheduler's list for a moment, would without one
+    take the request for its own."""
+    tickets: list[Ticket | None] = []
+
+    async def reserve(gateway: Connection) -> None:
+        async for message in gateway:
+            if isinstance(message, Reserve):
+                known.pop("p1")
+                gateway.post(RoomAwaited(request_id="r", attempt=0))
+                ticket = Ticket(
+                    request_id="r",
+                    fence=Fence(epoch=1, lease=1, generation=0),
+                    endpoint=NOWHERE,
+                    worker_id="d1",
+                    num_tokens=10,
+                    ttl_s=9.0,
+                )
+                gateway.post(Reserved(attempt=0, ticket=ticket))
+
+    async def compute(gateway: Connection) -> None:
+        async for message in gateway:
+            if isinstance(message, Start):
+                tickets.append(message.ticket)
+                if message.ticket is not None:
+                    last = TokenEvent(request_id="r", attempt=0, index=0, token_id=7, finish_reason="length")
+                    gateway.post(StepFrame(tokens=[last]))
+
+    async with gateway_of(d1=reserve, p1=compute) as orchestrator, asyncio.timeout(HANGS_S):
+        known = orchestrator.scheduler.workers
+        found = [event async for event in one_by_one(orchestrator.generate(asked("r", 10)))]
+        assert [event.token_id for event in found] == [7]
+        assert len(tickets) == 1 and tickets[0] is not None
 
 
 @pytest.mark.parametrize("num_tokens", [10, LONG])
