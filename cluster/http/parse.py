@@ -199,6 +199,8 @@ async def prepare_completion(
         grammar=grammar,
         logprobs=body.logprobs,
         prompt_logprobs=max(wanted) if (wanted := _prompt_logprobs(body)) else None,
+        # As at OpenAI and in vLLM. lm-eval counts on an entry behind an echoed prompt, whatever token was generated.
+        end_has_logprob=True,
     )
 
 
@@ -526,6 +528,7 @@ def _job(
     grammar: str | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    end_has_logprob: bool = False,
     reading: Reading | None = None,
     thinking: Mapping[str, Any] = NO_FIELDS,
 ) -> Job:
@@ -563,6 +566,7 @@ def _job(
                     echo=echo,
                     stop=body.stop,
                     include_stop=bool(body.include_stop_str_in_output),
+                    end_has_logprob=end_has_logprob,
                     skip_special_tokens=body.skip_special_tokens is not False,
                     return_token_ids=bool(body.return_token_ids),
                     discard_output=max_tokens == 0,

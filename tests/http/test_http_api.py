@@ -244,7 +244,28 @@ def test_logprob_of_part_of_a_character(target: Target, generator: ScriptedGener
     assert len(entries) > 1 and bytes(b for entry in entries for b in entry.bytes).decode() == "🦜"
     assert entries[0].token.startswith("bytes:\\xf0")
     completion = target.complete(logprobs=0)
-    assert set(completion.choices[0].logprobs.text_offset) == {0}
+    assert completion.choices[0].logprobs.text_offset == [0] * len(entries) + [1]
+
+
+@pytest.mark.parametrize(("reply", "texts"), [("", []), ("one two", ["one", " two"])])
+def test_the_ending_token_has_its_logprob(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, reply: str, texts: list[str]
+) -> None:
+    """In text completions: of an echo with one more token lm-eval sums all entries but the last, whatever token that
+    is."""
+    generator.script.reply = reply
+    prompt = tokenizer.encode("It rains in Rome.", add_special_tokens=False)
+    asked: dict[str, Any] = {"prompt": prompt, "logprobs": 1, "max_tokens": 9, "temperature": 0}
+    for echo, before in ((True, [tokenizer.decode([token_id]) for token_id in prompt]), (False, [])):
+        (choice,) = target.complete(echo=echo, **asked).choices
+        found = choice.logprobs
+        assert found.tokens == [*before, *texts, "<|im_end|>"] and found.text_offset[-1] == len(choice.text)
+        assert (choice.text, choice.finish_reason) == ("".join([*before, *texts]), "stop")
+        assert found.token_logprobs[-1] == -0.5 and list(found.top_logprobs[-1]) == ["<|im_end|>"]
+        chunks = [c for chunk in target.complete(echo=echo, stream=True, **asked) for c in chunk.choices]
+        assert [token for c in chunks if c.logprobs for token in c.logprobs.tokens] == found.tokens
+    chat = target.chat(logprobs=True).choices[0].logprobs
+    assert [entry.token for entry in (chat.content if chat else ())] == texts
 
 
 # Errors of the cluster.

@@ -77,7 +77,8 @@ class Choice:
     """One choice as it grows. `append` takes every event in order until `finish_reason` is set.
 
     The token that ends a choice by itself (end of sequence, or one of `stop_token_ids`) is counted, but is part
-    neither of the text nor of the log probabilities. With `include_stop` it is, and so is a stop string of the text.
+    neither of the text nor of the log probabilities. With `include_stop` it is, and so is a stop string of the text;
+    with `end_has_logprob` it is part of the log probabilities alone.
 
     `spec` is what workers generate, `echo` what the answer's text begins with (None: no echo is wanted), `text_end` the
     prompt's last tokens as `Tokenizer.text_end` gives them. `discard_output`: only the prompt is wanted
@@ -95,6 +96,7 @@ class Choice:
         echo: str | None = None,
         stop: list[str],
         include_stop: bool = False,
+        end_has_logprob: bool = False,
         skip_special_tokens: bool = True,
         return_token_ids: bool = False,
         discard_output: bool = False,
@@ -112,6 +114,7 @@ class Choice:
         )
         self._stop = StopChecker(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
+        self._end_has_logprob = end_has_logprob
         ends = frozenset[int]() if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._stop_token_ids = frozenset(spec.params.stop_token_ids) - ends  # without the model's own
         self._waiting: deque[TokenEntry] = deque()  # entries whose text is not out yet
@@ -191,21 +194,25 @@ class Choice:
         """The text that the event completes."""
         if event.finish_reason == "stop" and not self._include_stop:
             text = self._detokenizer.flush()
+            if self._end_has_logprob:
+                self._note(event, self._num_read + len(text))
         else:
-            self._note(event)
+            self._note(event, self._num_read)
             text = self._detokenizer.append(event.token_id)
             if event.finish_reason is not None:
                 text += self._detokenizer.flush()
         self._num_read += len(text)
         return text
 
-    def _note(self, event: TokenEvent) -> None:
+    def _note(self, event: TokenEvent, offset: int) -> None:
+        """Keep the log probabilities of a token, if they were asked for, until its text, which begins at `offset`, is
+        given on."""
         num_top = self.spec.params.logprobs
         if num_top is None:
             return
         assert event.logprob is not None, "a token came without its logprob"
         top = (event.top_logprobs or [])[:num_top]
-        entry = TokenEntry(token_id=event.token_id, logprob=event.logprob, top=top, offset=self._num_read)
+        entry = TokenEntry(token_id=event.token_id, logprob=event.logprob, top=top, offset=offset)
         self._waiting.append(entry)
 
     def _check(self, text: str) -> tuple[str, bool]:
