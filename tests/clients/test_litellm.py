@@ -30,6 +30,10 @@ def test_a_conversation_of_calls_and_results() -> None:
     history = [*ASKED, first.message, *results]
     second = litellm.completion(messages=history, tools=TOOLS, tool_choice="none", **CHAT).choices[0]
     assert second.message.content and not second.message.tool_calls
+    history += [second.message, *ASKED]
+    for vendor in ("hosted_vllm", "openai"):
+        third = litellm.completion(messages=history, **{**CHAT, "model": f"{vendor}/{MODEL}"}).choices[0]
+        assert third.message.content
 
 
 def test_an_answer_that_thinks() -> None:
@@ -39,7 +43,11 @@ def test_an_answer_that_thinks() -> None:
         "reasoning_effort": "low",
         "extra_body": THINKS,
     }
-    assert litellm.completion(messages=ASKED, **fields).choices[0].message.reasoning_content
+    first = litellm.completion(messages=ASKED, **fields).choices[0].message
+    assert first.reasoning_content
+    for vendor in ("hosted_vllm", "openai"):  # each writes of the reasoning what it takes for its own
+        again = litellm.completion(messages=[*ASKED, first, *ASKED], **{**fields, "model": f"{vendor}/{MODEL}"})
+        assert again.choices[0].message.reasoning_content
     chunks = list(litellm.completion(messages=ASKED, stream=True, **fields))
     assert litellm.stream_chunk_builder(chunks).choices[0].message.reasoning_content
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 
 from engine.text.tokenizer import Tokenizer
@@ -283,20 +285,61 @@ def test_what_asks_for_nothing_is_taken(
 
 
 def test_what_is_null_is_not_given(target: Target) -> None:
-    """A field that is not known stays a mistake."""
-    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}"}}
-    chat = {"model": MODEL, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    """Whatever its name. One that is not known and has a value stays a mistake."""
+    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}", "stranger": None}}
+    said = {"role": "assistant", "tool_calls": [call], "stranger": None}
+    chat = {"model": MODEL, "messages": [*MESSAGES, said], "max_tokens": 1}
     thought = {"type": "reasoning", "summary": None, "content": "Hm."}
-    response = {"model": MODEL, "input": [thought, {"type": None, "role": "user", "content": "x"}]}
+    response = {"model": MODEL, "input": [thought, {"type": None, "role": "user", "content": "x", "async_": None}]}
     for path, body in (
         ("/tokenize", {"prompt": "x", "add_special_tokens": None}),
         ("/v1/chat/completions", chat),
         ("/v1/responses", {**response, "max_output_tokens": 1}),
     ):
-        answer = target.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
         answer = target.http.post(path, json={**body, "stranger": None})
+        assert answer.status_code == 200, answer.text
+        answer = target.http.post(path, json={**body, "stranger": False})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "unknown_parameter"
+
+
+def test_what_clients_add_to_an_answer_is_taken_back(target: Target, generator: ScriptedGenerator) -> None:
+    """OpenAI's what it has parsed, litellm what other vendors' answers have; and it makes no difference."""
+    function: dict[str, Any] = {"name": "weather", "arguments": '{"place":"Rome"}'}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": function}
+    said: dict[str, Any] = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "Rain."}
+    target.chat(messages=[*MESSAGES, said, result], max_tokens=1)
+    beside = {"provider_specific_fields": {"refusal": None}}
+    function |= {"parsed_arguments": {"place": "Rome"}, **beside}
+    call |= {"index": 0, "extra_content": {"google": {"thought_signature": "x"}}, **beside}
+    said |= {"parsed": {"sky": "clear"}, "thinking_blocks": [{"type": "thinking"}], "reasoning_items": [], **beside}
+    target.chat(messages=[*MESSAGES, said, result], max_tokens=1)
+    first, second = generator.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    wrong = {**said, "tool_calls": [{**call, "stranger": 1}]}
+    assert refused(target, messages=[*MESSAGES, wrong, result])["param"] == "messages[1].tool_calls[0].stranger"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_parsed_messages_of_openais_client(target: Target, generator: ScriptedGenerator, strict: bool) -> None:
+    """As its user appends them to the conversation."""
+
+    class City(pydantic.BaseModel):
+        name: str
+
+    client = target.strict if strict else target.client
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
+    generator.script.reply = '{"name":"Rome"}'
+    parsed = client.chat.completions.parse(**asked, response_format=City).choices[0].message
+    generator.script.reply = '<tool_call>\n{"name": "City", "arguments": {"name": "Rome"}}\n</tool_call>'
+    tool = openai.pydantic_function_tool(City)
+    called = client.chat.completions.parse(**asked, tools=[tool]).choices[0].message
+    assert parsed.parsed == City(name="Rome") and called.tool_calls
+    assert called.tool_calls[0].function.parsed_arguments == City(name="Rome")
+    history: list[Any] = [*MESSAGES, parsed, *MESSAGES, called]
+    history.append({"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "It is there."})
+    generator.script.reply = "Yes."
+    assert client.chat.completions.create(model=MODEL, messages=history).choices[0].message.content == "Yes."
 
 
 def test_ids_of_prompts(target: Target, generator: ScriptedGenerator) -> None:

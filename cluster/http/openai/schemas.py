@@ -1,7 +1,8 @@
 """The bodies of requests, as OpenAI's API defines them, plus the sampling fields that open models' servers share.
 
 Unknown fields are refused, so that a typing error never silently changes an answer. What Legato cannot honour yet is
-declared `Unsupported` and refused with a sentence; what makes no difference is `Harmless`. Null means "not given".
+declared `Unsupported` and refused with a sentence; what makes no difference is `Harmless`. Null means "not given",
+whatever the field.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, fields: Any) -> Any:
-        """Drop known fields that are null, and all unknown ones but one, which is enough to refuse a body: a million
-        must not cost a million error reports."""
+        """Drop fields that are null, whatever their name: clients that send back what they were given write all that
+        their types have. Of unknown ones leave one, which is enough to refuse a body: a million must not cost a million
+        error reports."""
         if not isinstance(fields, dict):
             return fields
         if None in fields.values():
-            fields = {
-                name: value for name, value in fields.items() if value is not None or name not in cls.model_fields
-            }
+            fields = {name: value for name, value in fields.items() if value is not None}
         if len(fields) <= len(cls.model_fields):
             return fields
-        stranger = next(name for name in fields if name not in cls.model_fields)
-        return {name: fields[name] for name in (*cls.model_fields, stranger) if name in fields}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        stranger = next(name for name in fields if name not in known)
+        return {name: fields[name] for name in (*known, stranger) if name in fields}
 
 
 class StreamOptions(Body):
@@ -131,6 +132,8 @@ class GenerationBody(SampledBody):
 class FunctionCall(Body):
     name: FunctionName
     arguments: str  # JSON, where the model wrote it well
+    parsed_arguments: Harmless = None  # what OpenAI's client makes of them, and sends back
+    provider_specific_fields: Harmless = None
 
 
 class ToolCall(Body):
@@ -140,6 +143,8 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Harmless = None
+    provider_specific_fields: Harmless = None
+    extra_content: Harmless = None  # of other vendors, such as Gemini's signatures of its thoughts
 
 
 class Function(Body):
@@ -181,6 +186,12 @@ class ChatMessage(Body):
     annotations: Harmless = None
     reasoning: str | None = None  # that of an assistant's earlier turn; its older name follows
     reasoning_content: str | None = None
+    # What clients make of an answer, and send back: OpenAI's of its content, litellm's of what vendors add to it, and
+    # of the reasoning in the forms of other APIs.
+    parsed: Harmless = None
+    provider_specific_fields: Harmless = None
+    thinking_blocks: Harmless = None
+    reasoning_items: Harmless = None
 
     @model_validator(mode="before")
     @classmethod
@@ -230,6 +241,7 @@ class ChatBody(GenerationBody, TemplateBody):
     function_call: Unsupported = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
+    moderation: Unsupported = None
 
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told of."""
