@@ -69,6 +69,17 @@ def test_reasoning_and_a_call(target: Target, generator: ScriptedGenerator, said
     assert whole.message.reasoning == "Is it rain? <b>"
 
 
+def test_a_budget_in_anthropics_way(target: Target, generator: ScriptedGenerator) -> None:
+    """Which cannot be kept, as the opening mark is three tokens: a client that knows nothing of that is answered."""
+    generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.")
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 100}
+    thinking = {"type": "enabled", "budget_tokens": 1_024}
+    answer = target.http.post("/v1/messages", json={**asked, "thinking": thinking})
+    assert [block["type"] for block in answer.json()["content"]] == ["thinking", "text"]
+    refused = target.http.post("/v1/chat/completions", json={**asked, "thinking_token_budget": 1_024})
+    assert refused.json()["error"]["param"] == "thinking_token_budget"
+
+
 def test_an_answer(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
     """Its tokens of reasoning are counted with the marks up to where the answer begins."""
     generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.", burst=1)

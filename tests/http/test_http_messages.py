@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from cluster.errors import FailedError, OverloadedError, UnavailableError
+from engine.text.formats import REASONING_FORMATS, ReasoningFormat
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
@@ -163,12 +164,67 @@ def test_empty_texts_are_no_lines(
     client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
 ) -> None:
     call: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": "Rain."}
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "content": "Rain."}
     for texts, told in (("", "B"), "B"), (("A", ""), "A"), (("A", "", "B"), "A\nB"):
         first, *others = ({"type": "text", "text": text} for text in texts)
         said = {"role": "assistant", "content": [first, call, *others]}
         client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
         assert f"assistant\n{told}\n<tool_call>" in prompts(generator, tokenizer)[-1]
+
+
+def test_a_call_that_failed_without_a_word_is_told_as_failed(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    said = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]}
+    some: list[tuple[dict[str, Any], str]] = [({}, "Error"), ({"content": []}, "Error"), ({"is_error": False}, "")]
+    for fields, told in some:
+        result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "is_error": True, **fields}
+        client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
+        assert f"<tool_response>\n{told}\n</tool_response>" in prompts(generator, tokenizer)[-1]
+
+
+def test_what_is_meant_for_bills_is_no_part_of_the_prompt(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Claude Code's first block has another hash in each request, behind which no cached prefix would be found."""
+    system: list[Any] = [{"type": "text", "text": text} for text in ("You are Claude Code.", "Be brief.")]
+    for sent in ("cch=fa690", "cch=0aaa9", None):
+        bill = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: cc_version=2.1.37.0d9; {sent};",
+        }
+        client.messages.create(**asked(system=system if sent is None else [bill, *system]))
+    first, *others = prompts(generator, tokenizer)
+    assert others == [first, first] and "system\nYou are Claude Code.\n\nBe brief.<" in first
+    client.messages.create(**asked(system=[bill]))
+    client.messages.create(**asked())
+    *_, billed, plain = prompts(generator, tokenizer)
+    assert billed == plain
+
+
+def test_examples_of_a_tool_are_told_with_its_schema(
+    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    generator.script.reply = CALLS
+    client.messages.create(
+        **asked(tools=[{**WEATHER, "input_examples": [{"place": "Oslo"}]}], tool_choice={"type": "any"})
+    )
+    assert '"examples": [{"place": "Oslo"}]' in prompts(generator, tokenizer)[0]
+
+
+def test_a_budget_of_thinking(
+    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept where the marks are tokens of their own. Elsewhere there is none: clients that think send one always,
+    and know nothing of a model's marks."""
+    fields = asked(thinking={"type": "enabled", "budget_tokens": 9})
+    assert target.http.post("/v1/messages", json=fields).status_code == 200
+    assert generator.requests.pop().params.thinking_budget is None
+    known = ReasoningFormat(opening="<issue_start>", closing="<issue_closed>", template_words=())
+    monkeypatch.setitem(REASONING_FORMATS, "think", known)
+    with running_server(generator, tokenizer, reasoning_format="think") as bounded:
+        assert bounded.http.post("/v1/messages", json=fields).status_code == 200
+    assert generator.requests.pop().params.thinking_budget == 9
 
 
 def test_how_it_stopped(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
@@ -256,6 +312,9 @@ def test_an_answer_of_a_schema(client: anthropic.Anthropic, generator: ScriptedG
     assert client.messages.parse(**asked(output_format=City)).parsed_output == City(name="Paris")
     (request,) = generator.requests
     assert request.params.grammar is not None
+    older = {"type": "json_schema", "schema": anthropic.transform_schema(City)}  # as in the beta
+    client.messages.create(**asked(extra_body={"output_format": older}))
+    assert generator.requests[1].params.grammar == request.params.grammar
 
 
 def test_a_tool_runner(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
@@ -278,6 +337,8 @@ def test_what_asks_for_nothing_is_taken(target: Target, generator: ScriptedGener
     some: list[dict[str, Any]] = [
         {"context_management": keep, "thread": None, "speed": "standard", "mcp_servers": [], "container": None},
         {"context_management": {}, "diagnostics": None, "inference_geo": None, "fallbacks": []},
+        {"tools": [{**WEATHER, "defer_loading": False, "allowed_callers": ["direct"]}], "user_profile_id": None},
+        {"thinking": {"type": "between_tools"}},
     ]
     for fields in some:
         answer = target.http.post("/v1/messages", json=asked(**fields), params={"beta": "true"})
@@ -328,9 +389,14 @@ def test_errors_of_the_cluster(
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "not among the tools"),
         ({"temperature": 1.5}, "temperature"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "no tokens of their own"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format cannot"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}, "stranger": 1}}}, "format.stranger"),
+        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format cannot"),
+        ({"output_format": {"type": "json_schema", "schema": {}},
+          "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "Send one of them"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**WEATHER, "allowed_callers": ["direct", "code_execution_20250825"]}]}, "allowed_callers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "nothing is taken out"),
         ({"context_management": 5}, "nothing is taken out"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),

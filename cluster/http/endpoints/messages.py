@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import jiter
@@ -17,7 +18,7 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from cluster.errors import ApiError
+from cluster.errors import ApiError, InvalidRequestError
 from cluster.http.api import ApiOf, Asked
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
@@ -26,7 +27,7 @@ from cluster.http.openai.fields import Harmless, Stop, Unsupported
 from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import AnswerShape, dumps
 from cluster.http.openai.structured import OutputConstraint
-from cluster.http.openai.tools import told_tools
+from cluster.http.openai.tools import bounds_thinking, told_tools
 from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
@@ -39,6 +40,9 @@ router = APIRouter(route_class=JsonRoute)
 _SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is translated on the loop
 _TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
 _LEFT_OUT: Final = ("redacted_thinking",)  # blocks of another model, which nothing here can read
+# What Claude Code sends first of all, for Anthropic's bills. It says nothing to a model, and its hash is another one
+# with each request: no prefix behind it would ever be found again.
+_BILLING: Final = "x-anthropic-billing-header:"
 
 
 def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -78,11 +82,11 @@ def _require_text(block: Mapping[str, Any], name: str, index: int) -> None:
 
 
 def parse_system(value: object) -> str:
-    """Normalise a system prompt, a text or a list of text blocks, to one text."""
+    """Normalise a system prompt, a text or a list of text blocks, to one text, without what is meant for bills."""
     blocks = parse_blocks(value)
     if any(block["type"] != "text" for block in blocks):
         raise _error("a system prompt has text blocks only", "unsupported_value")
-    return "\n\n".join(block["text"] for block in blocks)
+    return "\n\n".join(block["text"] for block in blocks if not block["text"].startswith(_BILLING))
 
 
 def _parse_result(value: object) -> str:
@@ -97,7 +101,9 @@ def _parse_result(value: object) -> str:
 
 def _check_results(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {**block, "content": _parse_result(block.get("content"))} if block["type"] == "tool_result" else block
+        {**block, "content": _parse_result(block.get("content")) or ("Error" if block.get("is_error") else "")}
+        if block["type"] == "tool_result"
+        else block
         for block in blocks
     ]
 
@@ -113,12 +119,20 @@ class Turn(Body):
     content: Blocks
 
 
+def _only_direct(value: object) -> None:
+    if value not in (None, [], ["direct"]):
+        raise _error("this server runs no code that could call a tool; send ['direct'], or leave it out")
+
+
 class MessagesTool(Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: Annotated[Any, AfterValidator(_only_direct)] = None
+    defer_loading: Unsupported = None
     cache_control: Harmless = None
     eager_input_streaming: Harmless = None
 
@@ -130,7 +144,7 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "between_tools", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     display: Harmless = None
 
@@ -176,6 +190,7 @@ class CountTokensBody(Body):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of `output_config.format`
     cache_control: Harmless = None
     context_management: Annotated[Any, AfterValidator(_no_edits)] = None
     thread: Annotated[Any, AfterValidator(_no_thread)] = None
@@ -201,9 +216,10 @@ class MessagesBody(CountTokensBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
-    """Translate the body into a chat.
-    `switches_thinking`: the model's chat template reads whether to think. Raises ApiError."""
+def chat_of(body: CountTokensBody, *, switches_thinking: bool, bounds_thinking: bool) -> ChatBody:
+    """Translate the body into a chat. `switches_thinking`: the model's chat template reads whether to think;
+    `bounds_thinking`: a budget of its thinking can be kept. Else there is none: clients name one whatever the model is,
+    and `max_tokens` bounds thinking and answer together. Raises ApiError."""
     messages = [message for turn in body.messages for message in _messages(turn)]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
@@ -216,13 +232,13 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
         chat["tool_choice"] = _tool_choice(choice)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None and switches_thinking:
-        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
-    if body.thinking is not None and body.thinking.type == "enabled" and body.thinking.budget_tokens is not None:
-        chat["thinking_token_budget"] = min(body.thinking.budget_tokens, INT32_MAX)
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type in ("enabled", "adaptive")}
+    if bounds_thinking and body.thinking is not None and body.thinking.type == "enabled":
+        budget = body.thinking.budget_tokens
+        chat["thinking_token_budget"] = None if budget is None else min(budget, INT32_MAX)
     if body.output_config is not None:
         chat["reasoning_effort"] = body.output_config.effort
-        if (wanted := body.output_config.format) is not None:
-            chat["response_format"] = OutputConstraint("json", json.dumps(wanted.json_schema), "output_config.format")
+    chat["response_format"] = _output_format(body)
     if isinstance(body, MessagesBody):
         chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         chat["stop"] = body.stop_sequences
@@ -231,6 +247,19 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool) -> ChatBody:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _output_format(body: CountTokensBody) -> OutputConstraint | None:
+    """What the answer must be, under either name. Raises InvalidRequestError for both."""
+    newer = None if body.output_config is None else body.output_config.format
+    if newer is not None and body.output_format is not None:
+        raise InvalidRequestError(
+            "output_format is the older name of output_config.format. Send one of them.", param="output_format"
+        )
+    if (wanted := newer or body.output_format) is None:
+        return None
+    param = "output_format" if newer is None else "output_config.format"
+    return OutputConstraint("json", json.dumps(wanted.json_schema), param)
 
 
 def _refusal(error: ValidationError) -> ApiError:
@@ -260,7 +289,10 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    schema = tool.input_schema
+    if tool.input_examples:  # JSON Schema's word for them, by which a model reads them where it reads the schema
+        schema = {**schema, "examples": tool.input_examples}
+    function = {"name": tool.name, "description": tool.description, "parameters": schema}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
@@ -295,11 +327,12 @@ async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> d
 
 async def _chat(body: CountTokensBody, request: Request, asked: Asked) -> ChatBody:
     """Translate a body into a chat, in a thread if it is large. Raises ApiError."""
-    switches, turns = asked.model.tokenizer.template_reads("enable_thinking"), asked.api.turns
+    tokenizer, turns = asked.model.tokenizer, asked.api.turns
+    switches = tokenizer.template_reads("enable_thinking")
+    bounds = bounds_thinking(asked.model.formats.reasoning, tokenizer)
     size = len(await request.body())
-    if size <= _SMALL_BYTES:
-        return await turns.on_loop(lambda: chat_of(body, switches_thinking=switches))
-    return await turns.reading(size, lambda: chat_of(body, switches_thinking=switches))
+    work = partial(chat_of, body, switches_thinking=switches, bounds_thinking=bounds)
+    return await (turns.on_loop(work) if size <= _SMALL_BYTES else turns.reading(size, work))
 
 
 class MessagesShape(AnswerShape):

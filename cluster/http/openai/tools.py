@@ -13,7 +13,7 @@ from cluster.http.openai.events import Reading
 from cluster.http.openai.fields import ToolChoice
 from cluster.http.openai.schemas import ChatBody, ChatMessage, Tool, ToolCall
 from cluster.http.openai.structured import OutputConstraint
-from engine.text.formats import REASONING_FORMATS, Message, OutputFormats, with_hermes_tools
+from engine.text.formats import REASONING_FORMATS, Message, OutputFormats, ReasoningFormat, with_hermes_tools
 from engine.text.tokenizer import Tokenizer
 
 _MISTRAL_ID_CHARS: Final = 9  # its chat templates take no other number
@@ -48,6 +48,13 @@ def reading_of(body: ChatBody, formats: OutputFormats, prompt_end: str) -> Readi
         reasons=reasoning is not None and prompt_end.rstrip().endswith(reasoning.opening),
         tells_reasoning=body.include_reasoning is not False,
     )
+
+
+def bounds_thinking(reasoning: ReasoningFormat | None, tokenizer: Tokenizer) -> bool:
+    """Whether a budget of a model's reasoning can be kept exactly: each of its marks is one token, or it does not
+    reason."""
+    marks = [] if reasoning is None else [reasoning.opening, reasoning.closing]
+    return all(tokenizer.added_id_of(mark) is not None for mark in marks)
 
 
 def thinking_of(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> dict[str, Any]:
