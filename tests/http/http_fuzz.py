@@ -168,6 +168,7 @@ CONSTRAINED: Final[dict[str, st.SearchStrategy[Any]]] = {
     ),
 }
 EITHER: Final = {"prompt", "messages"}  # where a body may have both, it makes sense with one
+NEEDED: Final = {"input"}  # which a response may lack behind another one, and makes no sense without else
 
 
 class Schemas:
@@ -210,6 +211,7 @@ class Schemas:
 
     def _object(self, properties: dict[str, Any], required: set[str]) -> st.SearchStrategy[dict[str, Any]]:
         fields = {name: self.strategy(schema, name) for name, schema in properties.items()}
+        required = required | fields.keys() & NEEDED
         either = sorted(EITHER) if fields.keys() - required >= EITHER else []
         optional = sorted(fields.keys() - required - set(either))
 

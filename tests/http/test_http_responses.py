@@ -208,6 +208,67 @@ def test_what_is_generated_is_what_was_asked_for(
     ]
 
 
+CODEX: Final[dict[str, Any]] = {  # what Codex CLI sends, beside its tools and texts
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be careful."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<cwd>/</cwd>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
+    ],
+    "tools": [WEATHER],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "detailed"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0190a1b2-0000-7000-8000-000000000000",
+    "client_metadata": {"x-codex-installation-id": "5f0c"},
+}
+
+
+def test_a_request_of_codex(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    with target.http.stream("POST", "/v1/responses", json={"model": MODEL, **CODEX}) as answer:
+        assert answer.status_code == 200, answer.read()
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["reasoning"] == {"effort": "medium", "summary": "detailed"}
+    assert "user\n<cwd>/</cwd><|im_end|>\n<|im_start|>user\nFix it." in prompts(generator, tokenizer)[0]
+
+
+def test_items_of_an_answer_are_sent_back_as_they_are(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
+    """With all members that the client's types have, null or false."""
+    generator.script.reply = f"<think>\nhm\n</think>\n\n{CALLS}"
+    tools: list[Any] = [{**WEATHER, "async": False}]
+    output = [item.model_dump() for item in create(client, tools=tools, store=False).output]
+    assert {item["type"] for item in output} == {"reasoning", "message", "function_call"}
+    for item in output:
+        if item["type"] == "function_call":
+            item["async"] = False
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "Rain."}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    generator.script.reply = "It rains."
+    asked: list[Any] = [{"role": "user", "content": "Hi."}, *output, *results]
+    assert create(client, input=asked, tools=tools, store=False).output_text == "It rains."
+
+
+def test_what_follows_may_have_no_input(
+    client: openai.OpenAI, target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Nor what instructions alone say."""
+    first = create(client)
+    for fields in ({"previous_response_id": first.id}, {"previous_response_id": first.id, "input": []}):
+        answer = target.http.post("/v1/responses", json={"model": MODEL, **fields}, headers=OWNER)
+        assert answer.json()["output"][0]["content"][0]["text"] == "It rains.", answer.text
+    assert client.responses.create(model=MODEL, instructions="Tell of Rome.").output_text == "It rains."
+    _, second, third, fourth = prompts(generator, tokenizer)
+    assert second == third and second.endswith("assistant\nIt rains.<|im_end|>\n<|im_start|>assistant\n")
+    assert "system\nTell of Rome.<|im_end|>" in fourth
+
+
 def test_log_probabilities(client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
     for fields, num_top in (({"include": ["message.output_text.logprobs"]}, 0), ({"top_logprobs": 2}, 2)):
         for answer in both(client, **fields):
@@ -870,6 +931,8 @@ def test_a_disk_that_is_full_costs_nobody_an_answer(
     [
         ({"input": None}, "input", "input"),
         ({"input": []}, "input", "items"),
+        ({"input": [], "instructions": ""}, "input", "items"),
+        ({"input": {}}, "input", "items"),
         ({"input": [5]}, "input", "item 0"),
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "role"),
@@ -893,7 +956,8 @@ def test_a_disk_that_is_full_costs_nobody_an_answer(
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "file_search"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", "followed"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "summary"),
+        ({"tools": [{**WEATHER, "async": True}]}, "tools[0].async", "not supported"),
         ({"reasoning": {"effort": "immense"}}, "reasoning.effort", "effort"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),

@@ -144,6 +144,7 @@ class CallItem(_ItemOfCall):
     type: Literal["function_call"]
     name: FunctionName
     arguments: str
+    is_async: Harmless = Field(None, alias="async")
 
     def item(self) -> Item:
         return self.kept("fc", call_id=self.call_id, name=self.name, arguments=self.arguments)
@@ -196,11 +197,11 @@ def new_id(kind: str) -> str:
 
 
 def parse_input(value: object) -> list[Item]:
-    """Normalise `input`, a text or the items of a conversation, to items in the form in which they are kept. Raises
-    InvalidRequestError, besides pydantic's errors."""
+    """Normalise `input`, a text or the items of a conversation, to items in the form in which they are kept; there may
+    be none. Raises InvalidRequestError, besides pydantic's errors."""
     if isinstance(value, str):
         return [MessageItem(role="user", content=[{"type": "text", "text": value}]).item()]
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise _error("send a text, or a list of items such as {'role': 'user', 'content': 'hello'}", "invalid_type")
     if len(value) > MAX_MESSAGES:
         raise _error(f"{len(value)} items were sent; at most {MAX_MESSAGES} are possible")
@@ -243,6 +244,7 @@ class ResponsesTool(Body):
     allowed_callers: Unsupported = None
     defer_loading: Unsupported = None
     output_schema: Unsupported = None
+    is_async: Unsupported = Field(None, alias="async")
 
 
 def _only_functions(value: object) -> object:
@@ -304,11 +306,11 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    """The field `reasoning`. What a model thinks is shown as it is; nothing makes a `summary` of it."""
+    """The field `reasoning`. What a model thinks is shown as it is; nothing makes a `summary` of it, of any kind."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
@@ -333,7 +335,7 @@ Includable = Literal[
 class ResponsesBody(SampledBody):
     """`POST /v1/responses`"""
 
-    input: Annotated[list[Item], BeforeValidator(parse_input, json_schema_input_type=Any)]
+    input: Annotated[list[Item], BeforeValidator(parse_input, json_schema_input_type=Any)] = Field([])
     instructions: str | None = None
     previous_response_id: str | None = Field(None, min_length=1, max_length=_MAX_ID)
     store: bool | None = None
@@ -358,6 +360,7 @@ class ResponsesBody(SampledBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata = None
+    client_metadata: Harmless = None  # Codex's, of its installation and turn
     chat_template_kwargs: TemplateKwargs = Field({})
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
     conversation: Unsupported = None
@@ -408,6 +411,12 @@ def _told_tool(tool: ResponsesTool) -> dict[str, Any]:
 
 def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     """Translate the body into a chat, behind `history`, the items of the responses that it follows. Raises ApiError."""
+    if not (body.input or history or body.instructions):
+        raise InvalidRequestError(
+            "input is missing. Send a text, or a list of items such as {'role': 'user', 'content': 'hello'}.",
+            param="input",
+            code="missing_required_parameter",
+        )
     _require_distinct(history, body.input)
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat["messages"] = list(_messages([*history, *body.input]))
