@@ -321,14 +321,46 @@ def _template_variables(template: TemplateBody, asked: Asked) -> dict[str, Any]:
 
 
 def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, asked: Asked) -> list[int]:
+    """The token ids of messages as the chat template has them. One that takes roles in turns only, as Gemma's and
+    Mistral's do, gets messages of one role side by side as one: clients that know nothing of templates send several
+    system messages, or what a user says in two."""
     continues, opens = bool(template.continue_final_message), template.add_generation_prompt
-    return asked.model.tokenizer.apply_chat_template(
-        plain,
-        variables,
-        add_generation_prompt=not continues if opens is None else opens,
-        continue_final_message=continues,
-        max_chars=_context(asked) * asked.model.tokenizer.longest_token_chars,
+
+    def applied(messages: list[Message]) -> list[int]:
+        return asked.model.tokenizer.apply_chat_template(
+            messages,
+            variables,
+            add_generation_prompt=not continues if opens is None else opens,
+            continue_final_message=continues,
+            max_chars=_context(asked) * asked.model.tokenizer.longest_token_chars,
+        )
+
+    try:
+        return applied(plain)
+    except ValueError:
+        joined = _joined(plain)
+        if len(joined) == len(plain):
+            raise
+        return applied(joined)
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with those of one role side by side as one. Results of calls stay apart, and what follows calls."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        last = groups[-1][-1] if groups else {}
+        if message["role"] == last.get("role") and message["role"] != "tool" and not last.get("tool_calls"):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_as_one(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _as_one(group: Sequence[Message]) -> Message:
+    content, reasoning = (
+        "\n\n".join(filter(None, (message.get(name) for message in group))) for name in ("content", "reasoning_content")
     )
+    return {**group[-1], "content": content, "reasoning_content": reasoning or None}
 
 
 async def _prediction_token_ids(body: GenerationBody, asked: Asked) -> list[int]:

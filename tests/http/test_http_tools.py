@@ -16,11 +16,15 @@ from llguidance import LLMatcher
 from openai.lib.streaming.chat import ChunkEvent
 
 from cluster.errors import InvalidRequestError
+from cluster.http.endpoints.messages import MessagesBody
+from cluster.http.endpoints.messages import chat_of as messages_chat
 from cluster.http.openai.events import Reading
+from cluster.http.openai.responses import ResponsesBody
+from cluster.http.openai.responses import chat_of as responses_chat
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
-from cluster.http.openai.tools import constrained
-from cluster.http.parse import prepare_chat
+from cluster.http.openai.tools import constrained, told_tools
+from cluster.http.parse import chat_token_ids, prepare_chat
 from engine.sampling.grammar import GrammarMasks, allowed_by, grammar_tokenizer
 from engine.sequence import Sequence
 from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
@@ -222,6 +226,48 @@ async def test_a_template_for_tools_alone_has_the_default_one_behind_it(tmp_path
     odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
     refused = await prompt(history, tools=[odd])
     assert "# Tools" in refused and '"name": "odd"' in refused and called in refused
+
+
+IN_TURNS: Final = """{%- if messages[0].role == "system" %}{{ messages[0].content + "|" }}
+{%- set messages = messages[1:] %}{% endif %}
+{%- for message in messages %}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
+{{- raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}{% endif %}
+{{- message.role + ": " + message.content + "|" }}
+{%- endfor %}"""
+
+
+async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as_one(tmp_path: Path) -> None:
+    """As Gemma's and Mistral's do, whatever the API. Another one gets the messages as they came."""
+    tokenizer = tokenizer_of(IN_TURNS, tmp_path / "in_turns")
+    asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
+
+    async def prompt(chat: ChatBody) -> str:
+        token_ids = await chat_token_ids(chat.messages, chat, asked, told_tools(chat))
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def chat(*messages: tuple[str, str], **fields: Any) -> ChatBody:
+        told = [{"role": role, "content": content} for role, content in messages]
+        return ChatBody.model_validate({"model": MODEL, "messages": told, **fields})
+
+    told = [("system", "S"), ("developer", "D"), ("user", "1"), ("user", "2"), ("assistant", "A"), ("user", "3")]
+    assert await prompt(chat(*told)) == "S\n\nD|user: 1\n\n2|assistant: A|user: 3|"
+    begun = chat(*told[2:4], ("assistant", "A"), ("assistant", "B"), continue_final_message=True)
+    assert await prompt(begun) == "user: 1\n\n2|assistant: A\n\nB"
+    item = {"type": "message", "role": "developer", "content": "D"}
+    said = [{"role": "user", "content": content} for content in ("1", "2")]
+    response = ResponsesBody.model_validate({"model": MODEL, "instructions": "S", "input": [item, *said]})
+    assert await prompt(responses_chat(response, [])) == "S\n\nD|user: 1\n\n2|"
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "time", "input": {}}]}
+    noon = {"type": "tool_result", "tool_use_id": "1", "content": "noon"}
+    turns = [*said, called, {"role": "user", "content": [noon, {"type": "text", "text": "3"}]}, said[0]]
+    messages = MessagesBody.model_validate({"model": MODEL, "max_tokens": 9, "messages": turns})
+    assert await prompt(messages_chat(messages, switches_thinking=False, bounds_thinking=False)) == (
+        'user: 1\n\n2|assistant: <tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>|'
+        "user: <tool_response>\nnoon\n</tool_response>\n\n3\n\n1|"
+    )
+    with pytest.raises(InvalidRequestError, match="must alternate"):
+        await prompt(chat(("assistant", "A"), ("user", "1"), ("user", "2")))
 
 
 def calling(*calls: tuple[str, str], **said: str) -> dict[str, Any]:
