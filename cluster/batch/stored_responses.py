@@ -1,8 +1,8 @@
 """Responses that clients can ask for again: `Responses`, which the endpoints use, and who generates in the background.
 
 A response is seen by its owner alone. It holds its own input and output and names the one that it follows, so a
-conversation is a chain. It is kept for some time after it was last used, and the least used go first where there are
-too many.
+conversation is a chain. It is kept for some time after it was last used. Where there are too many, the least used go
+first of the owner who has most, so that nobody's go because others leave many.
 
 One that is generated in the background has events, numbered as they are streamed, and belongs to a gateway for some
 seconds, which that gateway prolongs. Once it does so no more nobody generates it, and who reads it finds it failed.
@@ -13,6 +13,7 @@ seconds, which that gateway prolongs. Once it does so no more nobody generates i
 
 from __future__ import annotations
 
+import heapq
 import json
 import sqlite3
 import time
@@ -119,8 +120,8 @@ class Responses:
         await self._database.transact(_leave, response_ids)
 
     async def sweep(self, now: float) -> None:
-        """Delete responses that were not used for `KEPT_S`, and, while all take too much,
-        those whose last use is longest ago."""
+        """Delete responses that were not used for `KEPT_S`, and, while all take too much, of the owner whose take most
+        the one whose last use is longest ago."""
         await self._database.transact(_sweep, now, self._budget)
 
 
@@ -281,12 +282,33 @@ def _finish(
 
 
 def _sweep(connection: sqlite3.Connection, now: float, budget: int) -> None:
+    unused = connection.execute("SELECT id FROM responses WHERE used_at < ?", (now - KEPT_S,)).fetchall()
+    _drop(connection, [row["id"] for row in unused])
     (num_bytes,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
-    gone: list[tuple[str]] = []
-    for row in connection.execute("SELECT id, used_at, bytes FROM responses ORDER BY used_at"):
-        if num_bytes <= budget and row["used_at"] >= now - KEPT_S:
-            break
+    if num_bytes > budget:
+        _drop(connection, _beyond(connection, num_bytes - budget))
+
+
+def _beyond(connection: sqlite3.Connection, num_bytes: int) -> list[str]:
+    """The ids of responses that take so many bytes together: of the owner whose take most, the least used first."""
+    sums = connection.execute("SELECT owner, sum(bytes) AS bytes FROM responses GROUP BY owner")
+    held = [(-row["bytes"], row["owner"]) for row in sums]  # the largest first
+    heapq.heapify(held)
+    least_used: dict[str, sqlite3.Cursor] = {}
+    found: list[str] = []
+    while num_bytes > 0:
+        negated, owner = held[0]
+        if owner not in least_used:
+            least_used[owner] = connection.execute(
+                "SELECT id, bytes FROM responses WHERE owner = ? ORDER BY used_at", (owner,)
+            )
+        row = least_used[owner].fetchone()
+        found.append(row["id"])
         num_bytes -= row["bytes"]
-        gone.append((row["id"],))
-    connection.executemany("DELETE FROM responses WHERE id = ?", gone)
-    connection.executemany("DELETE FROM response_events WHERE response = ?", gone)
+        heapq.heapreplace(held, (negated + row["bytes"], owner))
+    return found
+
+
+def _drop(connection: sqlite3.Connection, response_ids: Collection[str]) -> None:
+    connection.executemany("DELETE FROM responses WHERE id = ?", ((each,) for each in response_ids))
+    connection.executemany("DELETE FROM response_events WHERE response = ?", ((each,) for each in response_ids))

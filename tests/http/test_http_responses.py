@@ -638,7 +638,7 @@ def test_another_gateway_has_them_too(generator: ScriptedGenerator, tokenizer: T
 
 
 async def test_what_is_kept(tmp_path: Path) -> None:
-    """One that its gateway has given up has failed; what is not used goes, the least used first."""
+    """One that its gateway has given up has failed; the least used go first, of whoever has most."""
     database = Database(tmp_path)
     kept = Responses(database, budget=3_000)
 
@@ -659,6 +659,11 @@ async def test_what_is_kept(tmp_path: Path) -> None:
         return connection.execute("SELECT id FROM responses").fetchall()
 
     assert {row["id"] for row in await database.transact(rows)} == {"a", "c", "d"}
+    for name in "efghi":  # of another owner, who takes from the first what is beyond a half, and no more
+        await kept.add(response(name, owner="other"))
+        await kept.sweep(0.0)
+    names = {row["id"] for row in await database.transact(rows)}
+    assert names - {"a", "d"} == {"h", "i"} and len(names) == 3
     await kept.sweep(4e9 + KEPT_S)
     assert await database.transact(rows) == []
     database.close()
