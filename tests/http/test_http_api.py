@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -489,6 +490,17 @@ def test_a_body_that_is_too_large_is_not_read(tokenizer: Tokenizer) -> None:
         declared = target.http.post("/v1/completions", json={**SHORT, "prompt": "x" * 20_000})
         assert declared.status_code == 413 and declared.json()["error"]["code"] == "body_too_large"
         assert target.http.post("/v1/completions", content=endless()).status_code == 413
+
+
+def test_a_compressed_body_is_refused_as_such(target: Target) -> None:
+    body = gzip.compress(json.dumps({"model": MODEL, "prompt": "x"}).encode())
+    for path in ("/v1/completions", "/v1/files", "/v1/messages"):
+        answer = target.http.post(path, content=body, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 415 and "without Content-Encoding" in answer.json()["error"]["message"], (
+            answer.text
+        )
+    plain = {"content-encoding": "identity"}
+    assert target.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=plain).status_code == 200
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:

@@ -1,9 +1,10 @@
 """Reads every request's body before a route sees it: bounded in size and in time, and all together in memory.
 
-`BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, one that does not arrive
-with 408. Where too many arrive at once, the oldest are answered with 503: to read more slowly would not help, Serve
-reads ahead. A file goes through to its route piece by piece: that writes it to a disk. `JsonRoute` parses what came,
-strictly, and checks it without holding up the loop; what would hold the parser up for long is answered with 413, too.
+`BodyLimit` is plain ASGI: a body over the limit is answered with 413 as soon as that is known, a compressed one with
+415, one that does not arrive with 408. Where too many arrive at once, the oldest are answered with 503: to read more
+slowly would not help, Serve reads ahead. A file goes through to its route piece by piece: that writes it to a disk.
+`JsonRoute` parses what came, strictly, and checks it without holding up the loop; what would hold the parser up for
+long is answered with 413, too.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class BodyLimit:
             await self._stream(max_bytes, scope, receive, send)
             return
         try:
+            _require_no_encoding(scope)
             self._check_declared(scope)
             body = await self._receive(receive, scope["app"].state.api.turns)
         except ApiError as error:
@@ -97,6 +99,7 @@ class BodyLimit:
         If it is too large or too slow, the route gets the error as it reads."""
         api: Api = scope["app"].state.api
         try:
+            _require_no_encoding(scope)
             tenant = api.tenants.name(Headers(scope=scope), None, None)
             self._require_room_for_stream(tenant)
         except ApiError as error:
@@ -204,6 +207,16 @@ class BodyLimit:
         response = error_response(error, scope)
         response.headers["connection"] = "close"  # the rest of the body is not read
         await response(scope, receive, send)
+
+
+def _require_no_encoding(scope: Scope) -> None:
+    encoding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidRequestError(
+            f"The body is encoded as {encoding[:40]!r}, and is read only as it is. Send it without Content-Encoding.",
+            code="unsupported_encoding",
+            status=415,
+        )
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
