@@ -25,7 +25,7 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS: Final = 256
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT: Final = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+_RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")  # which a model may call by its name alone
 
 
 def output_parser(

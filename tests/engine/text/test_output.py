@@ -225,6 +225,13 @@ def call(index: int, name: str, arguments: str) -> Said:
             id="harmony's call of nobody",
         ),
         pytest.param(
+            "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>commentary to=h<|message|>{}<|call|>",
+            HARMONY,
+            [*call(0, "f", "{}"), text("<|start|>assistant<|channel|>commentary to=h<|message|>{}")],
+            id="harmony's calls by the name alone",
+        ),
+        pytest.param(
             "<|channel|>analysis<|message|>hm <|en", HARMONY, [("reasoning", "hm <|en", 0)], id="harmony cut off"
         ),
         pytest.param("<|message|>hm", HARMONY, [text("hm")], id="harmony with an empty header"),
