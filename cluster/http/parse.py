@@ -137,7 +137,7 @@ async def prepare_chat(
     """Make the job of a chat, for a tenant. `job_id` None: a new one. Raises ApiError."""
     _check_common(body, 1, asked)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
-    token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body))
+    token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body.offered_tools()))
     token_ids = _truncated(token_ids, body, max_tokens, asked)
     prompt_end = ""
     if asked.model.formats.reasoning is not None:

@@ -101,6 +101,7 @@ def test_what_the_chat_template_is_told(
     assert told["token_strs"][-1] == ":"
 
 
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time", "description": "What time it is."}}
 CONTINUED = [*MESSAGES, {"role": "assistant", "content": "The sea is "}]
 
 
@@ -179,7 +180,15 @@ def test_what_the_chat_template_is_not_told(
 def test_templates_are_of_chats(target: Target) -> None:
     answer = target.http.post("/tokenize", json={"prompt": "x", "documents": [{"title": "Sea"}]})
     assert answer.status_code == 400 and "only possible with messages" in answer.json()["error"]["message"]
+    answer = target.http.post("/tokenize", json={"prompt": "x", "tools": [TIME]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
     assert target.http.post("/tokenize", json={"prompt": "x", "documents": None}).json()["count"] == 1
+
+
+def test_tools_are_counted_as_a_chat_has_them(target: Target, generator: ScriptedGenerator) -> None:
+    target.chat(tools=[TIME], max_tokens=1)
+    told = target.http.post("/tokenize", json={"messages": MESSAGES, "tools": [TIME]}).json()
+    assert told["tokens"] == generator.requests[0].prompt_token_ids
 
 
 # How an answer ends, and what of it is shown.

@@ -243,7 +243,7 @@ async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
 
     async def prompt(chat: ChatBody) -> str:
-        token_ids = await chat_token_ids(chat.messages, chat, asked, told_tools(chat))
+        token_ids = await chat_token_ids(chat.messages, chat, asked, told_tools(chat.offered_tools()))
         return tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def chat(*messages: tuple[str, str], **fields: Any) -> ChatBody:

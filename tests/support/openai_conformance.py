@@ -313,6 +313,8 @@ def long_text_is_tokenised(target: Target) -> None:
 def health_and_metrics(target: Target) -> None:
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         assert target.http.request(method, path).json() == {"status": "ready"}
+    for path in ("/health", "/v1/models"):
+        assert (found := target.http.head(path)).status_code == 200 and not found.content
     version = target.http.get("/version").json()
     assert re.fullmatch(r"[0-9.]+|unknown", version["version"]) and version["protocol"] == PROTOCOL_VERSION
     assert target.http.get("/load").json()["server_load"] >= 0

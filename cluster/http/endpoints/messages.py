@@ -322,7 +322,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
 async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> dict[str, Any]:
     asked = await api.find_model(body.model)
     chat = await _chat(body, request, asked)
-    return {"input_tokens": len(await chat_token_ids(chat.messages, chat, asked, told_tools(chat)))}
+    return {"input_tokens": len(await chat_token_ids(chat.messages, chat, asked, told_tools(chat.offered_tools())))}
 
 
 async def _chat(body: CountTokensBody, request: Request, asked: Asked) -> ChatBody:

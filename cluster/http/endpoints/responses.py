@@ -189,7 +189,7 @@ async def _fitted(chat: ChatBody, asked: Asked) -> ChatBody:
 
     async def fits(start: int) -> bool:
         try:
-            token_ids = await chat_token_ids(begun(start).messages, chat, asked, told_tools(chat))
+            token_ids = await chat_token_ids(begun(start).messages, chat, asked, told_tools(chat.offered_tools()))
         except InvalidRequestError as error:
             if error.code != "context_length_exceeded":
                 raise

@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from cluster.http.openai.sse import dumps_large
+from cluster.http.openai.tools import told_tools
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
 from cluster.http.served_model import NO_WORKER, ServedModel
@@ -26,6 +27,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models", response_model=None)
+@router.head("/v1/models", response_model=None, include_in_schema=False)
 @router.get("/v1/models/", response_model=None, include_in_schema=False)  # as people type it to see who is there
 async def list_models(api: ApiOf) -> Response:
     listed = [(_model_card(api, model), await model.listed_adapters()) for model in api.models]
@@ -74,8 +76,8 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await chat_token_ids(body.messages, body, asked)
-    elif of_chats := [name for name in TemplateBody.model_fields if getattr(body, name) not in (None, {}, [])]:
+        tokens = await chat_token_ids(body.messages, body, asked, told_tools(body.tools or ()))
+    elif of_chats := [n for n in (*TemplateBody.model_fields, "tools") if getattr(body, n) not in (None, {}, [])]:
         raise InvalidRequestError(f"{of_chats[0]} is only possible with messages. Leave it out.", param=of_chats[0])
     else:
         tokens = await text_token_ids(body.prompt or "", asked, add_special_tokens=body.add_special_tokens)
@@ -106,6 +108,7 @@ async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
 @router.get("/ping", response_model=None)
 @router.post("/ping", response_model=None)
 @router.get("/health", response_model=None)
+@router.head("/health", response_model=None, include_in_schema=False)  # as load balancers look
 async def health(api: ApiOf) -> JSONResponse:
     """Answers 200 only if a request sent now could be served, else 503. Of several models one is enough; `unavailable`
     names the others: who takes a gateway out of service for one model would take it from all."""

@@ -270,6 +270,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: Tools | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 

@@ -241,7 +241,7 @@ class _CallGrammar:
         return f"{rule}{lazy}: {text} {self._mark(mark)}"
 
 
-def told_tools(body: ChatBody) -> list[dict[str, Any]]:
+def told_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools that the model is told of, as chat templates know them."""
     return [
         {
@@ -252,7 +252,7 @@ def told_tools(body: ChatBody) -> list[dict[str, Any]]:
                 "parameters": tool.function.parameters or {"type": "object", "properties": {}},
             },
         }
-        for tool in body.offered_tools()
+        for tool in tools
     ]
 
 
