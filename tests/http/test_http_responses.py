@@ -236,6 +236,34 @@ def test_a_request_of_codex(target: Target, generator: ScriptedGenerator, tokeni
     assert "user\n<cwd>/</cwd><|im_end|>\n<|im_start|>user\nFix it." in prompts(generator, tokenizer)[0]
 
 
+def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+    """Codex groups functions of an MCP server, and its own for several agents. The model knows one name of each, the
+    client two."""
+    inside = {"type": "namespace", "name": "mcp__sky__", "description": "Of a server.", "tools": [WEATHER]}
+    agents = {**inside, "name": "agents", "tools": [{**WEATHER, "name": "spawn"}, {**WEATHER, "name": "wait"}]}
+    tools: list[Any] = [WEATHER, inside, agents]
+    called = '<tool_call>\n{"name": "mcp__sky__weather", "arguments": {"place": "Rome"}}\n</tool_call>'
+    plain = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    generator.script.reply = f"{called}\n{plain}"
+    for answer in both(client, tools=tools):
+        assert [tool.to_dict(exclude_unset=True) for tool in answer.tools] == tools
+        first, second = (item.to_dict() for item in answer.output)
+        assert (first["namespace"], first["name"], first["arguments"]) == ("mcp__sky__", "weather", '{"place": "Rome"}')
+        assert second["name"] == "weather" and "namespace" not in second
+    generator.script.reply = "It rains."
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "Rain."} for item in (first, second)
+    ]
+    sent: list[Any] = [{"role": "user", "content": ASKED}, *answer.output, *results]
+    create(client, input=sent, tools=tools)
+    create(client, input=results, previous_response_id=answer.id, tools=tools)
+    assert create(client, tools=tools, tool_choice={"type": "function", "name": "agents__wait"}, max_output_tokens=1)
+    *_, whole, followed, _ = prompts(generator, tokenizer)
+    assert whole == followed and f"assistant\n{called}\n{plain}<|im_end|>" in whole
+    for name in ("weather", "mcp__sky__weather", "agents__spawn", "agents__wait"):
+        assert f'"name": "{name}", "description"' in whole
+
+
 def test_items_of_an_answer_are_sent_back_as_they_are(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     """With all members that the client's types have, null or false."""
     generator.script.reply = f"<think>\nhm\n</think>\n\n{CALLS}"
@@ -954,6 +982,13 @@ def test_a_disk_that_is_full_costs_nobody_an_answer(
         ({"messages": []}, "messages", "messages"),
         ({"tools": [{"type": "web_search_preview"}]}, "tools", "web_search_preview"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools", "custom"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "x"}]}]}, "tools",
+         "custom"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [WEATHER]}]}, "tools[0].namespace.name", "a b"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "namespace", "tools": []}]}]}, "tools",
+         "namespace"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [WEATHER]}, {**WEATHER, "name": "x__weather"}]},
+         "tools", "same name"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "same name"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "a b"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),

@@ -8,7 +8,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -70,7 +70,8 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
     echo = body.echo(job.choices[0].spec.params)
-    shape = ResponsesShape(job, echo, asked.model.tokenizer, stored=keeps, echo_size=body_size)
+    names = body.called_names()
+    shape = ResponsesShape(job, echo, names, asked.model.tokenizer, stored=keeps, echo_size=body_size)
     if not keeps:
         return GenerationResponse(api, timeline, shape)
     kept = StoredResponse(
@@ -333,13 +334,23 @@ class StoredAnswer(GenerationResponse):
 
 class ResponsesShape(AnswerShape):
     """OpenAI's `response`: whole, or streamed as items that are opened, added to and closed one after the other. The
-    stream's last event has the whole response."""
+    stream's last event has the whole response. `names`: what `ResponsesBody.called_names` says."""
 
-    def __init__(self, job: Job, echo: dict[str, Any], tokenizer: Tokenizer, *, stored: bool, echo_size: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        echo: dict[str, Any],
+        names: Mapping[str, Mapping[str, str]],
+        tokenizer: Tokenizer,
+        *,
+        stored: bool,
+        echo_size: int,
+    ) -> None:
         super().__init__(job, chunk_name="response", whole_name="response")
         self.stored = stored
         self.status = "in_progress"
         self._echo, self._echo_size = echo, echo_size
+        self._names = names
         self._tokenizer = tokenizer
         self._choice = ChoiceEvents(job.reading or PLAIN)
         self._output: list[Item] = []
@@ -485,7 +496,8 @@ class ResponsesShape(AnswerShape):
             case "reasoning":
                 item = {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []}
             case _:
-                called = {"call_id": new_call_id(), "name": event.text, "arguments": ""}
+                named = self._names.get(event.text, {"name": event.text})
+                called = {"call_id": new_call_id(), **named, "arguments": ""}
                 item = {"id": new_id("fc"), "type": "function_call", **called}
         self._output.append({**item, "status": "in_progress"})
         self._open = "arguments" if event.kind == "call" else event.kind

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -135,7 +136,6 @@ class MessageItem(_KeptItem):
 
 class _ItemOfCall(_KeptItem):
     call_id: str = Field(min_length=1, max_length=_MAX_ID)
-    namespace: Unsupported = None
     caller: Harmless = None
     created_by: Harmless = None
 
@@ -143,17 +143,20 @@ class _ItemOfCall(_KeptItem):
 class CallItem(_ItemOfCall):
     type: Literal["function_call"]
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
     is_async: Harmless = Field(None, alias="async")
 
     def item(self) -> Item:
-        return self.kept("fc", call_id=self.call_id, name=self.name, arguments=self.arguments)
+        named = {"name": self.name} if self.namespace is None else {"namespace": self.namespace, "name": self.name}
+        return self.kept("fc", call_id=self.call_id, **named, arguments=self.arguments)
 
 
 class ResultItem(_ItemOfCall):
     type: Literal["function_call_output"]
     output: Parts
     name: Harmless = None
+    namespace: Harmless = None
 
     def item(self) -> Item:
         return self.kept("fco", call_id=self.call_id, output="".join(_text(part) for part in self.output))
@@ -235,8 +238,18 @@ def _refusal(error: ValidationError, *path: str | int) -> InvalidRequestError:
 # --- the other fields ---
 
 
+class Namespace(Body):
+    """A name that functions have in common, as Codex groups those of an MCP server."""
+
+    name: FunctionName
+    description: str = ""
+
+
 class ResponsesTool(Body):
+    """A function. One in a `namespace` is told to the model under both names, and called by both."""
+
     type: Literal["function"]
+    namespace: Namespace | None = None
     name: FunctionName
     description: str | None = None
     parameters: Parameters = None
@@ -246,21 +259,40 @@ class ResponsesTool(Body):
     output_schema: Unsupported = None
     is_async: Unsupported = Field(None, alias="async")
 
+    @property
+    def chat_name(self) -> str:
+        return _chat_name(self.name, None if self.namespace is None else self.namespace.name)
+
+
+def _chat_name(name: str, namespace: str | None) -> str:
+    """The name of a function in a chat, which knows no namespaces."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
 
 def _only_functions(value: object) -> object:
-    for index, tool in enumerate(value if isinstance(value, list) else ()):
+    return _functions(value) if isinstance(value, list) else value
+
+
+def _functions(tools: list[Any], namespace: Mapping[str, Any] | None = None) -> list[Any]:
+    """The tools, those in a namespace one by one and with it."""
+    found: list[Any] = []
+    for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if isinstance(kind, str) and kind != "function":
+        if kind == "namespace" and isinstance(inner := tool.get("tools"), list) and namespace is None:
+            found += _functions(inner, {key: tool[key] for key in tool.keys() - {"type", "tools"}})
+        elif isinstance(kind, str) and kind != "function":
             raise _error(
                 f"tool {index} is {kind[:40]!r}, and this server runs no tools of its own; send functions, and run"
                 " them yourself",
                 "unsupported_value",
             )
-    return value
+        else:
+            found.append(tool if namespace is None or kind is None else {**tool, "namespace": namespace})
+    return found
 
 
 def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
-    if len({tool.name for tool in tools}) < len(tools):
+    if len({tool.chat_name for tool in tools}) < len(tools):
         raise _error("two functions have the same name")
     return tools
 
@@ -377,6 +409,14 @@ class ResponsesBody(SampledBody):
         asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         return self.top_logprobs or 0 if asked else None
 
+    def called_names(self) -> dict[str, dict[str, str]]:
+        """The members of a call that name its function, by the function's name in a chat: of those in namespaces."""
+        return {
+            tool.chat_name: {"namespace": tool.namespace.name, "name": tool.name}
+            for tool in self.tools or ()
+            if tool.namespace is not None
+        }
+
     def echo(self, params: SamplingParams) -> dict[str, Any]:
         """The members that an answer repeats of its request, and what it is sampled with."""
         text, reasoning = self.text or TextSettings(), self.reasoning or ReasoningSettings()
@@ -393,12 +433,22 @@ class ResponsesBody(SampledBody):
             "temperature": params.temperature,
             "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity or "medium"},
             "tool_choice": self.tool_choice or "auto",
-            "tools": [_told_tool(tool) for tool in self.tools or ()],
+            "tools": list(_told_tools(self.tools or ())),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
+
+
+def _told_tools(tools: Sequence[ResponsesTool]) -> Iterator[dict[str, Any]]:
+    """Yields tools as they were sent, with those of a namespace in it."""
+    for namespace, functions in groupby(tools, key=lambda tool: tool.namespace):
+        told = [_told_tool(tool) for tool in functions]
+        if namespace is None:
+            yield from told
+        else:
+            yield {"type": "namespace", **namespace.model_dump(), "tools": told}
 
 
 def _told_tool(tool: ResponsesTool) -> dict[str, Any]:
@@ -467,7 +517,7 @@ def in_its_own_words(error: ApiError) -> ApiError:
 
 
 def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    function = {"name": tool.chat_name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
@@ -503,7 +553,7 @@ def _add_to(turn: dict[str, Any], item: Item) -> None:
         if thought:
             turn["reasoning"] = turn.get("reasoning", "") + thought
     elif item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": _chat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     else:
         said = "".join(map(_text, item["content"]))
