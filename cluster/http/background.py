@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 WRITE_S: Final = 0.2  # between two looks at what was generated, by the gateway that writes it and by who follows it
 BEAT_S: Final = 15.0  # between two comments of a stream that has nothing to say
+BEAT: Final = b": waiting\n\n"
 MOST_FOLLOWED: Final = 64  # streams at a time
 _FINISH_S: Final = 60.0  # for which the end of a response is tried to be written
 _SWEEP_S: Final = 60.0
 _READ_AT_ONCE: Final = 500  # events
-_BEAT: Final = b": waiting\n\n"
 _LAST: Final = {"completed": "response.completed", "failed": "response.failed"}  # the others: response.incomplete
 
 
@@ -53,9 +53,10 @@ class _Run:
         begin = max(0, len(self.rest) - 1)  # the mark between two events may be cut in two
         self.rest += piece
         while (end := self.rest.find(b"\n\n", begin)) >= 0:
-            if self.last:
-                self.events.append(self.last)
-            self.last = self.rest[:end].decode()
+            if not self.rest.startswith(b":"):  # as a comment does
+                if self.last:
+                    self.events.append(self.last)
+                self.last = self.rest[:end].decode()
             del self.rest[: end + 2]
             begin = 0
 
@@ -189,7 +190,7 @@ class StoredResponses:
                     return
                 elif time.monotonic() - said_at >= BEAT_S:
                     said_at = time.monotonic()
-                    yield _BEAT
+                    yield BEAT
                 if len(events) < _READ_AT_ONCE and not has_ended:
                     await asyncio.sleep(WRITE_S)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, FailedError, UnreadError
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api
+from cluster.http.background import BEAT, BEAT_S
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.server.connection import HttpConnection, connection_of
@@ -54,6 +56,7 @@ class Answer(Response):
         self._timeline = timeline
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
+        self._sent_at = 0.0  # when the last one began
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
     @abstractmethod
@@ -147,7 +150,7 @@ class Answer(Response):
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             more = not last or start + PIECE_BYTES < len(data)
-            self._sending_since = time.monotonic()
+            self._sent_at = self._sending_since = time.monotonic()
             await send({"type": "http.response.body", "body": piece, "more_body": more})
             self._sending_since = None
             if outbox is not None:
@@ -236,7 +239,13 @@ class GenerationResponse(Answer):
 
     async def _stream(self, send: Send, outbox: Outbox) -> None:
         opened: set[int] = set()
-        while waiting := await outbox.take():
+        while True:
+            waiting = await outbox.take(self._sent_at + BEAT_S if self._started else math.inf)
+            if waiting is None:  # proxies close a connection that is silent for long
+                await self._write(send, BEAT)
+                continue
+            if not waiting:
+                break
             events = await self._make_part(self._size(waiting, opened), self._events, waiting, opened)
             if not self._started:
                 await self._start(send, 200, "text/event-stream", UNBUFFERED)

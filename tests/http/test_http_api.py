@@ -25,6 +25,7 @@ from cluster.errors import (
     UnavailableError,
 )
 from cluster.gateway.generator import ServingLimits
+from cluster.http import response
 from cluster.http.api import HttpLimits, InFlight
 from cluster.http.parse import derived_seed
 from cluster.slo.classes import RequestTerms
@@ -393,6 +394,24 @@ def test_what_is_too_large_is_refused_with_what_to_do(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code) and says in error["message"]
     assert not generator.requests
+
+
+def test_a_stream_that_has_nothing_to_say_says_so(
+    target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In comments, once its status line is sent: proxies close a connection that is silent for long."""
+    monkeypatch.setattr(response, "BEAT_S", 0.01)
+    num_comments = 0
+    # What has come of the second word is held, as it may be the beginning of the stop text.
+    generator.script = Script(reply="One two four", burst=2, until=lambda: num_comments > 2)
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stop": " two three"}
+    texts: list[str] = []
+    with target.http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            num_comments += line == ": waiting"
+            if line.startswith("data: {"):
+                texts += [choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert num_comments > 2 and texts[0] == "One" and "".join(texts) == "One two four"
 
 
 @pytest.mark.parametrize("stream", [False, True])

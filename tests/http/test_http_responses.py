@@ -739,7 +739,7 @@ async def test_events_count_once(tmp_path: Path) -> None:
 def test_a_large_event_in_the_background_is_read_once(tmp_path: Path) -> None:
     """Its pieces are small, and what came before is not looked at again with each."""
     large = json.dumps({"type": "response.completed", "response": {"output": ["x" * 2**25]}})
-    event = f"event: response.completed\ndata: {large}\n\n".encode()
+    event = f": waiting\n\nevent: response.completed\ndata: {large}\n\n".encode()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -759,6 +759,7 @@ def test_a_large_event_in_the_background_is_read_once(tmp_path: Path) -> None:
                 async for _ in followed:  # to its end
                     pass
             found = await responses.kept.get("r", "o")
+            assert (await responses.kept.events("r", "o", -1, 10))[0] == []  # a comment is none
         assert found.status == "completed" and len(found.response) > 2**25
         database.close()
 

@@ -245,7 +245,7 @@ def test_an_outbox_gives_each_choice_in_order_and_counts_to_nothing(steps: list[
                 outbox.add(index, Delta(text=text, entries=[entry]))
                 added.setdefault(index, []).append((text, size))
             if step:
-                waiting = await outbox.take()
+                waiting = await outbox.take() or []
                 for index, delta in waiting:
                     texts[index] = texts.get(index, "") + delta.text
                     taken.setdefault(index, []).extend(delta.entries)
@@ -253,7 +253,7 @@ def test_an_outbox_gives_each_choice_in_order_and_counts_to_nothing(steps: list[
         outbox.end(UnreadError("the end"))
         with pytest.raises(UnreadError):
             while True:
-                for index, delta in await outbox.take():
+                for index, delta in await outbox.take() or ():
                     texts[index] = texts.get(index, "") + delta.text
                     taken.setdefault(index, []).extend(delta.entries)
         assert {index: [entry.token_id for entry in entries] for index, entries in taken.items()} == {

@@ -7,6 +7,7 @@ ended for now. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -98,13 +99,17 @@ class Outbox:
         self._ended, self._error = True, self._error or error
         self._wakeup.set()
 
-    async def take(self) -> list[tuple[int, Delta]]:
-        """Take about `PIECE_BYTES` of what waits, in order; wait if nothing does. Empty after the end.
+    async def take(self, deadline: float = math.inf) -> list[tuple[int, Delta]] | None:
+        """Take about `PIECE_BYTES` of what waits, in order; wait if nothing does, until `deadline` on
+        `time.monotonic`'s clock, after which it is None. Empty after the end.
 
         What is taken still counts as waiting until `shrink`. Raises what `end` was given, and as `shrink` does.
         """
         while not self._waiting and not self._ended:
-            await self._wakeup.wait()
+            try:
+                await self._wakeup.wait(deadline)
+            except TimeoutError:
+                return None
         taken: list[tuple[int, Delta]] = []
         num_bytes = 0
         while self._waiting and num_bytes < PIECE_BYTES:
@@ -163,6 +168,7 @@ class Outbox:
         """Forget what waits, and count it no more; idempotent."""
         if not self._closed:
             self._closed = True
+            self._wakeup.close()
             self._unread.closed(self)
             self._waiting.clear()
             self._newest.clear()
