@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 CLAIM_S: Final = 10.0  # a batch or response that its gateway is silent about for so long is nobody's any more
 BUSY_S: Final = 5.0  # how long a write waits for others: less than a claim lasts, so that one is tried again within it
+_HELD_UP_S: Final = 1.0  # who waits longer for its turn to write was held up: no write takes so long by itself
 _MOST_SEEN: Final = 10_000  # claims that are remembered
 _VERSION: Final = 1  # of the tables
 _TABLES: Final = """
@@ -90,7 +91,12 @@ class Database:
         def whole() -> T:
             self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")  # `do_not_wait` may change it
             try:
+                began = time.monotonic()
                 self._connection.execute("BEGIN IMMEDIATE")
+                # Who waits behind a write that waits for a reader gets in as soon as that one gives up, without an
+                # error of its own.
+                if time.monotonic() - began > _HELD_UP_S:
+                    self.failed_at = time.monotonic()
                 num_before = self._connection.total_changes
                 done = work(self._connection, *args, **kwargs)
                 # The end of a write waits for whoever reads, such as a backup, and may give up. SQLite takes an end

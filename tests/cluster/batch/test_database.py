@@ -122,6 +122,31 @@ def test_a_claim_that_nobody_prolongs_is_over_by_the_clock_of_who_looks(
     database.close()
 
 
+async def test_who_had_to_wait_for_its_turn_takes_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose claim it is may have waited for the same reader, and failed, while this one only waited behind it."""
+    database, now, waits_s = Database(tmp_path), 100.0, 0.0
+    claims = Claims(database)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def wait(statement: str) -> None:
+        nonlocal now
+        if statement.startswith("BEGIN"):
+            now += waits_s
+
+    async def is_over_after(seconds: float) -> bool:
+        nonlocal waits_s
+        waits_s = seconds
+        return await database.transact(lambda _: claims.is_over("a batch", 5.0))
+
+    database._connection.set_trace_callback(wait)
+    assert [await is_over_after(seconds) for seconds in (0.0, 4.9, 4.9, 4.9)] == [False] * 4
+    now += 9.0
+    assert not await is_over_after(0.9), "a shorter wait is none"
+    now += 0.2
+    assert await is_over_after(0.0)
+    database.close()
+
+
 async def test_who_reads_the_database_keeps_nobody_from_reading_it_or_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
