@@ -1,7 +1,8 @@
 """Files that clients sent, and those with the answers to their batches: `Files`, which endpoints and batches use.
 
-A file is seen by its owner alone. Its content is on the disk before its record is, and goes after it, so a crash leaves
-at most a content without a record, which `sweep` takes away.
+A file is seen by its owner alone. Its content is on the disk before its record is: what a crash leaves there without a
+record `sweep` takes away. It also goes before it: a deletion gives room on a disk that is full, and has none to write
+in. A file whose record has stayed is not found by who reads it, and can be deleted again.
 """
 
 from __future__ import annotations
@@ -124,13 +125,14 @@ class Files:
     async def delete(self, file_id: str, owner: str) -> None:
         """Delete the owner's file of that id. Raises NotFoundError, also for one of another owner."""
         file = await self.get(file_id, owner)
-        await self._database.transact(_delete, file.id)
         await self._database.in_thread(self.content(file).unlink, missing_ok=True)
+        await self._database.transact(_delete, file.id)
 
     async def sweep(self, now: float) -> None:
         """Delete files that have expired, and contents that have been without a record for `ORPHAN_S`."""
-        known = await self._database.transact(_expire, now)
+        known = await self._database.transact(_kept, now)
         await self._database.in_thread(_remove_others, self._database.files, known, now)
+        await self._database.transact(_expire, now)
 
 
 def file_not_found(file_id: str) -> NotFoundError:
@@ -254,12 +256,18 @@ def _delete(connection: sqlite3.Connection, file_id: str) -> None:
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
-def _expire(connection: sqlite3.Connection, now: float) -> set[str]:
-    """Delete the records of files that have expired. Returns the names of the contents that must stay: those of files,
-    and of the lines of batches that have not ended."""
-    connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
-    kept = connection.execute("SELECT id FROM files UNION SELECT id FROM batches WHERE NOT ended")
+def _kept(connection: sqlite3.Connection, now: float) -> set[str]:
+    """The names of the contents that must stay: those of files that have not expired, and of the lines of batches that
+    have not ended."""
+    kept = connection.execute(
+        "SELECT id FROM files WHERE expires_at IS NULL OR expires_at > ? UNION SELECT id FROM batches WHERE NOT ended",
+        (now,),
+    )
     return {row["id"] for row in kept}
+
+
+def _expire(connection: sqlite3.Connection, now: float) -> None:
+    connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
 
 
 def _remove_others(folder: Path, known: set[str], now: float) -> None:

@@ -113,11 +113,11 @@ class BatchService:
         while True:
             self._woken.clear()
             try:
-                await self._once(send)
-                if time.monotonic() >= sweep_at:
+                if time.monotonic() >= sweep_at:  # first, as the rest needs room where the disk is full
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
                     may_be_left = True
+                await self._once(send)
                 if may_be_left:  # answers, by a gateway that ended just then
                     may_be_left = await self.batches.forget()
                 if has_failed:

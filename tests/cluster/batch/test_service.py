@@ -25,7 +25,9 @@ from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer
 from cluster.batch.service import BatchService
 from cluster.batch.stored_responses import StoredResponse
+from cluster.errors import NotFoundError
 from cluster.http.background import StoredResponses
+from tests.cluster.batch.test_database import a_full_disk
 from tests.support.waiting import HANGS_S, eventually
 
 MODELS = ("gone", "here")
@@ -222,6 +224,42 @@ async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
     await batches.finish(batch, "completed", *contents)
     assert [content.read_text() for content in contents] == ["an answer\n", "an error\n"]
     database.close()
+
+
+async def test_what_is_deleted_or_has_expired_makes_room_though_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record's deletion needs room on the disk that the content's gives: also while a batch waits for it."""
+    monkeypatch.setattr(service, "_LOOK_S", 0.0)
+    monkeypatch.setattr(service, "_SWEEP_S", 0.0)
+    database = Database(tmp_path)
+    batches = BatchService(database, 10**6)
+    files, orphan = batches.files, batches.files.new_content()
+    contents = [batches.files.new_content() for _ in range(3)]
+    for content, expires_after_s in zip(contents, (None, None, 100), strict=True):
+        content.write_text("x")
+        os.utime(content, (0, 0))  # longer ago than any that is on its way
+        await files.add(content, "o", filename="f", purpose="batch", expires_after_s=expires_after_s)
+    kept, deleted, expired = contents
+
+    async with batches.running(Server().send, MODELS):
+        batch = await begun(batches, "gone")
+        await eventually(lambda: batch.id in batches._runs)
+        with a_full_disk():
+            with pytest.raises(sqlite3.OperationalError):
+                await files.delete(deleted.name, "o")
+            assert not deleted.exists() and kept.exists()
+            with pytest.raises(sqlite3.OperationalError):
+                await files.sweep(time.time() + 200.0)
+            assert not expired.exists()
+            orphan.hardlink_to(kept)  # takes no room
+            await eventually(lambda: not orphan.exists())
+        with pytest.raises(NotFoundError):
+            [piece async for piece in files.read(await files.get(deleted.name, "o"))]
+        await files.delete(deleted.name, "o")
+        with pytest.raises(NotFoundError):
+            await files.get(deleted.name, "o")
+        assert kept.exists()
 
 
 async def test_answers_wait_for_a_folder_that_takes_none(
