@@ -96,7 +96,11 @@ class BatchService:
             await self.database.in_thread(os.link, content, self._input(batch))
         except FileNotFoundError:
             raise file_not_found(file.id) from None
-        await self.batches.create(batch)
+        try:
+            await self.batches.create(batch)
+        except Exception:  # who is cancelled must leave them: the record may be written all the same
+            await self._forget_input(batch)
+            raise
         self.wake()
 
     def wake(self) -> None:

@@ -562,6 +562,7 @@ async def test_who_finds_a_full_disk_is_told_so(
             reader.execute("BEGIN")
             reader.execute("SELECT * FROM files").fetchall()
             assert await refused("/v1/batches", **batch) == (503, "storage_busy")
+        assert [path.name for path in database.files.iterdir()] == [file["id"]]
         assert (await client.post("/v1/batches", **batch)).status_code == 200
     database.close()
 
