@@ -73,12 +73,7 @@ class BatchService:
         wait for no other's. What is not done then is left to other gateways."""
         if len(models) > 1:
             self._lanes.update({model: asyncio.Semaphore(_LINES) for model in models})
-
-        async def send_in_turn(batch: Batch, line: BatchLine) -> LineAnswer:
-            async with self._lanes[self._lane(line)]:
-                return await send(batch, line)
-
-        looking = asyncio.create_task(self._look(send_in_turn), name="batches")
+        looking = asyncio.create_task(self._look(send), name="batches")
         try:
             yield
         finally:
@@ -218,9 +213,9 @@ class BatchService:
 
         async def work() -> None:
             async with asyncio.TaskGroup() as group:
-                for lane in self._lanes:  # each reads the file once, so that nobody keeps the lines of the others
+                for lane, room in self._lanes.items():  # each reads the file once, and keeps no others' lines
                     lines = await self._unanswered(batch, lane)
-                    group.create_task(run_lines(lines, lambda line: send(batch, line), keep, num_at_once=_LINES))
+                    group.create_task(run_lines(lines, partial(send, batch), keep, num_at_once=_LINES, room=room))
 
         working = asyncio.create_task(work())
         cancelled = asyncio.create_task(run.is_cancelled.wait())
@@ -262,31 +257,51 @@ class BatchService:
             await self.batches.answer(batch, some)
 
 
-async def run_lines(lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int) -> None:
+async def run_lines(
+    lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int, room: asyncio.Semaphore | None = None
+) -> None:
     """Send all lines, `num_at_once` at a time, and keep each answer. An error of `keep` ends it, and the lines under
-    way.
+    way. `room`: what others' lines share with these; None: nobody's do.
 
-    `lines` may read a file: the next one is asked for in a thread, one at a time."""
+    `lines` may read a file: the next one is asked for in a thread, one at a time, and once there is room to send it."""
+    room = room or asyncio.Semaphore(num_at_once)
     turn = asyncio.Lock()
+    are_all_read = False
+
+    async def next_line() -> BatchLine | None:
+        """The next line, with a place in `room`; None, without one: there is none."""
+        nonlocal are_all_read
+        async with turn:
+            if are_all_read:  # to learn that needs no place
+                return None
+            await room.acquire()
+            line = None
+            try:
+                line = await asyncio.to_thread(next, lines, None)
+            finally:
+                if line is None:
+                    room.release()
+            are_all_read = line is None
+            return line
 
     async def work() -> None:
-        while True:
-            async with turn:
-                line = await asyncio.to_thread(next, lines, None)
-            if line is None:
-                return
-            await keep(line, await _answer(line, send))
+        while (line := await next_line()) is not None:
+            await keep(line, await _answer(line, send, room))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(num_at_once):
             group.create_task(work())
 
 
-async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
-    """Send a line until it has an answer. After `_TRIES` failures that are the server's, the last of them is it."""
+async def _answer(line: BatchLine, send: _Send, room: asyncio.Semaphore) -> LineAnswer:
+    """Send a line until it has an answer. After `_TRIES` failures that are the server's, the last of them is it. It has
+    a place in `room` to begin with, and none while it waits or when it has an answer."""
     wait_s, tries = _WAIT_S, 0
     while True:
-        answer = await send(line)
+        try:
+            answer = await send(line)
+        finally:
+            room.release()
         if answer.status not in _NOT_NOW:
             tries += 1
             if 0 < answer.status < 500 or tries == _TRIES:
@@ -294,6 +309,7 @@ async def _answer(line: BatchLine, send: _Send) -> LineAnswer:
         # Lines that found no room together must not come back in the same moment.
         await asyncio.sleep(min(answer.retry_after_s or wait_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.5))
         wait_s *= 2
+        await room.acquire()
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from cluster.batch import database as storage
 from cluster.batch import service
 from cluster.batch.batches import Batch, Batches, KeptAnswer
 from cluster.batch.database import Database
-from cluster.batch.lines import BatchLine, LineAnswer
+from cluster.batch.lines import BatchLine, LineAnswer, LineError, read_lines
 from cluster.batch.service import BatchService
 from cluster.batch.stored_responses import StoredResponse
 from cluster.errors import NotFoundError
@@ -108,6 +108,59 @@ async def test_a_clients_many_batches_hold_up_no_other_clients(tmp_path: Path, m
         assert sent == ["many"] * 4 + ["other"]
         may_end.set()
         await eventually(lambda: len(sent) == 10)
+
+
+async def test_lines_are_read_once_there_is_room_to_send_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches run: a line may have many megabytes."""
+    batches, may_end = BatchService(Database(tmp_path), 10**6), asyncio.Event()
+    num_read = num_done = most = 0
+
+    def noted(*args: Any) -> Iterator[BatchLine | LineError]:
+        nonlocal num_read, most
+        for line in read_lines(*args):
+            num_read += 1
+            most = max(most, num_read - num_done)
+            yield line
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        nonlocal num_done
+        await may_end.wait()
+        num_done += 1
+        return LineAnswer(status=200, body="{}")
+
+    monkeypatch.setattr(service, "read_lines", noted)
+    async with batches.running(send):
+        for number in range(5):
+            await begun(batches, *["here"] * 63, owner=f"{number}")
+        await eventually(lambda: len(batches._runs) == 5 and num_read >= 64)
+        may_end.set()
+        await eventually(lambda: num_done == 5 * 63)
+    assert most == 64
+
+
+async def test_lines_that_wait_or_are_cancelled_leave_their_room_to_others(tmp_path: Path) -> None:
+    batches, num_stuck, answered = BatchService(Database(tmp_path), 10**6), 0, list[str]()
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        nonlocal num_stuck
+        if line.body["model"] == "gone":
+            return NO_WORKER
+        if line.body["model"] == "stuck":
+            num_stuck += 1
+            await asyncio.Event().wait()
+        answered.append(batch.owner)
+        return LineAnswer(status=200, body="{}")
+
+    async with batches.running(send):
+        await begun(batches, *["gone"] * 100, owner="waits")
+        await begun(batches, "here", owner="another")
+        await eventually(lambda: answered == ["another"])
+        stuck = await begun(batches, *["stuck"] * 100, owner="cancelled")
+        await eventually(lambda: num_stuck == 64)
+        await batches.batches.cancel(stuck.id, stuck.owner)
+        batches.wake()
+        await begun(batches, "here", owner="yet another")
+        await eventually(lambda: answered == ["another", "yet another"])
 
 
 async def test_the_next_batch_is_of_who_has_the_fewest_that_run(tmp_path: Path) -> None:
