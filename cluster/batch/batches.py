@@ -33,6 +33,7 @@ from cluster.errors import ConflictError, NotFoundError
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
 _WRITTEN_AT_ONCE: Final = 4 * 2**20  # characters of answers, or one answer
+_OLDEST_EVERY: Final = 4  # batches that a gateway claims
 _FORGOTTEN_AT_ONCE: Final = 50  # answers
 _STAMPS: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -108,6 +109,7 @@ class Batches:
         self._database = database
         self._claims = Claims(database)
         self.runner = secrets.token_hex(8)
+        self._num_claimed = 0
 
     async def create(self, batch: Batch) -> None:
         await self._database.transact(_create, batch)
@@ -129,8 +131,15 @@ class Batches:
     async def claim(self, besides: Iterable[str] = (), *, of_others: bool = False) -> Batch | None:
         """Claim a batch that nobody runs for this gateway, for `CLAIM_S`: the oldest one of those whose owners have the
         fewest that run, on all gateways. None: there is none. `besides`: those that this gateway runs already, though
-        its claim on them may be over while it waited. `of_others`: only of an owner of whom none runs."""
-        return await self._database.transact(_claim, self.runner, self._claims, list(besides), of_others)
+        its claim on them may be over while it waited. `of_others`: only of an owner of whom none runs.
+
+        Every fourth batch is the oldest one of all, so that each has its turn, however many owners come with one."""
+        takes_oldest = self._num_claimed % _OLDEST_EVERY == _OLDEST_EVERY - 1
+        claimed = await self._database.transact(
+            _claim, self.runner, self._claims, list(besides), of_others, takes_oldest
+        )
+        self._num_claimed += claimed is not None
+        return claimed
 
     async def renew(self, batch_ids: Iterable[str]) -> dict[str, Status]:
         """Prolong this gateway's claims on these batches by `CLAIM_S`, from when this is written. Returns the status of
@@ -237,7 +246,7 @@ def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
 
 
 def _claim(
-    connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str], of_others: bool
+    connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str], of_others: bool, takes_oldest: bool
 ) -> Batch | None:
     free: list[sqlite3.Row] = []
     num_running = Counter[str]()  # by owner
@@ -249,8 +258,8 @@ def _claim(
             free.append(row)
         else:
             num_running[row["owner"]] += 1
-    chosen = min(free, key=lambda row: num_running[row["owner"]], default=None)
-    if chosen is None or (of_others and num_running[chosen["owner"]]):
+    chosen = min(free, key=lambda row: 0 if takes_oldest else num_running[row["owner"]], default=None)
+    if chosen is None or (of_others and num_running[chosen["owner"]] and not takes_oldest):
         return None
     if chosen["runs_until"]:
         do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim

@@ -181,6 +181,30 @@ async def test_the_next_batch_is_of_who_has_the_fewest_that_run(tmp_path: Path) 
         each._database.close()
 
 
+async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(tmp_path: Path) -> None:
+    """Each with one, so that none of theirs runs."""
+    batches = Batches(Database(tmp_path))
+
+    async def create(name: str, owner: str) -> None:
+        await batches.create(
+            Batch(
+                id=name, owner=owner, tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h",
+                expires_at=2**31,
+            )
+        )  # fmt: skip
+
+    claimed = list[str]()
+    for name in ("first", "second"):
+        await create(name, "many")
+    for number in range(6):
+        await create(f"other {number}", f"{number}")
+        batch = await batches.claim(of_others=True)
+        assert batch is not None
+        claimed.append(batch.id)
+    assert claimed == ["first", "other 0", "other 1", "second", "other 2", "other 3"]
+    batches._database.close()
+
+
 async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
