@@ -10,6 +10,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +250,29 @@ async def test_a_claim_holds_by_whichever_clock_it_was_made(tmp_path: Path, monk
     assert await one.claim() is not None, "what was given up is free at once"
     for each in (one, other):
         each._database.close()
+
+
+async def test_who_takes_a_batch_over_does_not_wait_for_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whom the gateway that runs it waits for, too, to prolong its claim."""
+    monkeypatch.setattr(storage, "CLAIM_S", 0.0)
+    database, other = Database(tmp_path), Database(tmp_path)
+    await Batches(database).create(
+        Batch(owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31)
+    )
+    assert await Batches(database).claim() is not None
+    taking = Batches(other)
+    assert await taking.claim() is None
+    with closing(sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM batches").fetchall()
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            await taking.claim()
+    (waited_ms,) = other._connection.execute("PRAGMA busy_timeout").fetchone()
+    assert waited_ms < 1000 * storage.BUSY_S
+    for each in (database, other):
+        each.close()
 
 
 async def test_answers_are_forgotten_although_their_batch_has_ended(
