@@ -28,6 +28,8 @@ T = TypeVar("T")
 CLAIM_S: Final = 10.0  # a batch or response that its gateway is silent about for so long is nobody's any more
 BUSY_S: Final = 5.0  # how long a write waits for others: less than a claim lasts, so that one is tried again within it
 _HELD_UP_S: Final = 1.0  # who waits longer for its turn to write was held up: no write takes so long by itself
+# What SQLite makes of a used-up quota, which it does not tell from a broken disk.
+_NO_ROOM: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC)
 _MOST_SEEN: Final = 10_000  # claims that are remembered
 _VERSION: Final = 1  # of the tables
 _TABLES: Final = """
@@ -151,13 +153,14 @@ def do_not_wait(connection: sqlite3.Connection) -> None:
 
 
 def storage_unavailable(error: sqlite3.Error | OSError) -> UnavailableError | None:
-    """What to tell a client where an error says that the folder takes no writes for now: the disk is full, or somebody
-    reads the database for longer than a write waits. None: something else is wrong."""
+    """What to tell a client where an error says that the folder takes no writes for now: the disk is full or a quota
+    used up, or somebody reads the database for longer than a write waits. None: something else is wrong."""
     if isinstance(error, OSError):
         is_full, is_held_up = error.errno in (errno.ENOSPC, errno.EDQUOT), False
     else:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without what it says in addition
-        is_full, is_held_up = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
+        code = getattr(error, "sqlite_errorcode", 0)
+        primary = code & 0xFF  # without what it says in addition
+        is_full, is_held_up = primary == sqlite3.SQLITE_FULL or code in _NO_ROOM, primary == sqlite3.SQLITE_BUSY
     if is_full:
         return UnavailableError(
             "The disk that the server keeps files, batches and responses on is full. Delete files that you no longer"

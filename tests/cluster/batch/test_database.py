@@ -195,8 +195,10 @@ async def test_a_full_disk_keeps_no_gateway_from_starting(tmp_path: Path) -> Non
     first.close()
     with a_full_disk():
         database = Database(tmp_path)
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(sqlite3.OperationalError) as failed:
             await database.transact(keep, 2)
+    told = storage.storage_unavailable(failed.value)
+    assert told is not None and told.code == "storage_full"
     assert database.secret == first.secret and await database.transact(lines) == [1]
     database.close()
 
