@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import secrets
 import sqlite3
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from cluster.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -176,6 +179,19 @@ def storage_unavailable(error: sqlite3.Error | OSError) -> UnavailableError | No
             code="storage_busy",
         )
     return None
+
+
+@contextmanager
+def refused_if_full(what: str) -> Iterator[None]:
+    """Let UnavailableError be raised where writing `what` into the folder's files, for a client, finds no room."""
+    try:
+        yield
+    except OSError as error:
+        told = storage_unavailable(error)
+        if told is None:
+            raise
+        logger.error("%s is refused: %s", what, error)
+        raise told from error
 
 
 def _restrict_to_owner(path: Path, mode: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from cluster.batch.database import Database
+from cluster.batch.database import Database, refused_if_full
 from cluster.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
@@ -72,9 +72,10 @@ class Files:
         files that come at the same time each has the room that those before it leave. Raises UnavailableError if there
         is none. If this raises or is cancelled, nothing stays there."""
         try:
-            num_bytes = await self._database.in_thread(_reserve, source, content)  # may take long, so under no lock
-            await self._database.transact(_require_room, num_bytes, self._budget)
-            await asyncio.to_thread(_copy, source, content)
+            with refused_if_full("a file"):
+                num_bytes = await self._database.in_thread(_reserve, source, content)  # may take long: under no lock
+                await self._database.transact(_require_room, num_bytes, self._budget)
+                await asyncio.to_thread(_copy, source, content)
         except BaseException:
             content.unlink(missing_ok=True)  # noqa: ASYNC240 - who is cancelled should not wait
             raise

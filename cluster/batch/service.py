@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
-from cluster.batch.database import Database
+from cluster.batch.database import Database, refused_if_full
 from cluster.batch.files import Files, StoredFile, file_not_found
 from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_lines
 
@@ -87,8 +87,9 @@ class BatchService:
         been already."""
         content = self.files.content(file)
         try:
-            await self.database.in_thread(os.utime, content)  # so that no sweep takes what the batch is about to name
-            await self.database.in_thread(os.link, content, self._input(batch))
+            with refused_if_full("a batch"):
+                await self.database.in_thread(os.utime, content)  # so that no sweep takes what the batch will name
+                await self.database.in_thread(os.link, content, self._input(batch))
         except FileNotFoundError:
             raise file_not_found(file.id) from None
         try:

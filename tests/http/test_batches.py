@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -567,6 +568,26 @@ async def test_who_finds_a_full_disk_is_told_so(
     database.close()
 
 
+async def test_another_disk_that_is_full_is_not_told_as_the_storages(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the one on which a form is kept while it comes: deleting files would give no room there."""
+
+    class Full(tempfile.SpooledTemporaryFile[bytes]):
+        def write(self, *_: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    api = scripted_api(generator, tokenizer, storage=tmp_path / "storage")
+    assert api.batches is not None
+    monkeypatch.setattr("starlette.formparsers.SpooledTemporaryFile", Full)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(create_app(api)), base_url="http://x", headers=OWNER
+    ) as client:
+        with pytest.raises(OSError, match="No space left"):
+            await client.post("/v1/files", files={"file": ("f", b"{}")}, data={"purpose": "batch"})
+    api.batches.database.close()
+
+
 async def test_a_sweep_leaves_the_lines_of_a_batch_that_is_being_made(tmp_path: Path) -> None:
     """Those of a file that was sent long ago, between the link and the record."""
     database = Database(tmp_path)
@@ -611,7 +632,7 @@ async def test_files_that_come_at_the_same_time_share_what_room_there_is(tmp_pat
 
     first, second = files.new_content(), files.new_content()
     slow = asyncio.ensure_future(files.copy(Slow(sent), first))
-    await copying.wait()
+    await asyncio.wait_for(copying.wait(), HANGS_S)
     try:
         with pytest.raises(UnavailableError) as full:
             await files.copy(io.BytesIO(sent), second)

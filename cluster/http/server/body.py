@@ -230,8 +230,8 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 class JsonRoute(APIRoute):
-    """A route that gets its body parsed and checked. Where it finds that the gateway's folder takes no writes, its
-    client is told so."""
+    """A route that gets its body parsed and checked. Where the gateway's database takes no writes, its client is told
+    so."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -245,7 +245,7 @@ class JsonRoute(APIRoute):
                 )
             try:
                 return await handle(_JsonRequest(request.scope, request.receive, model))
-            except (sqlite3.Error, OSError) as error:
+            except sqlite3.Error as error:
                 told = storage_unavailable(error)
                 if told is None:
                     raise
