@@ -250,8 +250,11 @@ def _claim(
 ) -> Batch | None:
     free: list[sqlite3.Row] = []
     num_running = Counter[str]()  # by owner
+    # Of those that nobody has claimed only the oldest of each owner: there may be many thousands.
     for row in connection.execute(
-        "SELECT id, owner, runs_until FROM batches WHERE NOT ended ORDER BY created_at, rowid"
+        "SELECT id, owner, runs_until, created_at, rowid FROM batches WHERE NOT ended AND runs_until IS NOT NULL"
+        " UNION ALL SELECT id, owner, runs_until, min(created_at), rowid FROM batches"
+        " WHERE NOT ended AND runs_until IS NULL GROUP BY owner ORDER BY created_at, rowid"
     ):
         is_free = row["runs_until"] is None or claims.is_over(row["id"], row["runs_until"])
         if is_free and row["id"] not in besides:

@@ -53,8 +53,12 @@ CREATE TABLE IF NOT EXISTS response_events (
     response TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
     PRIMARY KEY (response, number)) WITHOUT ROWID;
 """
-# Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
-_INDEX: Final = "CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded)"
+_INDEXES: Final = (
+    # Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
+    "CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded)",
+    # Else each gateway reads all batches that there ever were, each second.
+    "CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended",
+)
 
 
 class Database:
@@ -86,7 +90,8 @@ class Database:
             begin, end = "BEGIN IMMEDIATE", f"PRAGMA user_version = {_VERSION};COMMIT"
         self._connection.executescript(f"{begin};{_TABLES}{end};")
         with suppress(sqlite3.OperationalError):  # an older version's folder, which takes no writes now: that is slower
-            self._connection.execute(_INDEX)
+            for index in _INDEXES:
+                self._connection.execute(index)
 
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs

@@ -182,6 +182,47 @@ async def test_the_next_batch_is_of_who_has_the_fewest_that_run(tmp_path: Path) 
         each._database.close()
 
 
+async def test_a_claim_reads_few_batches_however_many_wait_or_have_ended(tmp_path: Path) -> None:
+    """Each gateway looks each second, and keeps all others from writing meanwhile."""
+    database, num_rows, num_steps = Database(tmp_path), 0, 0
+    batches, connection = Batches(database), database._connection
+
+    def create(connection: sqlite3.Connection, number: int, ended: bool) -> None:
+        for _ in range(number):
+            batch = Batch(
+                owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31
+            )
+            claiming._create(connection, batch)
+            if ended:
+                claiming._save(connection, batch.turned("completed"))
+
+    def counted(cursor: sqlite3.Cursor, row: Any) -> sqlite3.Row:
+        nonlocal num_rows
+        num_rows += 1
+        return sqlite3.Row(cursor, row)
+
+    def count_step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    async def claimed() -> tuple[int, int]:
+        """The rows that one takes, and SQLite's steps."""
+        nonlocal num_rows, num_steps
+        num_rows = num_steps = 0
+        assert await batches.claim() is not None
+        return num_rows, num_steps
+
+    await database.transact(create, 300, False)
+    connection.row_factory = counted
+    connection.set_progress_handler(count_step, 1)
+    rows, steps = await claimed()
+    assert rows < 10
+    await database.transact(create, 300, True)
+    _, more_steps = await claimed()
+    assert more_steps < steps + 300
+    database.close()
+
+
 async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(tmp_path: Path) -> None:
     """Each with one, so that none of theirs runs."""
     batches = Batches(Database(tmp_path))
