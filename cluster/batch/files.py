@@ -24,6 +24,8 @@ from cluster.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
 ORPHAN_S: Final = 3600.0  # how long a content may be without a record: longer than any upload takes
+_PART: Final = ".part"  # ends the name of a content while it is copied,
+_PART_S: Final = 300.0  # and nobody copies what nothing was written to for so long: its gateway was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +73,15 @@ class Files:
         """Copy `source` to a path that `new_content` gave, and onto the disk. All of it counts from the beginning: of
         files that come at the same time each has the room that those before it leave. Raises UnavailableError if there
         is none. If this raises or is cancelled, nothing stays there."""
+        part = content.with_name(content.name + _PART)
         try:
             with refused_if_full("a file"):
-                num_bytes = await self._database.in_thread(_reserve, source, content)  # may take long: under no lock
+                num_bytes = await self._database.in_thread(_reserve, source, part)  # may take long, so under no lock
                 await self._database.transact(_require_room, num_bytes, self._budget)
-                await asyncio.to_thread(_copy, source, content)
+                await asyncio.to_thread(_copy, source, part)
+            part.rename(content)  # who is cancelled should not wait, nor leave it behind
         except BaseException:
-            content.unlink(missing_ok=True)  # noqa: ASYNC240 - who is cancelled should not wait
+            part.unlink(missing_ok=True)
             raise
 
     async def add(
@@ -130,7 +134,8 @@ class Files:
         await self._database.transact(_delete, file.id)
 
     async def sweep(self, now: float) -> None:
-        """Delete files that have expired, and contents that have been without a record for `ORPHAN_S`."""
+        """Delete files that have expired, contents that have been without a record for `ORPHAN_S`, and what a gateway
+        was copying that was killed."""
         known = await self._database.transact(_kept, now)
         await self._database.in_thread(_remove_others, self._database.files, known, now)
         await self._database.transact(_expire, now)
@@ -273,7 +278,8 @@ def _expire(connection: sqlite3.Connection, now: float) -> None:
 
 def _remove_others(folder: Path, known: set[str], now: float) -> None:
     for content in folder.iterdir():
-        if content.name not in known and (made := _made_at(content)) is not None and now - made > ORPHAN_S:
+        kept_s = _PART_S if content.suffix == _PART else ORPHAN_S
+        if content.name not in known and (made := _made_at(content)) is not None and now - made > kept_s:
             content.unlink(missing_ok=True)
 
 

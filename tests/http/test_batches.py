@@ -636,12 +636,37 @@ async def test_files_that_come_at_the_same_time_share_what_room_there_is(tmp_pat
     try:
         with pytest.raises(UnavailableError) as full:
             await files.copy(io.BytesIO(sent), second)
+        await files.sweep(time.time())  # which takes no file that comes
     finally:
         may_go_on.set()
     assert full.value.code == "storage_full" and not second.exists()
     await slow
     assert (await files.add(first, "me", filename="f", purpose="batch")).num_bytes == 60_000
     assert first.read_bytes() == sent
+    database.close()
+
+
+async def test_what_a_killed_gateway_was_copying_goes_in_minutes(tmp_path: Path) -> None:
+    """All of it counts from the beginning: for an hour others would have been refused."""
+    database = Database(tmp_path)
+    files, copying, may_end = BatchService(database, 300_000).files, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Stopped(io.BytesIO):
+        def read(self, *args: Any) -> bytes:
+            loop.call_soon_threadsafe(copying.set)
+            assert may_end.wait(HANGS_S)
+            return b""
+
+    stopped = asyncio.ensure_future(files.copy(Stopped(b"x" * 60_000), files.new_content()))
+    await asyncio.wait_for(copying.wait(), HANGS_S)
+    try:
+        await files.sweep(time.time() + 400.0)
+        assert not list(database.files.iterdir())
+    finally:
+        may_end.set()
+    with pytest.raises(FileNotFoundError):
+        await stopped
     database.close()
 
 
