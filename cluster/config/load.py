@@ -181,17 +181,23 @@ def _read(path: Path) -> str:
 
 class _File(NamedTuple):
     """A file of settings: what is in it, the same as YAML's nodes, and how many lines come before it. The latter is not
-    0 for a Serve config within a manifest."""
+    0 for a Serve config within a manifest. Where that is quoted or folded, its lines are not the file's: `is_one_line`.
+    """
 
     document: Any
     root: yaml.Node | None
-    lines_before: int
+    lines_before: int = 0
+    is_one_line: bool = False
+
+    def line(self, node: yaml.Node) -> int:
+        """The line of the file on which a node begins, or on which the whole configuration does."""
+        return self.lines_before + 1 + (0 if self.is_one_line else node.start_mark.line)
 
 
 def _opened(path: str | Path, *, manifests: bool = False) -> _File:
     """Read a file, of which every part says what it seems to say. Raises ConfigError."""
     file = _parsed(_read(Path(path)), path)
-    if isinstance(file.document, Mapping) and "kind" in file.document and "apiVersion" in file.document:
+    if _is_manifest(file.document):
         file = _within_manifest(file, path, manifests=manifests)
     elif isinstance(file.document, Mapping) and "cluster_name" in file.document:
         mounts = file.document.get("file_mounts")
@@ -205,19 +211,24 @@ def _opened(path: str | Path, *, manifests: bool = False) -> _File:
     return file
 
 
-def _parsed(text: str, name: str | Path, lines_before: int = 0) -> _File:
+def _parsed(text: str, name: str | Path, lines_before: int = 0, *, is_one_line: bool = False) -> _File:
     try:
         roots, documents = list(yaml.compose_all(text, Loader=yaml.SafeLoader)), list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is no YAML: {error}") from error
-    files = [_File(document, root, lines_before) for document, root in zip(documents, roots, strict=True)]
+    files = [_File(found, root, lines_before, is_one_line) for found, root in zip(documents, roots, strict=True)]
     services = [file for file in files if isinstance(file.document, Mapping) and file.document.get("kind") == _SERVICE]
-    if len(files) > 1 and len(services) != 1:
+    if len(services) > 1 or (len(files) > 1 and not services and not _is_manifest(files[0].document)):
         raise ConfigError(f"{name} holds {len(files)} documents, parted by ---; give each a file of its own")
-    return next(iter(services or files), _File(None, None, lines_before))
+    return next(iter(services or files), _File(None, None))
 
 
 _SERVICE: Final = "RayService"
+
+
+def _is_manifest(document: Any) -> bool:
+    """Whether a document is an object of Kubernetes."""
+    return isinstance(document, Mapping) and "kind" in document and "apiVersion" in document
 
 
 def _within_manifest(manifest: _File, name: str | Path, *, manifests: bool) -> _File:
@@ -226,15 +237,16 @@ def _within_manifest(manifest: _File, name: str | Path, *, manifests: bool) -> _
     node = _child(manifest.root, "spec", "serveConfigV2")
     if kind != _SERVICE or not isinstance(node, yaml.ScalarNode):
         raise ConfigError(
-            f"{name} is a manifest of kind {kind} without `spec.serveConfigV2`, where a {_SERVICE} has the"
-            " configuration of what it serves"
+            f"{name} is for `kubectl apply`, a manifest of kind {kind} without `spec.serveConfigV2`, where a {_SERVICE}"
+            " has the configuration of what it serves"
         )
     if not manifests:
         raise ConfigError(
             f"{name} is for `kubectl apply`: `legato check {name}` checks the configuration in it, and to serve that"
             " elsewhere, put what is below `spec.serveConfigV2` into a file of its own"
         )
-    return _parsed(node.value, name, node.start_mark.line + (node.style is not None and node.style in "|>"))
+    is_literal = node.style == "|"  # its lines are the file's, from the next one on
+    return _parsed(node.value, name, node.start_mark.line + is_literal, is_one_line=not is_literal)
 
 
 def _require_plain(file: _File, name: str | Path) -> None:
@@ -252,7 +264,7 @@ def _require_plain(file: _File, name: str | Path) -> None:
             left += [value for _, value in node.value]
             found: set[str] = set()
             for key, _ in node.value:
-                where = f"{name}, line {key.start_mark.line + 1 + file.lines_before}"
+                where = f"{name}, line {file.line(key)}"
                 if isinstance(key, yaml.ScalarNode) and key.value in found and key.tag != _MERGE:
                     raise ConfigError(f"{where}: {key.value} is there twice; write all of it under one")
                 if isinstance(key, yaml.ScalarNode) and key.tag not in (_TEXT, _MERGE):
@@ -264,9 +276,9 @@ def _require_plain(file: _File, name: str | Path) -> None:
                 found.add(str(key.value))
         elif isinstance(node, yaml.ScalarNode) and _is_of_another_base(node):
             raise ConfigError(
-                f"{name}, line {node.start_mark.line + 1 + file.lines_before}: YAML reads {node.value} as"
-                f" {yaml.safe_load(node.value)}, of base {60 if ':' in node.value else 8}; write the number that you"
-                f' mean, or, for a text, "{node.value}"'
+                f"{name}, line {file.line(node)}: YAML reads {node.value} as {yaml.safe_load(node.value)}, of base"
+                f" {60 if ':' in node.value else 8}; write the number that you mean, or, for a text,"
+                f' "{node.value}"'
             )
 
 
@@ -279,7 +291,7 @@ class _Lines:
     """Finds the lines of settings in a YAML file."""
 
     def __init__(self, file: _File) -> None:
-        self._root, self._lines_before = file.root, file.lines_before
+        self._file, self._root = file, file.root
         self._args = _child(file.root, "applications", 0, "args") or file.root
 
     def of(self, path: Sequence[int | str]) -> int | None:
@@ -293,7 +305,7 @@ class _Lines:
     def _nearest(self, root: yaml.Node | None, path: Sequence[int | str]) -> int | None:
         found = [_child(root, *path[:length]) for length in range(1, len(path) + 1)]
         there = [node for node in found if node is not None]
-        return there[-1].start_mark.line + 1 + self._lines_before if there else None
+        return self._file.line(there[-1]) if there else None
 
 
 def _child(node: yaml.Node | None, *path: int | str) -> yaml.Node | None:

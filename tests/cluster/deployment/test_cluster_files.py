@@ -112,11 +112,27 @@ def test_the_configuration_in_the_service_is_checked_where_it_stands(tmp_path: P
         load_document(path, manifests=True)
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "line"),
+    [("|\n    ", "", 7), ("|2-\n    ", "", 7), (">\n    ", "", 4), ('"', '"', 4), ("'\n    ", "'", 4)],
+    ids=["literal", "literal, indented", "folded", "quoted", "quoted once"],
+)
+def test_lines_in_a_manifest_are_those_of_the_file(tmp_path: Path, begin: str, end: str, line: int) -> None:
+    """Of a text whose lines YAML joins, the line is told on which it begins."""
+    path = tmp_path / "service.yaml"
+    config = "{applications:\n\n    [{import_path: cluster.app:build, args: {prefil: {}}}]}"
+    path.write_text(f"apiVersion: v1\nkind: RayService\nspec:\n  serveConfigV2: {begin}{config}{end}\n")
+    with pytest.raises(ConfigError, match=rf"service\.yaml, line {line}: prefil is no setting"):
+        load_document(path, manifests=True)
+
+
 def test_a_file_for_another_program_says_which() -> None:
     with pytest.raises(ConfigError, match=r"is for `kubectl apply`: `legato check .*kuberay\.yaml` checks"):
         load_document(KUBERAY)
     with pytest.raises(ConfigError, match=r"is for `ray up` .* check ray_configs/gpu_autoscale\.yaml\."):
         load_document(RAY_UP, manifests=True)
+    with pytest.raises(ConfigError, match=r"kuberay_policies\.yaml is for `kubectl apply`, a manifest of kind Network"):
+        load_document(POLICIES, manifests=True)
 
 
 def test_every_pool_of_the_service_has_its_pods() -> None:
