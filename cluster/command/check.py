@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cluster.command.serve import count_gpus, is_config, model_document, require_model
 from cluster.config.fields import format_budget
-from cluster.config.load import ConfigError, load_config, load_document
+from cluster.config.load import IMPORT_PATH, ConfigError, find_legato, load_config, load_document
 from cluster.config.settings import GatewaySettings, LegatoConfig
 from cluster.deployment.capacity import needs, require_room
 from cluster.deployment.local_cluster import require_serve_takes, unheeded
@@ -656,7 +656,9 @@ def _bytes_on_cpu(config: LegatoConfig, workers: Mapping[Role, WorkerBytes]) -> 
 
 def _serve_notes(document: dict[str, Any]) -> Iterator[str]:
     if ignored := unheeded(document):
-        yield f"`legato serve` refuses {' and '.join(ignored)} of the application, which `serve run` alone heeds"
+        yield f"`legato serve` refuses {' and '.join(ignored)}, which `serve run` alone heeds"
+    if (given := find_legato(document)[1]["import_path"]) != IMPORT_PATH:
+        yield f"{given} is not Legato's own {IMPORT_PATH}: its `args` were checked as if it hands them on to that"
 
 
 def _setting_notes(config: LegatoConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Loading a configuration: from a YAML file or a mapping, with errors that name the setting and say what to do.
 
 Accepts Legato's own tree, or a Serve config file whose application's `args` hold it. The rest of such a file is checked
-as well: Ray ignores names that it does not know, and settings beside `args` with them.
+as well, but for other applications: Ray ignores names that it does not know, and settings beside `args` with them.
 
 The cluster secret is no part of it: Ray's dashboard shows a file's `args`, and Serve keeps the arguments of deployments
 in its checkpoints. It comes by `LEGATO_SECRET`, in the environment of each of Legato's processes. Only where nobody has
@@ -29,6 +29,7 @@ __all__ = [
     "LegatoConfig",
     "cluster_secret",
     "draw_secret",
+    "find_legato",
     "give_secret",
     "http_options",
     "load_config",
@@ -39,6 +40,8 @@ _SECRET_VARIABLE: Final = "LEGATO_SECRET"
 _MIN_SECRET_BYTES: Final = 16
 _MERGE, _TEXT, _INTEGER, _NUMBER = (f"tag:yaml.org,2002:{kind}" for kind in ("merge", "str", "int", "float"))
 IMPORT_PATH: Final = "cluster.app:build"
+_OWN_MODULES: Final = "cluster."  # an import path that begins so is Legato's, or a typing error
+_FOR_ANCHORS: Final = "x-"  # what begins so holds parts that the file uses again, as in files of Docker Compose
 
 SERVE_NAMES: Final[Mapping[tuple[int | str, ...], set[str]]] = {
     (): {
@@ -100,8 +103,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> LegatoConfig:
 
 
 def load_document(path: str | Path, *, manifests: bool = False) -> tuple[dict[str, Any], LegatoConfig]:
-    """Read and check a Serve config file with one application, Legato, and the configuration in it. `manifests`: or the
-    one in KubeRay's manifest of a RayService. Raises ConfigError."""
+    """Read and check a Serve config file, and the configuration of Legato's application in it (`find_legato`).
+    `manifests`: or the one in KubeRay's manifest of a RayService. Raises ConfigError."""
     file = _opened(path, manifests=manifests)
     config = _checked(file, str(path))
     if not _is_of_serve(file.document):
@@ -110,6 +113,16 @@ def load_document(path: str | Path, *, manifests: bool = False) -> tuple[dict[st
             " file, as the files in ray_configs/ do."
         )
     return dict(file.document), config
+
+
+def find_legato(document: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """Which application of a Serve config file is Legato, and what stands there: the only one, which may be a program
+    of the user's that builds Legato, or of several the one with Legato's import path. (0, {}): none is, or several."""
+    listed = document.get("applications")
+    found = [(place, each) for place, each in enumerate(listed if isinstance(listed, list) else ())]
+    if len(found) > 1:
+        found = [each for each in found if isinstance(each[1], Mapping) and each[1].get("import_path") == IMPORT_PATH]
+    return found[0] if len(found) == 1 and isinstance(found[0][1], Mapping) else (0, {})
 
 
 def http_options(document: Mapping[str, Any], port: int | None = None) -> dict[str, Any]:
@@ -288,11 +301,11 @@ def _is_of_another_base(node: yaml.ScalarNode) -> bool:
 
 
 class _Lines:
-    """Finds the lines of settings in a YAML file."""
+    """Finds the lines of settings in a YAML file. `place`: of Legato among the applications, if it has some."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _File, place: int) -> None:
         self._file, self._root = file, file.root
-        self._args = _child(file.root, "applications", 0, "args") or file.root
+        self._args = _child(file.root, "applications", place, "args") or file.root
 
     def of(self, path: Sequence[int | str]) -> int | None:
         """The line of a setting, or of the nearest branch above it that the file has; None: the file has neither."""
@@ -327,14 +340,15 @@ def _is_of_serve(document: Any) -> bool:
 
 def _checked(file: _File, name: str) -> LegatoConfig:
     """The configuration in a file. Raises ConfigError, with all that is wrong."""
-    lines = _Lines(file)
-    problems: list[str] = []
     args = {} if file.document is None else file.document
+    place, application = find_legato(args) if _is_of_serve(args) else (0, {})
+    lines = _Lines(file, place)
+    problems: list[str] = []
     if _is_of_serve(args):
         for path, sentence in _problems_for_serve(args):
             line = lines.of_serve(path)
             problems.append(f"{name}{f', line {line}' if line else ''}: {sentence}")
-        args = _application_of(args).get("args")
+        args = application.get("args")
         args = args if isinstance(args, Mapping) else {}  # told above
     if not isinstance(args, Mapping):
         raise ConfigError(f"{name} must hold a mapping of settings, not a {type(args).__name__}.")
@@ -347,54 +361,51 @@ def _checked(file: _File, name: str) -> LegatoConfig:
     return config
 
 
-def _application_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one application of a Serve config file; nothing, if it has another number of them."""
-    applications = document.get("applications")
-    if isinstance(applications, list) and len(applications) == 1 and isinstance(applications[0], Mapping):
-        return applications[0]
-    return {}
-
-
 def _problems_for_serve(document: Mapping[str, Any]) -> Iterator[tuple[tuple[int | str, ...], str]]:
     """Yields where, and what, is wrong in a Serve config file outside of Legato's own settings."""
-    application = _application_of(document)
-    for path, branch in (
-        ((), document),
-        (("http_options",), document.get("http_options")),
-        (("applications", 0), application),
+    place, application = find_legato(document)
+    where, told_where = ("applications", place), f"applications[{place}]"
+    for path, told, names, branch in (
+        ((), "", SERVE_NAMES[()], document),
+        (("http_options",), "http_options.", SERVE_NAMES["http_options",], document.get("http_options")),
+        (where, f"{told_where}.", SERVE_NAMES["applications", 0], application),
     ):
         for key in branch if isinstance(branch, Mapping) else ():
-            if key not in SERVE_NAMES[path]:
-                told = ".".join(map(str, (*path, key))).replace(".0.", "[0].")
-                yield (*path, key), f"{told} is no option of Serve's, which ignores it; {_advice_for_serve(path, key)}"
+            if key not in names and (path or not key.startswith(_FOR_ANCHORS)):
+                advice = _advice_for_serve(path, key, names)
+                yield (*path, key), f"{told}{key} is no option of Serve's, which ignores it; {advice}"
     try:
         http_options(document)
     except ConfigError as error:
         yield ("http_options",), str(error)
     if not application:
-        yield ("applications",), "`applications` must be a list of exactly one application, Legato."
+        yield (
+            ("applications",),
+            "`applications` must be a list of exactly one application, Legato, or of several of which exactly one has"
+            f" the import_path {IMPORT_PATH}.",
+        )
         return
-    where = ("applications", 0)
-    if (given := application.get("import_path")) != IMPORT_PATH:
+    given = application.get("import_path")
+    if given is None or (given != IMPORT_PATH and str(given).startswith(_OWN_MODULES)):
         told = "is missing" if given is None else f"is {given}"
-        yield (*where, "import_path"), f"applications[0].import_path {told}; that of Legato is {IMPORT_PATH}"
+        yield (*where, "import_path"), f"{told_where}.import_path {told}; that of Legato is {IMPORT_PATH}"
     args = application.get("args", {})
     if args is None:
         yield (
             (*where, "args"),
-            "applications[0].args is empty, which Serve refuses; put settings below it, indented further than `args`,"
+            f"{told_where}.args is empty, which Serve refuses; put settings below it, indented further than `args`,"
             " or leave the line out",
         )
     elif not isinstance(args, Mapping):
-        yield (*where, "args"), "`applications[0].args` must be a mapping of settings."
+        yield (*where, "args"), f"`{told_where}.args` must be a mapping of settings."
 
 
-def _advice_for_serve(path: tuple[int | str, ...], key: str) -> str:
+def _advice_for_serve(path: tuple[int | str, ...], key: str, names: set[str]) -> str:
     """What is probably meant by a name that Serve does not know in this branch."""
     if path != ("http_options",) and key in LegatoConfig.model_fields:
         return "it is a setting of Legato's, so put it below `args` of the application"
-    close = difflib.get_close_matches(key, SERVE_NAMES[path], n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(SERVE_NAMES[path]))}"
+    close = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(names))}"
 
 
 def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) -> LegatoConfig:

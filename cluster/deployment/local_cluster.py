@@ -26,7 +26,16 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from cluster.config.load import ConfigError, give_secret, http_options, load_config, load_document
+from cluster.config.load import (
+    IMPORT_PATH,
+    SERVE_NAMES,
+    ConfigError,
+    find_legato,
+    give_secret,
+    http_options,
+    load_config,
+    load_document,
+)
 from cluster.config.settings import LegatoConfig
 from cluster.deployment.capacity import live_nodes, require_room
 from cluster.deployment.ray_environment import tune_environment
@@ -39,7 +48,9 @@ _LOOK_EVERY_S = 0.25
 _LOOK_TIMEOUT_S = 2.0
 _CLEAR_LINE = "\r\x1b[K"
 _TOLD_CHARACTERS = 2_000  # how much of Serve's account of a failure is told
-_HEEDED = {"name", "route_prefix", "import_path", "args", "logging_config"}  # of an application in a Serve config file
+# In a Serve config file, and of an application there.
+_HEEDED = {"applications", "http_options", "controller_options", "logging_config", "proxy_location"}
+_HEEDED_OF_APPLICATION = {"name", "route_prefix", "import_path", "args", "logging_config"}
 
 
 class StartError(RuntimeError):
@@ -52,15 +63,26 @@ def read_document(path: str) -> dict[str, Any]:
     document, _ = load_document(path)
     if ignored := unheeded(document):
         raise ConfigError(
-            f"{path} has {' and '.join(ignored)} for its application, which are Serve's to heed and would be ignored"
-            f" here: start it by `serve run {path}`, or leave them out. Variables come from this environment."
+            f"{path} has {' and '.join(ignored)}, which is Serve's to heed and would be ignored here: start it by"
+            f" `serve run {path}`, or leave it out. Variables come from this environment."
         )
     return document
 
 
 def unheeded(document: dict[str, Any]) -> list[str]:
-    """What a Serve config file has for its application that `serve run` heeds, and nobody here."""
-    return [name for name, value in document["applications"][0].items() if value and name not in _HEEDED]
+    """What a Serve config file has, as `load_document` reads it, that `serve run` heeds, and nobody here."""
+    _, application = find_legato(document)
+    found = [name for name in sorted(SERVE_NAMES[()] - _HEEDED) if document.get(name) is not None]
+    if document.get("proxy_location") == "Disabled":  # the others are the same to a Ray of one machine
+        found.append("proxy_location: Disabled")
+    for name, value in application.items():
+        if value and name not in _HEEDED_OF_APPLICATION:
+            found.append(f"{name} of the application")
+    if application["import_path"] != IMPORT_PATH:
+        found.append(f"import_path {application['import_path']} of the application")
+    if len(document["applications"]) > 1:
+        found.append("other applications")
+    return found
 
 
 def require_serve_takes(document: dict[str, Any], what: str) -> None:

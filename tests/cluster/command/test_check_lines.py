@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.config.load import ConfigError, load_config
+from cluster.config.load import IMPORT_PATH, ConfigError, load_config
 from cluster.deployment.announce import describe_start
 from tests.cluster.config.test_config import ROOT, served
 
@@ -159,6 +159,17 @@ def test_what_serve_itself_refuses_or_heeds_alone(
     assert "logging_config.encoding: Serve says: Value error, Got 'XML' for encoding" in capsys.readouterr().err
     assert checked(monkeypatch, str(ROOT / "ray_configs" / "runtime_env.yaml")) == 0
     assert "Note: `legato serve` refuses runtime_env of the application" in capsys.readouterr().out
+
+
+def test_a_program_of_ones_own_that_builds_legato(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(served({"model": "nobody/has-this"}).replace(IMPORT_PATH, "mycompany.serving:build"))
+    assert checked(monkeypatch, str(path)) == 0
+    told = capsys.readouterr().out
+    assert "Note: `legato serve` refuses import_path mycompany.serving:build of the application" in told
+    assert "Note: mycompany.serving:build is not Legato's own cluster.app:build" in told
 
 
 def test_a_folder_of_adapters_that_gateways_would_make(

@@ -610,6 +610,33 @@ def test_parts_of_a_file_may_be_used_again(tmp_path: Path) -> None:
     assert (config.prefill.threads, config.decode.threads) == (2, 3)
 
 
+def test_a_serve_config_file_may_hold_parts_that_it_uses_again(tmp_path: Path) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(
+        f"x-pool: &pool {{threads: 2}}\n{QUICKSTART}      gateway: {{replicas: 1}}\n".replace(
+            "prefill: {replicas: 1, num_cpus: 0.2, threads: 1}", "prefill: *pool"
+        )
+    )
+    assert load_config(path).prefill.threads == 2
+
+
+OTHER = "  - {name: other, route_prefix: /other, import_path: 'other:app', args: {model: 5}}\n"
+
+
+def test_legato_is_found_beside_other_applications(tmp_path: Path) -> None:
+    path, text = tmp_path / "served.yaml", QUICKSTART.replace("applications:\n", f"applications:\n{OTHER}")
+    path.write_text(text)
+    assert load_document(path)[1] == load_config(ROOT / "ray_configs" / "quickstart.yaml")
+    path.write_text(text.replace("kv:", "kvs:").replace("    args:\n", "    envs:\n    args:\n"))
+    with pytest.raises(ConfigError) as caught:
+        load_document(path)
+    first, second = str(caught.value).splitlines()
+    assert "line 27: applications[1].envs is no option" in first and "line 31: kvs is no setting" in second
+    path.write_text(f"applications:\n{OTHER}{OTHER}")
+    with pytest.raises(ConfigError, match="line 2: `applications` must be a list of exactly one application, Legato"):
+        load_document(path)
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")

@@ -78,11 +78,20 @@ def test_what_only_serve_itself_heeds_is_refused(tmp_path: Path) -> None:
     quickstart, changed = CONFIGS / "quickstart.yaml", tmp_path / "changed.yaml"
     document = read_document(str(quickstart))
     environment = {"env_vars": {"OTEL_SDK_DISABLED": "true"}}
-    for name, value in {"deployments": [{"name": "Gateway", "num_replicas": 2}], "runtime_env": environment}.items():
-        application = document["applications"][0] | {name: value}
-        changed.write_text(yaml.safe_dump(document | {"applications": [application]}), encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"has {name} for its application.*`serve run {changed}`"):
+    (application,) = document["applications"]
+    for told, applications, options in (
+        ("deployments of the", [application | {"deployments": [{"name": "Gateway", "num_replicas": 2}]}], {}),
+        ("runtime_env of the", [application | {"runtime_env": environment}], {}),
+        ("import_path mycompany.serving:build of", [application | {"import_path": "mycompany.serving:build"}], {}),
+        ("other applications,", [{"name": "other", "import_path": "other:app", "route_prefix": "/x"}, application], {}),
+        ("proxy_location: Disabled", [application], {"proxy_location": "Disabled"}),
+        ("grpc_options and target_capacity,", [application], {"grpc_options": {"port": 9000}, "target_capacity": 10}),
+    ):
+        changed.write_text(yaml.safe_dump(document | {"applications": applications} | options), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"has {told}.*`serve run {changed}`"):
             read_document(str(changed))
+    changed.write_text(yaml.safe_dump(document | {"proxy_location": "EveryNode", "x-own": {}}), encoding="utf-8")
+    assert read_document(str(changed))
 
 
 def answering(answer: bytes) -> AbstractContextManager[str]:
