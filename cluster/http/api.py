@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request
 
+from cluster import build_info
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import DeadlineError, InvalidRequestError, NotFoundError, OverloadedError
@@ -107,7 +108,8 @@ class Api:
     """What every endpoint of a gateway may use; routes get it as an `ApiOf` parameter. `models`: at least one, each
     under a name of its own. `on_ended` is called with each request that was generated, for the request log; `layouts`
     replays that log. `recent` has the requests that run and those that ended last. `secret` is the cluster's. `batches`
-    (files and batches) and `responses` are None if the gateway has no folder for them."""
+    (files and batches) and `responses` are None if the gateway has no folder for them. `build`: which Legato runs here,
+    as of its start: a checkout may change under it."""
 
     generator: Generator
     cluster: ClusterView
@@ -122,6 +124,7 @@ class Api:
     batches: BatchService | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     created: int = field(default_factory=lambda: int(time.time()))
+    build: dict[str, str | int] = field(default_factory=build_info)
     tenants: Tenants = field(init=False)
     in_flight: InFlight = field(init=False)
     unread: Unread = field(init=False)

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster import build_info
 from cluster.config.settings import GatewaySettings
 from cluster.errors import (
     DeadlineError,
@@ -27,6 +29,7 @@ from cluster.errors import (
 from cluster.gateway.generator import ServingLimits
 from cluster.http import response
 from cluster.http.api import HttpLimits, InFlight
+from cluster.http.app import create_app
 from cluster.http.parse import derived_seed
 from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
@@ -335,6 +338,20 @@ def test_nothing_known_of_the_cluster(target: Target, generator: ScriptedGenerat
     generator.script.limits = ServingLimits(max_model_len=64, ready=False, reason="The decode worker is loading.")
     health = target.http.get("/health")
     assert health.status_code == 503 and "loading" in health.json()["reason"]
+
+
+async def test_the_version_is_that_of_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """The checkout may be at another commit by the time that somebody asks, or gone as here."""
+    build_info.cache_clear()
+    app = create_app(scripted_api(generator, tokenizer))
+    with monkeypatch.context() as changed:
+        changed.setenv("GIT_DIR", str(tmp_path))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            told = (await client.get("/version")).json()
+    build_info.cache_clear()
+    assert told == build_info()
 
 
 def test_the_context_is_the_limit(target: Target, generator: ScriptedGenerator) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from cluster import build_info
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
@@ -123,8 +121,8 @@ async def health(api: ApiOf) -> JSONResponse:
 
 
 @router.get("/version", response_model=None)
-async def version() -> dict[str, str | int]:
-    return await asyncio.to_thread(build_info)
+async def version(api: ApiOf) -> dict[str, str | int]:
+    return api.build
 
 
 @router.get("/load", response_model=None)
