@@ -27,6 +27,7 @@ import tokenizers
 from jinja2 import TemplateError
 
 from engine.checkpoint.cache import Json, remembered
+from engine.checkpoint.gguf.store import GGUF_NAME
 
 Message = dict[str, Any]
 
@@ -264,10 +265,14 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(folder: Path) -> Json:
     """What transformers makes of a folder."""
-    from transformers import AutoTokenizer  # takes seconds to import: only a checkpoint's first start pays for it
+    # They take seconds to import: only a checkpoint's first start pays for it.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # Of a GGUF file tokenizer.json is what counts. By the config's model type AutoTokenizer chooses a model's own class
+    # for some, whatever tokenizer_config.json names, and that puts rules of its own in place of the file's.
+    reader = PreTrainedTokenizerFast if (folder / GGUF_NAME).exists() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     except ValueError:
         raise
     except Exception as error:  # whatever transformers raises over what a file holds

@@ -72,7 +72,7 @@ EXCEPTIONS = {
     # Names the errors that the Hugging Face hub's client lets through.
     ("engine/checkpoint/store.py", "httpx2"),
 }
-TRANSFORMERS_NAMES = {"AutoConfig", "AutoTokenizer"}
+TRANSFORMERS_NAMES = {"AutoConfig", "AutoTokenizer", "PreTrainedTokenizerFast"}
 # Not the tokenizer's own method: that one costs seconds of imports.
 CHAT_RENDERER = ("transformers.utils.chat_template_utils", "render_jinja_template")
 

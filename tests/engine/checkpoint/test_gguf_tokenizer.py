@@ -53,14 +53,16 @@ def ranks() -> dict[bytes, int]:
     return {spell_byte_level(token): rank for rank, (token, _) in enumerate(tokens)}
 
 
-def described(backend: Backend, folder: Path, *, pre: str, **told: bool | int) -> Tokenizer:
+def described(
+    backend: Backend, folder: Path, *, pre: str, architecture: str = "llama", **told: bool | int
+) -> Tokenizer:
     """The tokenizer of a GGUF file that says of this one what llama.cpp's converter would."""
     known = json.loads(backend.to_str())
     vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     kinds = {token["content"]: token["special"] for token in known["added_tokens"]}
     types = {token: TokenType.CONTROL if special else TokenType.USER_DEFINED for token, special in kinds.items()}
     tokens = [token for token, _ in vocabulary]
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(64)
     writer.add_block_count(1)
@@ -145,17 +147,20 @@ def qwen_2(ranks: Mapping[bytes, int]) -> Backend:
     return made
 
 
-def test_llama_3_s(ranks: Mapping[bytes, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
+def test_llama_3_s(architecture: str, ranks: Mapping[bytes, int], tmp_path: Path) -> None:
+    """Also in a model of another family, such as one that learned from Llama 3, or was trained anew."""
     expected = llama_3(ranks)
-    found = described(expected, tmp_path, pre="llama-bpe")
+    found = described(expected, tmp_path, pre="llama-bpe", architecture=architecture)
     require_same(found, expected)
     bos = expected.token_to_id(CONTROL[0])
     assert found.encode("word") == [bos, *expected.encode("word").ids]
 
 
-def test_qwen_s(ranks: Mapping[bytes, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
+def test_qwen_s(architecture: str, ranks: Mapping[bytes, int], tmp_path: Path) -> None:
     expected = qwen_2(ranks)
-    found = described(expected, tmp_path, pre="qwen2")
+    found = described(expected, tmp_path, pre="qwen2", architecture=architecture)
     require_same(found, expected)
     assert found.encode("word") == expected.encode("word").ids
 
@@ -184,12 +189,15 @@ def test_other_rules_are_refused_with_advice(ranks: Mapping[bytes, int], tmp_pat
         described(llama_3(ranks), tmp_path, pre="dbrx")
 
 
-def test_the_model_s_own_is_taken_from_beside_the_file(ranks: Mapping[bytes, int], tmp_path: Path) -> None:
-    """Whatever the file names; and again after it was changed."""
-    expected = qwen_2(ranks)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
+def test_the_model_s_own_is_taken_from_beside_the_file(
+    architecture: str, ranks: Mapping[bytes, int], tmp_path: Path
+) -> None:
+    """Whatever the file names, and its family's tokenizer is; and again after it was changed."""
+    expected = llama_3(ranks)
     expected.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    found = described(expected, tmp_path, pre="dbrx")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizerFast"}))
+    found = described(expected, tmp_path, pre="dbrx", architecture=architecture)
     require_same(found, expected)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     again = Tokenizer(resolve_model(str(tmp_path / "model.gguf"), cache_dir=tmp_path / "cache"))
