@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import TokenType
 from safetensors.torch import save_file
 
 from engine.checkpoint.gguf.blocks import form_of, quantised_weight
@@ -49,6 +50,8 @@ _TENSOR_NAMES = {
 # and in long ones.
 _ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS = "rope_freqs", "rope_factors_short", "rope_factors_long"
 _VOCABULARY = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
+# Of Llama 3, its calls of tools, ChatML (Qwen and many a fine-tune), and Phi: llama.cpp, too, goes by these texts.
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"})
 _PROGRESS_STEPS = 4
 _GEMMA3_27B_LAYERS = 62
 _USUAL_THETA = 10_000.0  # so in llama.cpp, too: files of Llama 2 do not say it
@@ -193,8 +196,8 @@ def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata,
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
-    if (turn_end := metadata.get("tokenizer.ggml.eot_token_id")) is not None:  # of chats, beside the end of a text
-        special["eos_token_id"] = sorted({special["eos_token_id"], turn_end} - {None})
+    if turn_ends := _turn_ends(metadata) - {special["eos_token_id"]}:  # of chats, beside the end of a text
+        special["eos_token_id"] = sorted({special["eos_token_id"], *turn_ends} - {None})
     from transformers import AutoConfig  # takes seconds to import, and only a conversion needs it
 
     config = AutoConfig.for_model(
@@ -202,6 +205,19 @@ def _write_configs(folder: Path, architecture: Architecture, metadata: Metadata,
     )
     config.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def _turn_ends(metadata: Metadata) -> set[int]:
+    """The tokens that end a turn of a chat, by the names that a file has for them, and by how they are spelt: most
+    files name one at most, also of models with several."""
+    names = {f"tokenizer.ggml.{key}_token_id" for key in ("eot", "eom")}
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    spelt = (
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind == TokenType.CONTROL and token in _TURN_ENDS
+    )
+    return {*(metadata[name] for name in names & metadata.keys()), *spelt}
 
 
 def _common_config(metadata: Metadata, prefix: str) -> dict[str, Any]:

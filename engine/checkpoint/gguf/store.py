@@ -16,7 +16,7 @@ from typing import Final
 GGUF_NAME = "model.gguf"
 """What a GGUF file is called in a checkpoint folder whose weights are in it."""
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Raise it when a folder is given other files than before: those that were made earlier are not used any more."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _LONGEST_ERROR: Final = 500  # characters: some quote what they read

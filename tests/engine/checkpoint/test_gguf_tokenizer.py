@@ -184,6 +184,16 @@ def test_a_text_begins_and_ends_as_the_file_says(pre: str, ranks: Mapping[bytes,
         assert found.encode("word") == [begin] * begins + word + [end] * ends
 
 
+def test_turns_end_as_the_file_says_and_as_their_ends_are_spelt(ranks: Mapping[bytes, int], tmp_path: Path) -> None:
+    made = llama_3(ranks)
+    made.add_special_tokens(["<|eot_id|>", "<|turn|>", "<|message|>", "<|other|>"])
+    made.add_tokens(["<|im_end|>"])  # is text here
+    ids = made.get_vocab()
+    turn, message = ids["<|turn|>"], ids["<|message|>"]
+    found = described(made, tmp_path, pre="llama-bpe", eot_token_id=turn, eom_token_id=message)
+    assert found.eos_token_ids == {ids["<|end|>"], ids["<|eot_id|>"], turn, message}
+
+
 def test_other_rules_are_refused_with_advice(ranks: Mapping[bytes, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gpt2/dbrx, whose rules are unknown here; put .* tokenizer\.json beside it"):
         described(llama_3(ranks), tmp_path, pre="dbrx")
