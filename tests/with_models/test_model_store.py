@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cluster.__main__ import main as cluster_main
 from cluster.app import served_model
 from cluster.config.settings import LegatoConfig, ModelSettings
+from cluster.deployment.local_cluster import StartError, fetch_models
 from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
 from engine.checkpoint.manifest import find_fault, write_manifest
@@ -384,6 +385,20 @@ def test_a_proxy_that_refuses_the_hub_is_said_in_a_sentence(tmp_path: Path, monk
     (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert "HF_HUB_OFFLINE=1 takes what is on this machine" in error and error.endswith("403 not to the outside")
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
+
+
+def test_a_hub_that_hangs_up_is_said_in_a_sentence(tmp_path: Path) -> None:
+    class Hub(QuietHandler):
+        def do_GET(self) -> None:
+            """Its connection is closed without an answer."""
+
+        do_HEAD = do_GET
+
+    with threaded_server(Hub) as endpoint:
+        ended = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        with hub_at(endpoint, tmp_path), pytest.raises(StartError, match="HF_HUB_OFFLINE=1 takes what is on this"):
+            fetch_models(LegatoConfig.model_validate({"model": {"ref": "owner/name"}}))
+    assert (ended.returncode, "error: 'owner/name' is no local folder" in ended.stderr) == (1, True)
 
 
 def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
