@@ -14,9 +14,10 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def serve_repository(
-    repository: str, files: dict[str, bytes], asked: list[str] | None = None
+    repository: str, files: dict[str, bytes], asked: list[str] | None = None, commit: str = _COMMIT
 ) -> AbstractContextManager[str]:
-    """The endpoint to give as HF_ENDPOINT; every other repository is unknown there. `asked`: gets the paths."""
+    """The endpoint to give as HF_ENDPOINT; every other repository is unknown there. `asked`: gets the paths. `commit`:
+    the newest one, 40 hexadecimal digits."""
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
@@ -27,7 +28,7 @@ def serve_repository(
                 self._answer(json.dumps(_tree(files)).encode())
             elif path.startswith(f"/api/models/{repository}"):
                 siblings = [{"rfilename": name} for name in files]
-                self._answer(json.dumps({"id": repository, "sha": _COMMIT, "siblings": siblings}).encode())
+                self._answer(json.dumps({"id": repository, "sha": commit, "siblings": siblings}).encode())
             elif path.startswith(f"/{repository}/resolve/") and path.split("/", 5)[-1] in files:
                 self._answer(files[path.split("/", 5)[-1]])
             else:
@@ -42,7 +43,7 @@ def serve_repository(
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-            self.send_header("X-Repo-Commit", _COMMIT)
+            self.send_header("X-Repo-Commit", commit)
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
