@@ -113,7 +113,10 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
     if told := told_dtype(config.model.dtype, folder):
         print(told)
     if not has_weights(folder):
-        print("Its weights are not on this machine: the memory that they take was not looked at.")
+        print(
+            "Its weights are not on this machine: the memory that they take was not looked at. A worker reads them"
+            " from *.safetensors."
+        )
         return {}
     workers: dict[Role, WorkerBytes] = {}
     for role in _roles(config):
@@ -180,9 +183,9 @@ def _roles(config: LegatoConfig) -> Iterator[Role]:
 
 
 def find_model(ref: str) -> Path | None:
-    """The folder of a model that is on this machine, of a hub model perhaps without its weights; None: it would have to
-    be fetched. Raises ValueError for a folder or a file that is no model, or is not there, and for a name that no model
-    can have."""
+    """The folder of a model that is on this machine, perhaps without its weights, which a gateway does without; None:
+    it would have to be fetched. Raises ValueError for a folder or a file that is no model, or is not there, and for a
+    name that no model can have."""
     from engine.checkpoint.builtin_models import BUILTIN_MODELS
     from engine.checkpoint.store import hub_folder, is_hub_id, resolve_model
     from kernels.cache_folder import default_cache_dir
@@ -191,7 +194,7 @@ def find_model(ref: str) -> Path | None:
         folder = default_cache_dir() / ref
         return folder if (folder / "config.json").is_file() else None
     if Path(ref).expanduser().exists() or not is_hub_id(ref):
-        return resolve_model(ref)
+        return resolve_model(ref, with_weights=False)
     return hub_folder(ref)
 
 

@@ -508,7 +508,7 @@ def test_weights_that_were_never_fetched_are_said_to_be_missing(tmp_path: Path) 
 
 
 def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> None:
-    """Not here, whole and beside files that are never fetched, without its weights."""
+    """Not here, whole and beside files that are never fetched, without its weights; the last also of a folder."""
     files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}", "README.md": b""}
     files["generation_config.json"] = b'{"temperature": 0.6, "top_k": 20}'
     with serve_repository("owner/name", files) as endpoint:
@@ -518,14 +518,16 @@ def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> 
         whole = hub_call(endpoint, tmp_path, "cluster", "check", "owner/name")
         (folder / "model.safetensors").unlink()
         weightless = hub_call(endpoint, tmp_path, "cluster", "check", "owner/name")
+        of_gateway = hub_call(endpoint, tmp_path, "cluster", "check", str(folder))
     for told in (absent, whole, weightless):
         assert told.stdout.startswith("The settings are valid: owner/name on ")
     assert absent.returncode == 0 and "whether it can be served, and the memory that it takes, was not" in absent.stdout
     assert "Legato's own code computes it: LlamaForCausalLM." in whole.stdout
     assert "its checkpoint's are used: temperature 0.6, top_k 20." in whole.stdout
     assert whole.returncode == 1 and "model.safetensors is no whole safetensors file" in whole.stderr
-    assert (weightless.returncode, weightless.stderr) == (0, "")
-    assert "Its weights are not on this machine: the memory that they take was not looked at." in weightless.stdout
+    for told in (weightless, of_gateway):
+        assert (told.returncode, told.stderr) == (0, "")
+        assert "Its weights are not on this machine: the memory that they take was not looked at." in told.stdout
 
 
 def test_tensor_without_a_place_is_refused() -> None:
