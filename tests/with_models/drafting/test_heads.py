@@ -65,17 +65,22 @@ def generate(engine: LocalEngine, params: SamplingParams) -> tuple[list[int], Dr
 
 
 def test_what_heads_take_is_no_room_for_kv(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of 64 MB, which holds nothing but tensors."""
+    """On a device of 64 MB, which holds nothing but the tensors of one load."""
+    older: dict[int, torch.UntypedStorage] = {}  # other tests' too: kept, so that no newer one gets their address
 
-    def device_memory(device: torch.device) -> tuple[int, int]:
+    def storages() -> dict[int, torch.UntypedStorage]:
         gc.collect()
         alive = [kept.untyped_storage() for kept in gc.get_objects() if issubclass(type(kept), torch.Tensor)]
-        held = {storage.data_ptr(): storage.nbytes() for storage in alive if storage.device == device}
+        return {storage.data_ptr(): storage for storage in alive if storage.device.type == "cpu"}
+
+    def device_memory(device: torch.device) -> tuple[int, int]:
+        held = {address: storage.nbytes() for address, storage in storages().items() if address not in older}
         return 64_000_000 - sum(held.values()), 64_000_000
 
     monkeypatch.setattr(memory_profile, "device_memory", device_memory)
 
     def kv_bytes(heads: str | None) -> int:
+        older.update(storages())
         size = StepSize(num_tokens=100, num_seqs=4)
         wanted: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 4, "kv_share": 0.9}
         wanted |= {"model_ref": str(known.model.folder), "draft_ref": heads, "largest_step": size}
