@@ -212,18 +212,13 @@ def _fetch_from_hub(
     with_weights: bool,
 ) -> Path:
     """Fetch the small files, and then, if they are wanted, the weights of the same commit, unless the config cannot be
-    served: that is told before tens of gigabytes have come. If they are not, a model that is here whole is taken as it
-    is: asked for a newer commit, the hub's cache would know the name by that alone, and once the hub is away no worker
-    of this node could start. Raises ValueError if it cannot, ModelUnavailableError."""
+    served: that is told before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
     import httpx2  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import snapshot_download
 
     ref = name if revision is None else f"{name}@{revision}"
     fetch = partial(snapshot_download, name, cache_dir=cache_dir and cache_dir / "hub")
     all_files = [*_SMALL_HUB_FILES, _HUB_WEIGHTS]
-    if not with_weights:
-        with contextlib.suppress(OSError):  # not here, or not whole
-            return Path(fetch(revision=revision, allow_patterns=all_files, local_files_only=True))
     progress(f"Fetching {ref} from the Hugging Face hub")
     failed = "is no local folder and could not be fetched from the Hugging Face hub"
     try:

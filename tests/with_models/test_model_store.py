@@ -480,24 +480,6 @@ def test_a_gateway_fetches_no_weights_and_needs_none(tmp_path: Path) -> None:
     assert [model.tokenizer.encode("a") for model in served] == 2 * [served[0].tokenizer.encode("a")]
 
 
-def test_a_gateway_leaves_a_worker_of_its_node_the_weights_that_it_has(tmp_path: Path) -> None:
-    """Though the hub has a newer commit by then: once the hub is gone, none of that one could be fetched."""
-    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
-    resolve = partial(resolve_model, "owner/name", progress=lambda message: None)
-    with serve_repository("owner/name", files) as endpoint, hub_at(endpoint, tmp_path):
-        held = resolve()
-    with (
-        serve_repository("owner/name", files, commit=40 * "f") as endpoint,
-        hub_at(endpoint, tmp_path) as patch,
-    ):
-        assert resolve(with_weights=False) == held
-        patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert resolve() == held
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        newer = resolve()
-    assert newer != held and has_weights(newer)
-
-
 def test_weights_that_were_never_fetched_are_said_to_be_missing(tmp_path: Path) -> None:
     files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
     with serve_repository("owner/name", files) as endpoint, hub_at(endpoint, tmp_path) as patch:
