@@ -474,7 +474,10 @@ class Orchestrator:
         return worker_id in run.computing_on and (not run.alone if alone is None else run.request_id in alone)
 
     def _lost_in_a_step(self, worker_id: str) -> None:
-        """Suspect all requests in the step of a worker that died or hangs: each of them may be the reason."""
+        """Suspect all requests in the step of a worker that died or hangs: each of them may be the reason. Each of them
+        tells of it, and only the first to do so changes anything."""
+        if self._quarantine.is_lost(worker_id):
+            return
         runs = [run for run in self.runs.values() if run.concerns(worker_id) and self._is_in_step(run, worker_id)]
         if self._quarantine.on_worker_lost(worker_id, runs):
             self._end_guilty()
@@ -492,8 +495,7 @@ class Orchestrator:
                 decode = None if run.placement is None else run.placement.decode
                 run.notify(AttemptFailedError(_COPY_IS_TRIED, decode, "moved"))
         for worker_id in left & self.connections.unresponsive():  # it will not tell of its overdue step once more
-            if not self._quarantine.is_lost(worker_id):
-                self._lost_in_a_step(worker_id)
+            self._lost_in_a_step(worker_id)
 
     def _judge_failures(self, worker_id: str, failures: list[FailureEvent]) -> None:
         """Suspect, or convict, requests by the causes of the failures that a worker reports."""

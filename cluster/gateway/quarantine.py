@@ -18,7 +18,7 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -32,6 +32,7 @@ REMEMBERED_S: Final = 600.0
 _MAX_RECORDS: Final = 1024
 _MAX_LOST: Final = 256
 _LAST_TOKENS: Final = 64  # of a prompt, which tell it from most others
+_HASH_BYTES: Final = 16
 _LOSSES: Final = 2  # of workers in steps of a request, after which it is placed no more
 # After copies were recalled: workers that they have taken down already are known by then. A broken device shows by
 # three steps that fail, each of which may take its time.
@@ -64,7 +65,8 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # by fingerprint
+        self._beginnings: Counter[bytes] = Counter()  # of their fingerprints
         self._lost: OrderedDict[str, None] = OrderedDict()  # workers, and silent ones until they are heard
 
     def __len__(self) -> int:
@@ -203,7 +205,7 @@ class Quarantine:
             record.on_trial = None
         record.one_is_cleared |= is_cleared
         if is_cleared and not (record.suspects or record.is_guilty):
-            del self._records[self.fingerprint(run)]
+            self._drop(self.fingerprint(run))
         record.note_change()
 
     @staticmethod
@@ -217,26 +219,32 @@ class Quarantine:
     def _open(self, fingerprint: bytes) -> _Record:
         """The record of a request, made if there is none, and kept for another `REMEMBERED_S` unless it is guilty. Of
         too many the oldest is forgotten."""
-        record = self._records.pop(fingerprint, None) or _Record(0.0)
+        if (record := self._records.get(fingerprint)) is None:
+            record = self._records[fingerprint] = _Record(0.0)
+            self._beginnings[fingerprint[:_HASH_BYTES]] += 1
+        self._records.move_to_end(fingerprint)
         if not record.is_guilty:
             record.expires_at = time.monotonic() + REMEMBERED_S
-        self._records[fingerprint] = record
         if len(self._records) > _MAX_RECORDS:
-            _, oldest = self._records.popitem(last=False)
-            oldest.note_change()
+            self._drop(next(iter(self._records))).note_change()
         return record
+
+    def _drop(self, fingerprint: bytes) -> _Record:
+        beginning = fingerprint[:_HASH_BYTES]
+        self._beginnings[beginning] -= 1
+        if not self._beginnings[beginning]:
+            del self._beginnings[beginning]
+        return self._records.pop(fingerprint)
 
     def _record_of(self, run: RequestRun) -> _Record | None:
         """What is held against a request and its copies. None: nothing, or it has expired."""
         if not self._records:
             return None  # the usual case, in which no prompt is hashed
-        if run.fingerprint is None:
-            beginning = self._beginning_of_fingerprint(run)
-            if not any(fingerprint.startswith(beginning) for fingerprint in self._records):
-                return None  # at a worker's loss, when this is asked of all requests at once, most are of no record
+        if run.fingerprint is None and self._beginning_of_fingerprint(run) not in self._beginnings:
+            return None  # at a worker's loss, when this is asked of all requests at once, most are of no record
         record = self._records.get(self.fingerprint(run))
         if record is not None and record.expires_at < time.monotonic() and not record.suspects:
-            del self._records[self.fingerprint(run)]
+            self._drop(self.fingerprint(run))
             return None
         return record
 
@@ -251,8 +259,10 @@ class Quarantine:
 
     def _beginning_of_fingerprint(self, run: RequestRun) -> bytes:
         """What the fingerprint begins with. It takes 6 us, where all of it takes 35 to 50 for each thousand tokens."""
-        tokens = run.request.prompt_token_ids
-        return self._hash(len(tokens).to_bytes(8), tokens[-_LAST_TOKENS:])
+        if run.beginning_of_fingerprint is None:
+            tokens = run.request.prompt_token_ids
+            run.beginning_of_fingerprint = self._hash(len(tokens).to_bytes(8), tokens[-_LAST_TOKENS:])
+        return run.beginning_of_fingerprint
 
     def _hash(self, before: bytes, tokens: list[int]) -> bytes:
-        return blake2b(before + array("q", tokens).tobytes(), key=self._key, digest_size=16).digest()
+        return blake2b(before + array("q", tokens).tobytes(), key=self._key, digest_size=_HASH_BYTES).digest()

@@ -79,10 +79,11 @@ class RequestRun:
         self.num_faults = 0  # attempts that faults ended since one that made progress
         self.num_stumbles = 0  # attempts that ended for any reason since one that made progress
         self.computing_on: set[str] = set()  # workers that may be in a step of this attempt
-        # The next three are for `cluster.gateway.quarantine`.
+        # The next four are for `cluster.gateway.quarantine`.
         self.alone = False  # it is suspected of making workers fail
         self.num_raised = 0  # attempts that failed by its own doing
         self.fingerprint: bytes | None = None
+        self.beginning_of_fingerprint: bytes | None = None
         self._num_before = len(self.emitted)  # tokens of earlier attempts
         self._early: dict[int, TokenEvent] = {}  # tokens of this attempt that came ahead of the next index
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -11,6 +12,8 @@ import pytest
 
 from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
+from cluster.gateway.quarantine import Quarantine
+from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
 from kv_transfer.messages.requests import (
@@ -25,6 +28,7 @@ from kv_transfer.messages.requests import (
     Ticket,
     TokenEvent,
 )
+from kv_transfer.messages.scheduling import Placement
 from kv_transfer.transports.base import Identity
 from tests.support.clusters.worker_reports import NOWHERE, worker_info, worker_snapshot
 from tests.support.waiting import HANGS_S, eventually
@@ -134,6 +138,29 @@ async def test_who_is_not_known_to_prefill_begins_with_a_ticket_only() -> None:
         found = [event async for event in one_by_one(orchestrator.generate(asked("r", 10)))]
         assert [event.token_id for event in found] == [7]
         assert len(tickets) == 1 and tickets[0] is not None
+
+
+async def test_a_silent_worker_is_counted_once_for_all_whom_it_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them ends its attempt for it. Were all that run looked at for each, the loop would stand for seconds."""
+    asked_for: list[str] = []
+    recall = Quarantine.recall
+
+    def counted(book: Quarantine, run: RequestRun, workers: Collection[str]) -> bool:
+        asked_for.append(run.request_id)
+        return recall(book, run, workers)
+
+    monkeypatch.setattr(Quarantine, "recall", counted)
+    async with gateway_of(d1=read_nothing, d2=read_nothing) as orchestrator, asyncio.timeout(HANGS_S):
+        for number in range(8):
+            run = RequestRun(asked(f"r{number}", 10 + number), deadline=time.monotonic() + HANGS_S)
+            run.placed(Placement(request_id=run.request_id, attempt=0, prefill=None, decode=f"d{1 + number % 2}"))
+            run.state = RequestState.PREFILLING
+            orchestrator.runs[run.request_id] = run
+            orchestrator._note_computing(f"d{1 + number % 2}", [(run.request_id, 0)], alone=False)
+        for run in list(orchestrator.runs.values())[::2]:
+            await orchestrator._prepare_retry(run, AttemptFailedError("the worker is silent", "d1", "silent"))
+        assert sorted(asked_for) == sorted(orchestrator.runs)
+        assert len(orchestrator._quarantine) == 4
 
 
 @pytest.mark.parametrize("num_tokens", [10, LONG])

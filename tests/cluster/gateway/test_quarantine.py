@@ -228,3 +228,29 @@ def test_of_whom_nothing_can_be_held_no_prompt_is_hashed_whole() -> None:
     assert beside.fingerprint is None
     assert book.recall(a_run("copy"), {"w2"})
     assert not book.recall(a_run("salt", salt="x"), {"w2"}), "which the last tokens do not tell"
+
+
+async def test_whoever_is_asked_for_is_looked_up_by_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked for, and however many are suspected."""
+    monkeypatch.setattr(quarantine, "_MAX_RECORDS", 3)
+    run = a_run("beside", 9)
+    hashed: list[int] = []
+
+    class Counted(Quarantine):
+        def _hash(self, before: bytes, tokens: list[int]) -> bytes:
+            hashed.append(len(tokens))
+            return super()._hash(before, tokens)
+
+    book = Counted()
+    for n in range(5):
+        book.suspect(a_run(str(n), n))
+    hashed.clear()
+    for _ in range(9):
+        assert not book.is_guilty(run) and book.allows(run)
+    assert len(hashed) == 1
+    assert [book.recall(a_run(f"copy {n}", n), ()) for n in range(5)] == [False, False, True, True, True]
+    last = a_run("4", 4)
+    await book.admit(last)
+    brings(last, NUM_ALONE)
+    book.on_tokens_of(last)
+    assert len(book) == 2 and len(book._beginnings) == 2
