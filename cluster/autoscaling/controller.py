@@ -96,7 +96,11 @@ class Autoscaler:
         return None if chosen is None else chosen[0]
 
     def refused(self, worker_id: str) -> None:
-        """That worker was not told to change its role: it is not waited for."""
+        """That worker was not told to change its role: it is not waited for, and the pools are to be as large as they
+        were. Else Serve, which no flip tells why, would stop one of the pool that it was to leave."""
+        for flip in self._flips:
+            if flip.info.worker_id == worker_id:
+                self._sizer.refused(flip.role)
         self._flips = [flip for flip in self._flips if flip.info.worker_id != worker_id]
 
     def _advise(self, now: float, loading: Sequence[Role]) -> None:

@@ -204,6 +204,12 @@ class PoolSizer:
         role, pool = min(pools, key=lambda known: known[1].load_of_fewer)
         return role if pool.load_of_fewer < load * (1 - pool.rules.margin) else None
 
+    def refused(self, role: Role) -> None:
+        """Take back the sizes that were changed for a worker to take on `role`, which it does not."""
+        gains, gives = (self._prefill, self._decode) if role == "prefill" else (self._decode, self._prefill)
+        gains.size -= 1
+        gives.size += 1
+
     def _flip(self, now: float) -> Role | None:
         """The role that a worker should change to now, with both sizes changed for it; None: none should."""
         if not self._plan.flips or now - self._flipped_at < self._plan.flip_cooldown_s:

@@ -358,6 +358,23 @@ def test_a_worker_that_may_not_change_its_role_is_not_waited_for() -> None:
     assert lacks is not None and lacks[0] == "prefill"
 
 
+def test_where_a_worker_may_not_change_its_role_serve_stops_nobody() -> None:
+    ledger = Ledger()
+    for pid, worker_id in enumerate(("p1", "d1", "d2", "d3")):
+        ledger.register(worker_info(worker_id, pid=pid), costed_snapshot(worker_id), 0.0)
+    rules = PoolRules(max_workers=8)
+    sizing = keeper(ledger, PoolsPlan(prefill=rules, decode=replace(rules, initial=3), flips=True, flip_hold_s=2.0))
+    for second in range(20):
+        list(sizing.orders(float(second)))
+    door = Door(ledger, sizing.watch)
+    for i in range(40):
+        door.ask(query_of(f"r{i}", num_tokens=600, max_new_tokens=2, ttft_s=90.0, waited_s=20.0), 20.0)
+    assert targets(sizing, 20.0) == {"p1": 1, "d1": 3, "d2": 3, "d3": 3}
+    assert sizing.advice is not None and sizing.advice.flip == "prefill"
+    sizing.refused("d1")
+    assert targets(sizing, 21.0) == {"p1": 2, "d1": 3, "d2": 3, "d3": 3}, "it is still one too few for prefill"
+
+
 def test_a_worker_goes_to_the_model_that_lacks_one_and_nobody_else_before_it_is_there() -> None:
     """From the one that could do without it, the one with least to lose; never to and fro."""
     ledgers = {"a": Ledger(), "b": Ledger()}
