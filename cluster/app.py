@@ -285,8 +285,7 @@ class Gateway:
         await asyncio.wait({self._batching})
         if self._traces is not None:
             await asyncio.to_thread(self._traces.stop)
-        for recorder in self._recorders:
-            await asyncio.to_thread(recorder.stop)
+        await asyncio.gather(*(asyncio.to_thread(recorder.stop) for recorder in self._recorders))
         await self._slo.stop()
         await self._orchestrator.stop()
 

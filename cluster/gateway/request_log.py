@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING: Final = 1_024  # requests; what ends while as many wait to be written is left out
+MAX_WAITING: Final = 1_024  # requests; what ends while as many wait to be written, and until half are, is left out
 _STOP_S: Final = 2.0
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
@@ -223,7 +223,7 @@ class RequestRecorder:
         self._loading = loading
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
         self._ended: SimpleQueue[RequestTimeline | None] = SimpleQueue()  # None: the last one has come
-        self._is_behind = False
+        self._num_left_out = 0  # since it fell behind
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
@@ -232,18 +232,27 @@ class RequestRecorder:
         write to its timeline any more."""
         if timeline.model != self._model:
             return
-        was_behind, self._is_behind = self._is_behind, self._ended.qsize() >= MAX_WAITING
-        if not self._is_behind:
-            self._ended.put(timeline)
-        elif not was_behind:
-            logger.error(
-                "the request log of %s cannot be written as fast as requests end: some are left out", self._model
-            )
+        if self._ended.qsize() >= (MAX_WAITING // 2 if self._num_left_out else MAX_WAITING):
+            if not self._num_left_out:
+                logger.error(
+                    "the request log of %s cannot be written as fast as requests end: some are left out", self._model
+                )
+            self._num_left_out += 1
+            return
+        self._tell_left_out(self._num_left_out)
+        self._num_left_out = 0
+        self._ended.put(timeline)
 
     def stop(self, within_s: float = _STOP_S) -> None:
         """Write what waits, if that takes no longer, and end the thread. Call it off the event loop."""
         self._ended.put(None)
         self._thread.join(within_s)
+        unwritten = self._ended.qsize() if self._thread.is_alive() else 0  # in place of that None is the one in hand
+        self._tell_left_out(self._num_left_out + unwritten)
+
+    def _tell_left_out(self, number: int) -> None:
+        if number:
+            logger.error("%d requests are not in the request log of %s, whose disk is too slow", number, self._model)
 
     def _run(self) -> None:
         while (timeline := self._ended.get()) is not None:

@@ -14,7 +14,7 @@ from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
 from cluster.slo.classes import RequestTerms, SloConfig
 from kv_transfer.messages.workers import KnownWorker
 from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
-from tests.support.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S
 
 TERMS = RequestTerms(model="m", arrived_at=0.0)
 
@@ -29,7 +29,8 @@ def test_it_may_lie_in_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_streams_do_not_wait_for_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What ends meanwhile waits, up to a bound; then it is left out, and the gateway's log says so once."""
+    """What ends meanwhile waits, up to a bound; then it is left out until half of that is written. The gateway's log
+    says so once, and then how many it was."""
     slow, goes_on = threading.Event(), threading.Event()
 
     def workers() -> list[KnownWorker]:
@@ -46,13 +47,32 @@ def test_streams_do_not_wait_for_the_disk(tmp_path: Path, caplog: pytest.LogCapt
     assert slow.wait(HANGS_S)
     for _ in range(MAX_WAITING + 2):
         recorder.ended(ended)
-    goes_on.set()
-    wait_until(lambda: recorder._ended.empty())
-    recorder.ended(ended)
-    recorder.stop(HANGS_S)
-    found, requests = read_log(tmp_path / "log")
-    assert (found.num_decode, len(requests)) == (1, MAX_WAITING + 2)
+    for _ in range(3):  # as if they were being written about as fast as others end
+        recorder._ended.get()
+        recorder.ended(ended)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+    recorder.stop(within_s=0)
+    assert f"{MAX_WAITING + 3} requests are not in" in caplog.messages[-1], "unless the disk hurries up after all"
+    goes_on.set()
+    recorder._thread.join(HANGS_S)
+    found, requests = read_log(tmp_path / "log")
+    assert (found.num_decode, len(requests)) == (1, MAX_WAITING - 2)
+
+
+def test_who_was_left_out_is_counted_when_the_disk_is_fast_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = RequestRecorder(tmp_path / "log", SloConfig(), tuple, model="m", secret=b"a secret")
+    recorder.stop(HANGS_S)
+    ended = RequestTimeline(endpoint="/v1/completions", terms=TERMS)
+    for _ in range(MAX_WAITING + 2):
+        recorder.ended(ended)
+    while recorder._ended.qsize() >= MAX_WAITING // 2:
+        recorder._ended.get()
+    recorder.ended(ended)
+    recorder.ended(ended)
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    assert "2 requests are not in" in caplog.messages[-1]
 
 
 def test_a_model_s_full_log_is_in_no_other_model_s_place(tmp_path: Path) -> None:
