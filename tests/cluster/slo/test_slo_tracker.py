@@ -254,7 +254,7 @@ def test_a_damaged_report_is_refused_or_is_still_one(data: st.DataObject) -> Non
     except ValueError:
         return
     subject.totals(0.0)
-    subject.replicas(0.0)
+    list(subject.replicas(0.0))
 
 
 def test_a_class_that_there_is_not_changes_nothing() -> None:
