@@ -161,9 +161,12 @@ class ModelExchange:
         """Yields the order to send now, if there is one. `workers`: of all models."""
         if self._gone is not None:
             left, model, until = self._gone
-            if now <= until and not any(_process(w) == _process(left) and w.model == model for w, _ in workers):
+            has_come = any(_process(w) == _process(left) and w.model == model for w, _ in workers)
+            if now <= until and not has_come:
                 return
             self._gone = None
+            if has_come:  # the pools were not looked at meanwhile: who is missing now has his whole time
+                self._whole_at = now
         if self._awaits_one(workers, now):
             return
         for model, gains in self._autoscalers.items():

@@ -497,6 +497,38 @@ def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves
     assert orders(700) == ["d3"]
 
 
+def test_who_dies_while_another_changes_its_model_has_ten_minutes_from_then_on() -> None:
+    """The change may have taken nearly as long itself, in which nobody looked."""
+    ledgers = {"a": Ledger(), "b": Ledger()}
+    for pid, (model, worker_id) in enumerate([("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5")]):
+        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
+    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=3)}
+    sizing = {
+        model: keeper(ledger, PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=decode[model]))
+        for model, ledger in ledgers.items()
+    }
+    exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
+
+    def orders(second: int) -> list[str]:
+        for i in range(60):  # more than there will ever be workers for
+            door.ask(query_of(f"r{second}-{i}", num_tokens=600, max_new_tokens=2, ttft_s=None), float(second))
+            ledgers["a"].ended(f"r{second}-{i}", float(second))
+        assert not any(order for each in sizing.values() for order in each.orders(float(second)))
+        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
+        return [worker_id for worker_id, _ in exchange.orders(workers, float(second))]
+
+    assert [found for second in range(0, 100, 10) for found in orders(second)] == ["d3"]
+    left = ledgers["b"].info("d3")
+    ledgers["b"].unregister("d3", 100.0)
+    ledgers["a"].unregister("d2", 500.0)
+    assert [found for second in range(100, 580, 10) for found in orders(second)] == []
+    came = replace(left, worker_id="d3.1", model="a", models=["b"], home_model="b")
+    ledgers["a"].register(came, costed_snapshot("d3.1"), 580.0)
+    assert [found for second in range(580, 1180, 10) for found in orders(second)] == []
+    assert orders(1190) == ["d4"]
+
+
 def test_whom_another_model_has_lent_goes_back_before_anybody_else() -> None:
     """Serve replaces a worker that dies where it was started: the last worker of a model must be its own."""
     ledger = Ledger()
