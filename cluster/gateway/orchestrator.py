@@ -251,10 +251,11 @@ class Orchestrator:
         if failure.cause in ("hung", "silent"):
             assert worker_id is not None
             self._lost_in_a_step(worker_id)
-        # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill.
+        # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill. Where it
+        # has taken over (what was lost is prefill's token) it would decode on beside the next attempt.
         computing = None if run.placement is None else run.placement.prefill
         for touched in list(run.touched):
-            if not self._placer.is_decode(touched) or touched in (worker_id, computing):
+            if not self._placer.is_decode(touched) or touched in (worker_id, computing) or run.decode_took_over:
                 self.connections.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
                 run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         run.next_attempt(worker_id, failure.cause)

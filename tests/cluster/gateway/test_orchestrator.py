@@ -16,7 +16,9 @@ from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server
+from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
+    Cancel,
     Endpoint,
     Fence,
     RequestSpec,
@@ -103,6 +105,24 @@ async def test_who_waits_to_be_sent_leaves_a_worker_that_is_suspected() -> None:
         assert (found.token_id, found.attempt) == (7, 1)
         before.cancel()
         await asyncio.gather(before, return_exceptions=True)
+
+
+async def test_who_has_taken_over_is_told_that_its_attempt_is_over() -> None:
+    """The first token was lost with prefill. The next attempt may be placed elsewhere, and this one would go on."""
+    heard: list[Message] = []
+
+    async def decode(gateway: Connection) -> None:
+        async for message in gateway:
+            heard.append(message)
+
+    async with gateway_of(d1=decode, p1=read_nothing) as orchestrator, asyncio.timeout(HANGS_S):
+        run = RequestRun(asked("r", 10), deadline=time.monotonic() + HANGS_S)
+        run.placed(Placement(request_id="r", attempt=0, prefill="p1", decode="d1"))
+        run.merge("d1", TokenEvent(request_id="r", attempt=0, index=1, token_id=7))
+        await orchestrator._prepare_retry(run, AttemptFailedError("the worker is gone", "p1"))
+        orchestrator.connections.post("d1", Cancel(request_id="the last", attempt=0))
+        await eventually(lambda: any(isinstance(m, Cancel) and m.request_id == "the last" for m in heard))
+        assert Cancel(request_id="r", attempt=0) in heard
 
 
 async def test_who_is_not_known_to_prefill_begins_with_a_ticket_only() -> None:
