@@ -165,6 +165,8 @@ class Orchestrator:
         if another attempt may follow, GenerationError if none may."""
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
+        # Decode computes for others only with a ticket. Asked now: it may be off the list for a moment later.
+        needs_ticket = placement.prefill is None or not self._placer.is_prefill(placement.prefill)
         spec = run.spec()
         if placement.prefill is None:
             await self._start(run, placement.decode, Start(request=spec, ticket=None))
@@ -181,7 +183,7 @@ class Orchestrator:
                 computed = replace(spec, prediction_token_ids=[])  # a prediction is of use only to decode
                 if isinstance(news, Reserved):
                     await self._start(run, placement.prefill, Start(request=computed, ticket=news.ticket))
-                elif self._placer.is_prefill(placement.prefill):  # decode computes for others only with a ticket
+                elif not needs_ticket:
                     await self._start(run, placement.prefill, Start(request=computed, ticket=None))
             await self._arrival(run)
 

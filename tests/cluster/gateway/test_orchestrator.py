@@ -30,7 +30,7 @@ from kv_transfer.messages.requests import (
     Ticket,
     TokenEvent,
 )
-from kv_transfer.messages.scheduling import Placement
+from kv_transfer.messages.scheduling import Place, Placement
 from kv_transfer.transports.base import Identity
 from tests.support.clusters.worker_reports import NOWHERE, worker_info, worker_snapshot
 from tests.support.waiting import HANGS_S, eventually
@@ -125,15 +125,18 @@ async def test_who_has_taken_over_is_told_that_its_attempt_is_over() -> None:
         assert Cancel(request_id="r", attempt=0) in heard
 
 
-async def test_who_is_not_known_to_prefill_begins_with_a_ticket_only() -> None:
-    """A decode worker that computes for another one, and is off the scheduler's list for a moment, would without one
-    take the request for its own."""
+@pytest.mark.parametrize(("computing", "begins_early"), [("p2", True), ("d2", False)])
+async def test_only_who_prefills_begins_without_a_ticket(
+    computing: str, begins_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode worker that computes for another one would take the request for its own. Which it is was known when the
+    request was placed, though it is off the scheduler's list for a moment."""
     tickets: list[Ticket | None] = []
 
     async def reserve(gateway: Connection) -> None:
         async for message in gateway:
             if isinstance(message, Reserve):
-                known.pop("p1")
+                known.pop(computing)
                 gateway.post(RoomAwaited(request_id="r", attempt=0))
                 ticket = Ticket(
                     request_id="r",
@@ -153,11 +156,15 @@ async def test_who_is_not_known_to_prefill_begins_with_a_ticket_only() -> None:
                     last = TokenEvent(request_id="r", attempt=0, index=0, token_id=7, finish_reason="length")
                     gateway.post(StepFrame(tokens=[last]))
 
-    async with gateway_of(d1=reserve, p1=compute) as orchestrator, asyncio.timeout(HANGS_S):
+    async def place(query: Place) -> Placement:
+        return Placement(request_id="r", attempt=query.attempt, prefill=computing, decode="d1")
+
+    async with gateway_of(d1=reserve, **{computing: compute}) as orchestrator, asyncio.timeout(HANGS_S):
         known = orchestrator.scheduler.workers
+        monkeypatch.setattr(orchestrator.scheduler, "place", place)
         found = [event async for event in one_by_one(orchestrator.generate(asked("r", 10)))]
         assert [event.token_id for event in found] == [7]
-        assert len(tickets) == 1 and tickets[0] is not None
+        assert [ticket is None for ticket in tickets] == [True] * begins_early + [False]
 
 
 async def test_a_silent_worker_is_counted_once_for_all_whom_it_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
