@@ -247,7 +247,8 @@ class Gateway:
 
     def _all_metrics(self, config: LegatoConfig) -> Metrics:
         metrics, orchestrator, scheduler = Metrics(), self._orchestrator, self._orchestrator.scheduler
-        metrics.registry.register(RunMetrics(orchestrator.runs.values, [served.model.name for served in config.served]))
+        models = [served.model.name for served in config.served]
+        metrics.registry.register(RunMetrics(orchestrator.runs.values, models, orchestrator.retries))
         least = {served.model.name: served.least_workers for served in config.served}
         workers = WorkerMetrics(scheduler.reports, lambda: scheduler.pools, least, lambda: scheduler.loading)
         metrics.registry.register(workers)

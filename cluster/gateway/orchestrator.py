@@ -13,6 +13,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -28,7 +29,7 @@ from cluster.errors import (
 from cluster.gateway.generator import ServingLimits, Tokens
 from cluster.gateway.placing import Placer, sleep_within
 from cluster.gateway.quarantine import Quarantine
-from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
+from cluster.gateway.request_state import AttemptEnd, AttemptFailedError, RequestRun, RequestState
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
@@ -95,8 +96,10 @@ class Orchestrator:
         on_slo: Callable[[bytes], None] = lambda report: None,
     ) -> None:
         """Begin nothing yet; see `start`. `on_slo` is called with how requests fared at other gateways. Others may read
-        the attributes `scheduler`, `connections` and `runs` (by request id)."""
+        the attributes `scheduler`, `connections`, `runs` (by request id) and `retries` (attempts that came to nothing
+        and that another one follows, by why)."""
         self._config = config
+        self.retries: Counter[AttemptEnd] = Counter()
         self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
@@ -270,6 +273,7 @@ class Orchestrator:
                     code="adapter_not_loaded",
                 )
             raise FailedError(f"The request failed {self._config.max_attempts} times. {_what_to_do(run)}")
+        self.retries[failure.cause] += 1
         # All of a worker's requests come back at once: the second time not all in the same moment.
         delay_s = self._config.retry_delay_s * min(run.num_stumbles - 1, _LONGEST_DELAY) * random.uniform(0.5, 1.5)
         await sleep_within(run, delay_s)

@@ -384,12 +384,6 @@ class RequestTimeline:
         return [attempt.handoff_s for attempt in attempts if attempt.handoff_s is not None]
 
     @property
-    def retries(self) -> Iterator[str]:
-        """Yields, for each attempt that another one followed, why it came to nothing: an `AttemptEnd`."""
-        for sequence in self.sequences:
-            yield from (attempt.cause for attempt in sequence.attempts[:-1] if attempt.cause)
-
-    @property
     def num_migrations(self) -> int:
         """How often a sequence that had tokens went on in another attempt."""
         return sum(attempt.num_before > 0 for sequence in self.sequences for attempt in sequence.attempts)

@@ -1,18 +1,20 @@
 """Prometheus metrics of one gateway's requests, in a registry of its own.
 
-Everything is updated once per request: a token costs no metric. What is on its way is looked at when somebody asks.
+Everything is updated once per request: a token costs no metric. What is on its way, and retries, are looked at when
+somebody asks.
 `registry` is open to others in the same process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.gateway.request_state import TERMINAL, AttemptEnd, RequestRun, RequestState
@@ -75,14 +77,6 @@ class Metrics:
         self._e2e = Histogram(
             "legato_request_duration_seconds", "From arrival to the last byte", buckets=_E2E_S, registry=r
         )
-        self._retries = Counter(
-            "legato_retries",
-            "Attempts that came to nothing and that another one followed, by why",
-            ["cause"],
-            registry=r,
-        )
-        for cause in _CAUSES:  # there from the start: what begins at 1 is no increase
-            self._retries.labels(cause)
         self._migrations = Counter(
             "legato_migrations", "Streams that went on in another attempt behind tokens that they had", registry=r
         )
@@ -110,8 +104,6 @@ class Metrics:
     def record(self, timeline: RequestTimeline) -> None:
         """Count a generated request that has ended, with its times and tokens."""
         self.count(timeline.endpoint, timeline.outcome)
-        for cause in timeline.retries:
-            self._retries.labels(cause).inc()
         self._migrations.inc(timeline.num_migrations)
         ttft_s = timeline.ttft_s
         if ttft_s is None:
@@ -134,11 +126,18 @@ class Metrics:
 
 class RunMetrics(Collector):
     """The sequences that a gateway has on the cluster (`Orchestrator.runs`), by their model and by how far they are;
-    of `models` also those that have none."""
+    of `models` also those that have none. And their `retries` (`Orchestrator.retries`): as they happen, for requests
+    that a worker's death interrupts end at any time after it."""
 
-    def __init__(self, runs: Callable[[], Iterable[RequestRun]] = tuple, models: Iterable[str] = ("",)) -> None:
+    def __init__(
+        self,
+        runs: Callable[[], Iterable[RequestRun]] = tuple,
+        models: Iterable[str] = ("",),
+        retries: Mapping[AttemptEnd, int] = MappingProxyType({}),
+    ) -> None:
         self._runs = runs
         self._models = tuple(models)
+        self._retries = retries
 
     def collect(self) -> Iterator[Metric]:
         now = time.monotonic()
@@ -159,5 +158,11 @@ class RunMetrics(Collector):
         for key, found in ages.items():
             number.add_metric(key, len(found))
             oldest.add_metric(key, max(found, default=0.0))
+        retries = CounterMetricFamily(
+            "legato_retries", "Attempts that came to nothing and that another one followed, by why", labels=["cause"]
+        )
+        for cause in _CAUSES:  # there from the start: what begins at 1 is no increase
+            retries.add_metric([cause], self._retries.get(cause, 0))
         yield number
         yield oldest
+        yield retries
