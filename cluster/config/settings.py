@@ -58,8 +58,9 @@ TUNABLE: Final = {
 """Classes of component configs that `tuning` can change."""
 
 NOT_TUNABLE: Final = {
-    "DecodeWorkerConfig.layerkv.tpot_target_s": "decode.tpot_target_ms",
+    "DecodeWorkerConfig.layerkv": "kv.layerkv",
     "DecodeWorkerConfig.max_num_seqs": "decode.max_num_seqs",
+    "DecodeWorkerConfig.speculation": "decode.speculation",
     "DecodeWorkerConfig.token_budget": "decode.chunk_tokens",
     "EngineConfig.backend": "model.backend",
     "EngineConfig.batch_invariant": "model.batch_invariant",
@@ -71,6 +72,7 @@ NOT_TUNABLE: Final = {
     "EngineConfig.kv_blocks": "kv.prefill.memory and kv.decode.memory",
     "EngineConfig.kv_bytes": "kv.prefill.memory and kv.decode.memory",
     "EngineConfig.kv_share": "kv.prefill.memory and kv.decode.memory",
+    "EngineConfig.largest_step": "prefill.chunk_tokens and decode.chunk_tokens and decode.max_num_seqs",
     "EngineConfig.max_adapter_rank": "adapters.max_rank",
     "EngineConfig.max_adapters": "adapters.max_loaded",
     "EngineConfig.max_model_len": "model.max_model_len",
@@ -92,7 +94,8 @@ NOT_TUNABLE: Final = {
     "TiersConfig.host": "kv.prefill.host_memory and kv.decode.host_memory",
     "TransferConfig.transport": "transfer.transport",
 }
-"""Fields of theirs that settings say, which are checked against each other."""
+"""Fields of theirs that settings say, which are checked against each other. The two that are whole configs, or None
+where they are off, are changed by the names of their own classes."""
 
 T = TypeVar("T", bound="DataclassInstance")
 

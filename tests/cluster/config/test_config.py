@@ -241,6 +241,18 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             ("tuning.SchedulerPolicy.local_prefill_below", "set scheduler.local_prefill_below_tokens"),
         ),
         (
+            {"kv": {"layerkv": "off"}, "tuning": {"DecodeWorkerConfig": {"layerkv": {"max_in_flight": 4}}}},
+            ("tuning.DecodeWorkerConfig.layerkv is no constant", "set kv.layerkv"),
+        ),
+        (
+            {"tuning": {"DecodeWorkerConfig": {"speculation": None}}},
+            ("tuning.DecodeWorkerConfig.speculation is no constant", "set decode.speculation"),
+        ),
+        (
+            {"tuning": {"EngineConfig": {"largest_step": {"num_tokens": 1}}}},
+            ("tuning.EngineConfig.largest_step is no constant", "set prefill.chunk_tokens and decode.chunk_tokens and"),
+        ),
+        (
             {"tuning": {"TransferConfig": {"transport": "nccl"}}},
             ("tuning.TransferConfig.transport is no constant", "set transfer.transport"),
         ),
@@ -727,12 +739,16 @@ def test_tuning_changes_a_constant_of_a_whole_cluster() -> None:
         ({"reserve_wait_s": "240"}, r"tuning\.DecodeWorkerConfig\.reserve_wait_s: .*number, but it is '240'"),
         ({"max_waiting": 2.5}, r"tuning\.DecodeWorkerConfig\.max_waiting: .*integer"),
         ({"overlap_steps": 1}, r"tuning\.DecodeWorkerConfig\.overlap_steps: .*boolean"),
-        ({"layerkv": {"max_in_flight": 0}}, r"tuning\.DecodeWorkerConfig\.layerkv: .*at least 1"),
     ],
 )
 def test_tuning_takes_no_value_of_another_type(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         decode_worker(load_config({"tuning": {"DecodeWorkerConfig": changes}}))
+
+
+def test_tuning_takes_no_value_that_its_class_refuses() -> None:
+    with pytest.raises(ValueError, match=r"tuning\.LayerKvConfig: .*at least 1"):
+        decode_worker(load_config({"tuning": {"LayerKvConfig": {"max_in_flight": 0}}}))
 
 
 def test_tuning_makes_of_a_value_what_the_field_is_of() -> None:
