@@ -15,13 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import FailedError, OverloadedError, RequestTooLargeError, UnavailableError
 from cluster.gateway.request_log import logged_request
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.app import create_app
+from cluster.http.endpoints import operators
+from cluster.metrics.ray_export import SAMPLES_AT_ONCE
 from cluster.metrics.requests import RunMetrics
 from cluster.metrics.workers import WorkerMetrics
 from cluster.slo.classes import SloClass, SloConfig
@@ -253,6 +255,27 @@ async def test_serve_cancels_a_request_whose_client_has_left(
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         metrics = (await client.get("/metrics")).text
     assert 'legato_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
+
+
+async def test_metrics_of_many_are_written_a_few_at_a_time(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams have their turn between them."""
+    api, at_once = scripted_api(generator, tokenizer, slo=CLASSES), list[int]()
+
+    def counted(registry: CollectorRegistry) -> bytes:
+        at_once.append(sum(len(family.samples) for family in registry.collect()))
+        return generate_latest(registry)
+
+    monkeypatch.setattr(operators, "generate_latest", counted)
+    many = Gauge("many", "of a kind", ["number"], registry=api.metrics.registry)
+    for number in range(2 * SAMPLES_AT_ONCE + 1):
+        many.labels(number).set(number)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(api)), base_url="http://test") as client:
+        page = (await client.get("/metrics")).text
+    whole = generate_latest(api.metrics.registry).decode()
+    assert page.splitlines() == [line for line in whole.splitlines() if "_created" not in line]
+    assert max(at_once) == SAMPLES_AT_ONCE
 
 
 # One record of a request.
