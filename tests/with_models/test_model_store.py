@@ -14,7 +14,6 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
