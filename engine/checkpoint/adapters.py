@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _LOADABLE: Final = dict(zip(("F32", "BF16", "F16"), LOADABLE_DTYPES, strict=True
 _ALL: Final = slice(None)
 _LENGTH_BYTES: Final = 8  # of the header's length, with which a file of tensors begins
 _LONGEST_HEADER: Final = 100_000_000  # bytes, by the format
+_MAX_LAYOUTS: Final = 8  # some 100 KB each
 
 # Says nothing of what the adapter computes, or is looked at below; of any other field only what is false, or nothing.
 _HARMLESS: Final = frozenset(
@@ -117,41 +119,68 @@ class AdapterFiles:
         """As `adapter_digest` has it. For another thread: it holds no lock of the interpreter's."""
         return _digest(hashlib.sha256(part) for part in (self.config, self.tensors))
 
-    def weights(self, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
-        """All weights for this model, in its type, some of them where the file lies. Raises ValueError where they are
-        not whole, or cannot be computed exactly."""
-        config = _config(self.folder, self.config, model)
-        start, stored = _stored(self.folder / WEIGHTS_NAME, self.tensors, len(self.tensors))
-        shapes = expected_shapes(model)
-        modules = _modules(self.folder, stored, shapes, max_rank)
-        tensor = self._reader(start, stored.values())
+
+class AdapterReader:
+    """Makes one model's weights of adapters' files. Some adapters of one recipe have the same header, and one that
+    comes again has its own: how the last ones lie in their files is known."""
+
+    def __init__(self, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> None:
+        """`dtype` is the model's, and of the weights."""
+        self._model, self._max_rank, self._dtype = model, max_rank, dtype
+        self._shapes = expected_shapes(model)
+        self._layouts: OrderedDict[tuple[bytes, int], _Layout] = OrderedDict()  # the one that came last is the last
+
+    def weights(self, files: AdapterFiles) -> AdapterWeights:
+        """All weights, some of them where the file lies. Raises ValueError where they are not whole, or cannot be
+        computed exactly."""
+        config = _config(files.folder, files.config, self._model)
+        layout = self._layout(files)
+        tensor = _tensors(files.tensors[layout.start :], layout.dtypes)
         found: dict[str, LowRankWeights] = {}
-        for module in modules:
-            down, up = (tensor(stored[_tensor_name(module, part)]) for part in "AB")
-            scale = _scale(config, module, rank=len(down))
-            down = down if down.dtype == dtype else down.to(dtype)
-            scaled = up * scale if up.dtype == dtype else (up.float() * scale).to(dtype)
-            for part, rows in fused_parts(f"{module}.weight", shapes).items():
-                found[part.removesuffix(".weight")] = LowRankWeights(down, scaled if rows == _ALL else scaled[rows])
+        for module, down_stored, up_stored, parts in layout.modules:
+            down, up = tensor(down_stored), tensor(up_stored)
+            scale = _scale(config, module, rank=down_stored.shape[0])
+            down = down if down.dtype == self._dtype else down.to(self._dtype)
+            scaled = up * scale if up.dtype == self._dtype else (up.float() * scale).to(self._dtype)
+            for name, rows in parts:
+                found[name] = LowRankWeights(down, scaled if rows == _ALL else scaled[rows])
         return found
 
-    def _reader(self, start: int, stored: Iterable[_Stored]) -> Callable[[_Stored], Tensor]:
-        """Gives tensors of two dimensions and a type that can be loaded, where they lie: there are hundreds, so each
-        takes one call of torch's."""
-        data = self.tensors[start:]
-        numbers = {
-            dtype: torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
-            for dtype in {one.dtype for one in stored if one.dtype is not None}
-        }
+    def _layout(self, files: AdapterFiles) -> _Layout:
+        size = len(files.tensors)
+        key = (_header(files.tensors), size)
+        layout = self._layouts.pop(key, None)
+        if layout is None:
+            start, stored = _stored(files.folder / WEIGHTS_NAME, files.tensors, size)
+            modules = tuple(
+                _Module(name, stored[_tensor_name(name, "A")], stored[_tensor_name(name, "B")], self._parts(name))
+                for name in _modules(files.folder, stored, self._shapes, self._max_rank)
+            )
+            layout = _Layout(start, modules, {one.dtype for one in stored.values() if one.dtype is not None})
+        self._layouts[key] = layout
+        if len(self._layouts) > _MAX_LAYOUTS:
+            self._layouts.popitem(last=False)
+        return layout
 
-        def tensor(one: _Stored) -> Tensor:
-            assert one.dtype is not None, "refused by its type"
-            first, rest = divmod(one.place[0], one.dtype.itemsize)
-            if rest:  # behind a tensor of another type
-                return torch.frombuffer(bytearray(data[slice(*one.place)]), dtype=one.dtype).view(one.shape)
-            return numbers[one.dtype].as_strided(one.shape, (one.shape[1], 1), first)
+    def _parts(self, module: str) -> tuple[tuple[str, slice], ...]:
+        """The model's projections of one of a file, and which outputs are whose."""
+        parts = fused_parts(f"{module}.weight", self._shapes)
+        return tuple((part.removesuffix(".weight"), rows) for part, rows in parts.items())
 
-        return tensor
+
+def _tensors(data: memoryview, dtypes: Iterable[torch.dtype]) -> Callable[[_Stored], Tensor]:
+    """Gives tensors of two dimensions and a type that can be loaded, where they lie: there are hundreds, so each takes
+    one call of torch's."""
+    numbers = {dtype: torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize) for dtype in dtypes}
+
+    def tensor(one: _Stored) -> Tensor:
+        assert one.dtype is not None, "refused by its type"
+        first, rest = divmod(one.place[0], one.dtype.itemsize)
+        if rest:  # behind a tensor of another type
+            return torch.frombuffer(bytearray(data[slice(*one.place)]), dtype=one.dtype).view(one.shape)
+        return numbers[one.dtype].as_strided(one.shape, (one.shape[1], 1), first)
+
+    return tensor
 
 
 def adapter_digest(folder: Path) -> str:
@@ -180,7 +209,7 @@ def check_adapter(folder: Path, model: ModelConfig, max_rank: int) -> None:
 def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
     """All weights of an adapter for this model, in its type. Raises ValueError where the folder holds none, or one that
     cannot be computed exactly."""
-    return AdapterFiles.read(folder).weights(model, max_rank, dtype)
+    return AdapterReader(model, max_rank, dtype).weights(AdapterFiles.read(folder))
 
 
 def product_shapes(model: ModelConfig, ranks: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -210,6 +239,28 @@ class _Stored(NamedTuple):
     dtype: torch.dtype | None  # None: none that can be loaded
     shape: list[int]
     place: tuple[int, int]  # in bytes, from the first tensor
+
+
+class _Module(NamedTuple):
+    """The tensors of one projection of a file."""
+
+    name: str
+    down: _Stored
+    up: _Stored
+    parts: tuple[tuple[str, slice], ...]  # the model's projections that it is, and which outputs are whose
+
+
+class _Layout(NamedTuple):
+    """What is known of adapters with the same header."""
+
+    start: int  # of the tensors, in the file
+    modules: tuple[_Module, ...]
+    dtypes: set[torch.dtype]
+
+
+def _header(begin: memoryview) -> bytes:
+    """All that stands before the tensors, where the file is whole."""
+    return bytes(begin[: _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")])
 
 
 def _stored(path: Path, begin: bytes | memoryview, num_bytes: int) -> tuple[int, dict[str, _Stored]]:

@@ -167,13 +167,15 @@ def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank
     """The pool of one model's adapters."""
     import torch  # who replays a log has the schedulers, which import this module, and computes nothing
 
-    from engine.checkpoint.adapters import AdapterFiles
+    from engine.checkpoint.adapters import AdapterFiles, AdapterReader
+
+    reader = AdapterReader(config, max_rank, model.dtype)
 
     def load(digest: str, folder: Path) -> Adapter:
         files = AdapterFiles.read(folder)
         with ThreadPoolExecutor(1, "adapter-digest") as beside, torch.inference_mode():
             read = beside.submit(files.digest)
-            adapter = model.adapter(files.weights(config, max_rank, model.dtype))
+            adapter = model.adapter(reader.weights(files))
             if read.result() != digest:
                 raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
         return adapter

@@ -237,7 +237,7 @@ class Model:
         ranks."""
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
         kernels = self._kernels
-        ranks = {name: len(low_rank.down) for name, low_rank in weights.items()}
+        ranks = {name: low_rank.up.shape[1] for name, low_rank in weights.items()}
         num_bytes = kernels.packed_bytes(product_shapes(self.config, ranks), self.dtype)
         if isinstance(kernels, NativeCpuKernels):
             kernels = kernels.packing_into(memory_apart(num_bytes))
@@ -545,16 +545,13 @@ def _low_rank(
         if (low_rank := weights.get(name)) is not None:
             # `product_shapes` says why ranks are even: one more, of zeros, changes nothing.
             down, up = low_rank.down, low_rank.up
-            if len(down) % 2:
+            if up.shape[1] % 2:
                 down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))
             linear = kernels.pack_linear(up.to(device), None)
-            ups.append(
-                UpProjection(
-                    linear, slice(first_rank, first_rank + len(down)), slice(first_output, first_output + num_outputs)
-                )
-            )
+            ranks = slice(first_rank, first_rank + up.shape[1])
+            ups.append(UpProjection(linear, ranks, slice(first_output, first_output + num_outputs)))
             downs.append(down)
-            first_rank += len(down)
+            first_rank = ranks.stop
         first_output += num_outputs
     if not downs:
         return None

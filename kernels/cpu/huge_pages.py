@@ -86,6 +86,7 @@ def memory_apart(num_bytes: int) -> PackingMemory:
 
 
 def _filled(shared: _Shared, num_elements: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-    packed = huge_zeros([num_elements], dtype, shared)
+    memory = shared.allocate(num_elements * dtype.itemsize)
+    packed = torch.frombuffer(memory, dtype=dtype, count=num_elements)
     fill(packed)
     return packed

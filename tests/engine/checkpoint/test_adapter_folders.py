@@ -14,7 +14,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
-from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter, read_adapter
+from engine.checkpoint.adapters import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    AdapterFiles,
+    AdapterReader,
+    adapter_digest,
+    check_adapter,
+    read_adapter,
+)
 from engine.model.config import LatentConfig, LayerConfig, ModelConfig
 from engine.model.rope import RopeConfig
 
@@ -41,6 +49,7 @@ SHAPES = {Q: (8, 8), V: (4, 8)}
 
 def write(folder: Path, rank: int = 4, **config: Any) -> Path:
     """With PEFT's own defaults beside what is given."""
+    folder.mkdir(exist_ok=True)
     tensors = {}
     for module, (outputs, inputs) in SHAPES.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs)
@@ -97,6 +106,28 @@ def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scales: tupl
         down, up = (stored[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
         assert torch.equal(found[module].down, down)
         assert torch.allclose(found[module].up, scale * up)
+
+
+def test_one_reader_reads_many(tmp_path: Path) -> None:
+    """What it knows of a file's header, it knows of no other, and nothing else of the file."""
+    reader = AdapterReader(MODEL, 64, torch.float32)
+    folders = [
+        write(tmp_path / f"{rank} {alpha}", rank=rank, lora_alpha=alpha) for rank in (4, 8, 2, 6) for alpha in (1, 16)
+    ]
+    for folder in [*folders, *reversed(folders)]:
+        weights = load_file(folder / WEIGHTS_NAME)
+        for name in weights:
+            weights[name] = torch.randn_like(weights[name])
+        save_file(weights, folder / WEIGHTS_NAME)
+        found, alone = reader.weights(AdapterFiles.read(folder)), read_adapter(folder, MODEL, 64, torch.float32)
+        assert found.keys() == alone.keys()
+        for name, low_rank in found.items():
+            assert torch.equal(low_rank.down, weights[f"base_model.model.{name}.lora_A.weight"])
+            assert torch.equal(low_rank.up, alone[name].up)
+    whole = (folders[0] / WEIGHTS_NAME).read_bytes()
+    (folders[0] / WEIGHTS_NAME).write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        reader.weights(AdapterFiles.read(folders[0]))
 
 
 def test_it_is_read_in_the_models_type(tmp_path: Path) -> None:
