@@ -25,7 +25,7 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS: Final = 256
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")  # which a model may call by its name alone
+_RECIPIENT: Final = re.compile(r"\bto=(functions\.)?([A-Za-z0-9_.-]+)")
 
 
 def output_parser(
@@ -86,14 +86,19 @@ class HarmonyParser(EventReader):
         return bool(mark)
 
     def _begin(self, header: str) -> None:
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        channel, addressed = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
+        recipient = None if addressed is None else addressed[2]
+        # A function may be called by its name alone. Other names are of tools that the model was trained with, such as
+        # `python`, to which it thinks aloud whether it has them or not.
+        if addressed is not None and addressed[1] is None and (is_thought or recipient not in self._functions):
+            recipient = None
         self._is_parted = True
-        if recipient is not None and recipient[1] in self._functions:
+        if recipient is not None and recipient in self._functions:
             self.num_calls += 1
             self._part = "dropped" if self._single and self.num_calls > 1 else "arguments"
             if self._part == "arguments":
-                self._tell("call", recipient[1], self.num_calls - 1)
+                self._tell("call", recipient, self.num_calls - 1)
                 self._arguments.clear()
         elif is_thought and self._is_split and recipient is None:
             self._part, self.has_reasoned = "reasoning", True
