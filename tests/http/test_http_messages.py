@@ -200,6 +200,10 @@ def test_what_is_meant_for_bills_is_no_part_of_the_prompt(
     client.messages.create(**asked())
     *_, billed, plain = prompts(generator, tokenizer)
     assert billed == plain
+    whole = f"{bill['text']}\n\nYou are Claude Code.\n\nBe brief."  # what proxies make of the blocks
+    for joined in (whole, [{"type": "text", "text": whole}]):
+        client.messages.create(**asked(system=joined))
+        assert prompts(generator, tokenizer)[-1] == first
 
 
 def test_examples_of_a_tool_are_told_with_its_schema(

@@ -40,8 +40,8 @@ router = APIRouter(route_class=JsonRoute)
 _SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is translated on the loop
 _TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
 _LEFT_OUT: Final = ("redacted_thinking",)  # blocks of another model, which nothing here can read
-# What Claude Code sends first of all, for Anthropic's bills. It says nothing to a model, and its hash is another one
-# with each request: no prefix behind it would ever be found again.
+# How the first line of Claude Code's system prompt begins, for Anthropic's bills. It says nothing to a model, and its
+# hash is another one with each request: no prefix behind it would ever be found again.
 _BILLING: Final = "x-anthropic-billing-header:"
 
 
@@ -86,7 +86,11 @@ def parse_system(value: object) -> str:
     blocks = parse_blocks(value)
     if any(block["type"] != "text" for block in blocks):
         raise _error("a system prompt has text blocks only", "unsupported_value")
-    return "\n\n".join(block["text"] for block in blocks if not block["text"].startswith(_BILLING))
+    return "\n\n".join(filter(None, (_without_bill(block["text"]) for block in blocks)))
+
+
+def _without_bill(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text
 
 
 def _parse_result(value: object) -> str:
