@@ -56,7 +56,7 @@ class Answer(Response):
         self._timeline = timeline
         self._started = self._complete = False  # what has been handed to the connection
         self._sending_since: float | None = None  # a `send` has not returned since then
-        self._sent_at = 0.0  # when the last one began
+        self._sent_at = 0.0  # when the last one began, once the answer has
         self._given_up = asyncio.Event()  # during such a `send`: too much waits behind it
 
     @abstractmethod
@@ -162,6 +162,7 @@ class Answer(Response):
 
     async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._started, self._timeline.status = True, status
+        self._sent_at = time.monotonic()
         slo_class = self._timeline.terms.slo.name
         named = {
             "content-type": content_type,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,16 @@ def test_a_stream_that_has_nothing_to_say_says_so(
             if line.startswith("data: {"):
                 texts += [choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
     assert num_comments > 2 and texts[0] == "One" and "".join(texts) == "One two four"
+
+
+def test_but_not_at_once(target: Target, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first token of all is held: some clients read no comments."""
+    monkeypatch.setattr(response, "BEAT_S", HANGS_S)
+    looks = count()
+    generator.script = Script(reply="One two four", until=lambda: next(looks) > 2)
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stop": "One two three"}
+    answer = target.http.post("/v1/completions", json=body)
+    assert '"One two four"' in answer.text and ": waiting" not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
