@@ -240,7 +240,8 @@ def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGener
     """Codex groups functions of an MCP server, and its own for several agents. The model knows one name of each, the
     client two."""
     inside = {"type": "namespace", "name": "mcp__sky__", "description": "Of a server.", "tools": [WEATHER]}
-    agents = {**inside, "name": "agents", "tools": [{**WEATHER, "name": "spawn"}, {**WEATHER, "name": "wait"}]}
+    spawn = {**WEATHER, "name": "spawn", "description": None}
+    agents = {**inside, "name": "agents", "description": "Of agents.", "tools": [spawn, {**WEATHER, "name": "wait"}]}
     tools: list[Any] = [WEATHER, inside, agents]
     called = '<tool_call>\n{"name": "mcp__sky__weather", "arguments": {"place": "Rome"}}\n</tool_call>'
     plain = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
@@ -260,8 +261,14 @@ def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGener
     assert create(client, tools=tools, tool_choice={"type": "function", "name": "agents__wait"}, max_output_tokens=1)
     *_, whole, followed, _ = prompts(generator, tokenizer)
     assert whole == followed and f"assistant\n{called}\n{plain}<|im_end|>" in whole
-    for name in ("weather", "mcp__sky__weather", "agents__spawn", "agents__wait"):
-        assert f'"name": "{name}", "description"' in whole
+    described = WEATHER["description"]
+    for name, told in (
+        ("weather", described),
+        ("mcp__sky__weather", f"Of a server.\\n\\n{described}"),
+        ("agents__spawn", "Of agents."),
+        ("agents__wait", described),
+    ):
+        assert f'"name": "{name}", "description": "{told}"' in whole
 
 
 def test_items_of_an_answer_are_sent_back_as_they_are(client: openai.OpenAI, generator: ScriptedGenerator) -> None:

@@ -475,7 +475,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["logit_bias"] = {str(token_id): bias for token_id, bias in body.logit_bias.items()}
     if body.tools:
-        chat["tools"] = [_chat_tool(tool) for tool in body.tools]
+        chat["tools"] = list(_chat_tools(body.tools))
     if body.tool_choice is not None:
         chat["tool_choice"] = _chat_tool_choice(body.tool_choice)
     chat["parallel_tool_calls"] = body.parallel_tool_calls
@@ -516,9 +516,15 @@ def in_its_own_words(error: ApiError) -> ApiError:
     return error
 
 
-def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
-    function = {"name": tool.chat_name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {**function, "strict": tool.strict}}
+def _chat_tools(tools: Sequence[ResponsesTool]) -> Iterator[dict[str, Any]]:
+    """Yields the tools of a chat, which has no namespaces: what is said of one is said with its first function."""
+    for namespace, functions in groupby(tools, key=lambda tool: tool.namespace):
+        said = "" if namespace is None else namespace.description
+        for tool in functions:
+            description = f"{said}\n\n{tool.description or ''}".rstrip() if said else tool.description
+            function = {"name": tool.chat_name, "description": description, "parameters": tool.parameters}
+            yield {"type": "function", "function": {**function, "strict": tool.strict}}
+            said = ""
 
 
 def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
