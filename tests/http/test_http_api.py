@@ -546,8 +546,11 @@ def test_a_compressed_body_is_refused_as_such(target: Target) -> None:
         assert answer.status_code == 415 and "without Content-Encoding" in answer.json()["error"]["message"], (
             answer.text
         )
-    plain = {"content-encoding": "identity"}
-    assert target.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=plain).status_code == 200
+    both = target.http.post("/v1/completions", content=body, headers={"content-encoding": "identity, X-GZIP"})
+    assert both.status_code == 415
+    for name in ("identity", "identity, identity", "utf-8", "none", ""):
+        plain = target.http.post("/v1/completions", json=SHORT, headers={"content-encoding": name})
+        assert plain.status_code == 200, plain.text
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:

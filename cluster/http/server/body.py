@@ -43,6 +43,7 @@ _STREAMED_S: Final = 600.0  # for the whole of a body that goes through to its r
 _MOST_STREAMED: Final = 16  # such bodies at a time; one client's are no more than what is left to others
 
 _LONGEST_LENGTH: Final = 20  # digits of a Content-Length that matter
+_COMPRESSIONS: Final = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"})
 
 
 @dataclass(slots=True, eq=False)
@@ -210,10 +211,12 @@ class BodyLimit:
 
 
 def _require_no_encoding(scope: Scope) -> None:
-    encoding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    """Check that the body is not compressed. Other names, such as utf-8 or none, are clients' mistakes for a plain
+    one."""
+    named = ",".join(Headers(scope=scope).getlist("content-encoding")).lower()
+    if compressed := _COMPRESSIONS.intersection(map(str.strip, named.split(","))):
         raise InvalidRequestError(
-            f"The body is encoded as {encoding[:40]!r}, and is read only as it is. Send it without Content-Encoding.",
+            f"The body is encoded as {min(compressed)!r}, and is read only as it is. Send it without Content-Encoding.",
             code="unsupported_encoding",
             status=415,
         )
