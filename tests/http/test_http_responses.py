@@ -258,8 +258,14 @@ def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGener
     sent: list[Any] = [{"role": "user", "content": ASKED}, *answer.output, *results]
     create(client, input=sent, tools=tools)
     create(client, input=results, previous_response_id=answer.id, tools=tools)
-    assert create(client, tools=tools, tool_choice={"type": "function", "name": "agents__wait"}, max_output_tokens=1)
-    *_, whole, followed, _ = prompts(generator, tokenizer)
+    for chosen, name in (
+        ({"name": "agents__wait"}, "agents__wait"),
+        ({"namespace": "mcp__sky__", "name": "weather"}, "mcp__sky__weather"),
+    ):
+        one: Any = {"type": "function", **chosen}
+        assert create(client, tools=tools, tool_choice=one, max_output_tokens=1).tool_choice.to_dict() == one
+        assert name in (generator.requests[-1].params.grammar or "")
+    *_, whole, followed, _, _ = prompts(generator, tokenizer)
     assert whole == followed and f"assistant\n{called}\n{plain}<|im_end|>" in whole
     described = WEATHER["description"]
     for name, told in (
@@ -991,7 +997,10 @@ def test_a_disk_that_is_full_costs_nobody_an_answer(
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools", "custom"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "x"}]}]}, "tools",
          "custom"),
-        ({"tools": [{"type": "namespace", "name": "a b", "tools": [WEATHER]}]}, "tools[0].namespace.name", "a b"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [WEATHER]}]}, "tools[0].name", "a b"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": []}]}, "tools[0].name", "a b"),
+        ({"tools": [{"type": "namespace", "name": "x", "stranger": 1, "tools": []}]}, "tools[0].stranger", "stranger"),
+        ({"tools": [{**WEATHER, "namespace": {"name": "x"}}]}, "tools", "tool 0 names a namespace"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "namespace", "tools": []}]}]}, "tools",
          "namespace"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": [WEATHER]}, {**WEATHER, "name": "x__weather"}]},
@@ -1000,6 +1009,10 @@ def test_a_disk_that_is_full_costs_nobody_an_answer(
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "a b"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "not among"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "namespace": "x"}}, "tool_choice",
+         "not among"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "namespace": {}}}, "tool_choice",
+         "a function is written"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "file_search"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", "followed"),

@@ -273,22 +273,31 @@ def _only_functions(value: object) -> object:
     return _functions(value) if isinstance(value, list) else value
 
 
-def _functions(tools: list[Any], namespace: Mapping[str, Any] | None = None) -> list[Any]:
+def _functions(tools: list[Any], namespace: Namespace | None = None) -> list[Any]:
     """The tools, those in a namespace one by one and with it."""
     found: list[Any] = []
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind == "namespace" and isinstance(inner := tool.get("tools"), list) and namespace is None:
-            found += _functions(inner, {key: tool[key] for key in tool.keys() - {"type", "tools"}})
+            found += _functions(inner, _namespace(tool, index))
         elif isinstance(kind, str) and kind != "function":
             raise _error(
                 f"tool {index} is {kind[:40]!r}, and this server runs no tools of its own; send functions, and run"
                 " them yourself",
                 "unsupported_value",
             )
+        elif kind is not None and tool.get("namespace") is not None:
+            raise _error(f"tool {index} names a namespace; send it among the `tools` of one")
         else:
             found.append(tool if namespace is None or kind is None else {**tool, "namespace": namespace})
     return found
+
+
+def _namespace(tool: Mapping[str, Any], index: int) -> Namespace:
+    try:
+        return Namespace.model_validate({key: tool[key] for key in tool.keys() - {"type", "tools"}})
+    except ValidationError as error:
+        raise _refusal(error, "tools", index) from None
 
 
 def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
@@ -304,7 +313,10 @@ def _chat_tool_choice(value: object) -> object:
         named = [_chat_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
         return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": named}}
     if isinstance(value, Mapping) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
+        name, namespace = value.get("name"), value.get("namespace")
+        if namespace is not None:
+            name = _chat_name(name, namespace) if isinstance(name, str) and isinstance(namespace, str) else None
+        return {"type": "function", "function": {"name": name}}
     return value
 
 
