@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -323,7 +323,7 @@ def _template_variables(template: TemplateBody, asked: Asked) -> dict[str, Any]:
 def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, asked: Asked) -> list[int]:
     """The token ids of messages as the chat template has them. One that takes roles in turns only, as Gemma's and
     Mistral's do, gets messages of one role side by side as one: clients that know nothing of templates send several
-    system messages, or what a user says in two."""
+    system messages, or what a user says in two. No more of them than it takes are joined."""
     continues, opens = bool(template.continue_final_message), template.add_generation_prompt
 
     def applied(messages: list[Message]) -> list[int]:
@@ -335,25 +335,42 @@ def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: T
             max_chars=_context(asked) * asked.model.tokenizer.longest_token_chars,
         )
 
-    try:
-        return applied(plain)
-    except ValueError:
-        joined = _joined(plain)
-        if len(joined) == len(plain):
-            raise
-        return applied(joined)
+    refusal: ValueError | None = None
+    tried: list[list[Message]] = []
+    ways: Sequence[Callable[[list[Message]], list[Message]]]
+    ways = (list, partial(_joined, roles=("system",)), _joined, _with_one_system)
+    for way in ways:
+        if (messages := way(plain)) not in tried:
+            tried.append(messages)
+            try:
+                return applied(messages)
+            except ValueError as error:
+                refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
-def _joined(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with those of one role side by side as one. Results of calls stay apart, and what follows calls."""
+def _joined(messages: Sequence[Message], roles: Collection[str] = ("system", "user", "assistant")) -> list[Message]:
+    """The messages, with those of one of these roles side by side as one. What follows calls stays apart."""
     groups: list[list[Message]] = []
     for message in messages:
         last = groups[-1][-1] if groups else {}
-        if message["role"] == last.get("role") and message["role"] != "tool" and not last.get("tool_calls"):
+        if message["role"] in roles and message["role"] == last.get("role") and not last.get("tool_calls"):
             groups[-1].append(message)
         else:
             groups.append([message])
     return [_as_one(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages joined, with system messages behind others as a user's: such templates know one at the beginning."""
+    num_first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return _joined(
+        [
+            {**message, "role": "user"} if at > num_first and message["role"] == "system" else message
+            for at, message in enumerate(messages)
+        ]
+    )
 
 
 def _as_one(group: Sequence[Message]) -> Message:

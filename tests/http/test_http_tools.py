@@ -252,6 +252,8 @@ async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as
 
     told = [("system", "S"), ("developer", "D"), ("user", "1"), ("user", "2"), ("assistant", "A"), ("user", "3")]
     assert await prompt(chat(*told)) == "S\n\nD|user: 1\n\n2|assistant: A|user: 3|"
+    amid = chat(("user", "1"), ("system", "S"), ("assistant", "A"), ("user", "2"))  # as Claude Code reminds a model
+    assert await prompt(amid) == "user: 1\n\nS|assistant: A|user: 2|"
     begun = chat(*told[2:4], ("assistant", "A"), ("assistant", "B"), continue_final_message=True)
     assert await prompt(begun) == "user: 1\n\n2|assistant: A\n\nB"
     item = {"type": "message", "role": "developer", "content": "D"}
@@ -268,6 +270,22 @@ async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as
     )
     with pytest.raises(InvalidRequestError, match="must alternate"):
         await prompt(chat(("assistant", "A"), ("user", "1"), ("user", "2")))
+
+
+async def test_a_template_that_takes_one_system_message_gets_the_users_as_they_came(tmp_path: Path) -> None:
+    """A user's messages side by side are joined only where the template refuses them."""
+    template = """{%- for message in messages %}
+{%- if message.role == "system" and not loop.first %}{{ raise_exception("System message must be at the beginning.") }}
+{%- endif %}{{- message.role + ": " + message.content + "|" }}
+{%- endfor %}"""
+    tokenizer = tokenizer_of(template, tmp_path / "one_system")
+    asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
+    told = [("system", "S"), ("system", "T"), ("user", "1"), ("user", "2")]
+    chat = ChatBody.model_validate(
+        {"model": MODEL, "messages": [{"role": role, "content": content} for role, content in told]}
+    )
+    token_ids = await chat_token_ids(chat.messages, chat, asked, [])
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "system: S\n\nT|user: 1|user: 2|"
 
 
 def calling(*calls: tuple[str, str], **said: str) -> dict[str, Any]:
