@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.sampling.thinking import forced_token
+from engine.sampling.thinking import must_close
 from engine.sequence import DraftedSequence, Sequence, SequenceKey, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
 
@@ -125,11 +125,9 @@ class GrammarMasks:
 
     def _within_budget(self, row: TokensSoFar, bits: Bits | None) -> Bits | None:
         """The end of reasoning alone, where that is due and what a grammar allows has it."""
-        forced = forced_token(row.params, row.output_token_ids) if row.params.thinking_budget is not None else None
-        if forced is None:
-            return bits
-        only = self._mask_of(forced)
-        return only if bits is None else both if (both := bits & only).any() else bits
+        closing = row.params.thinking_marks[-1]
+        is_allowed = bits is None or int(bits[closing // 32]) >> closing % 32 & 1  # the rest of an answer has no marks
+        return self._mask_of(closing) if is_allowed and must_close(row) else bits
 
     def forced_tokens(self, seq: Sequence) -> tuple[int, ...]:
         """What must come after the output so far, as the tokenizer cuts it, up to a choice or the end. Nothing where

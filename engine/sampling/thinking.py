@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.sampling.params import SamplingParams
+from engine.sequence import TokensSoFar
 
 _OPENS_WITHIN: Final = 4  # tokens: a model that reasons begins with that, but for space
 
 
-def forced_token(params: SamplingParams, output_token_ids: list[int]) -> int | None:
-    """The closing mark, from where it is due on until it has come; None: any token may come."""
+def must_close(row: TokensSoFar) -> bool:
+    """Whether the closing mark is all that may come next. Under a grammar, only asked where that allows the mark."""
+    params = row.params
     if params.thinking_budget is None:
-        return None
+        return False
     *opening, closing = params.thinking_marks
-    start = 0
+    start = row.num_tokens - row.num_output_tokens
     if opening:
-        beginning = output_token_ids[:_OPENS_WITHIN]
+        beginning = row.tokens(start, min(start + _OPENS_WITHIN, row.num_tokens))
         if opening[0] not in beginning:
-            return None
-        start = beginning.index(opening[0]) + 1
-    is_due = len(output_token_ids) >= start + params.thinking_budget and closing not in output_token_ids[start:]
-    return closing if is_due else None
+            return False
+        start += beginning.index(opening[0]) + 1
+    due = start + params.thinking_budget
+    # Without a grammar it is always taken where it is due, so that nobody has to look for it ever after.
+    is_due = row.num_tokens == due if params.grammar is None else row.num_tokens >= due
+    return is_due and closing not in row.tokens(start, row.num_tokens)

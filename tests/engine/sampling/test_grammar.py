@@ -262,6 +262,36 @@ def test_reasoning_ends_at_its_budget(sampler: Sampler, temperature: float) -> N
     assert generated(sampler, by_itself)[:4] == [CLOSES] * 4, "it is closed already, so nothing is due"
 
 
+class _Read(list[int]):
+    """Tokens that know how many of them were copied, or looked through."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __contains__(self, token_id: object) -> bool:
+        self.num_read += len(self)
+        return super().__contains__(token_id)
+
+
+def test_what_reasoning_was_is_not_looked_through_for_the_rest_of_the_answer(masks: GrammarMasks) -> None:
+    """Or each token of a long answer would take longer than the one before it, in every step that it shares."""
+    marked = {"thinking_budget": 2, "thinking_marks": (OPENS, CLOSES)}
+    digits = masks.tokenizer.tokenize_str("0" * 1000)
+    output = _Read([OPENS, 1, 2, CLOSES, *digits])
+    assert masks.of([sequence(params_of(**marked), output=output)]) == [None]
+    assert output.num_read < 10
+    grammar = f"start: <[{OPENS}]> <[1]> <[2]> <[{CLOSES}]> /[0-9]*/"
+    seq = sequence(params_of(**marked, grammar=grammar), output=output)
+    assert masks.of([seq])
+    output.num_read = 0
+    assert masks.of([seq])
+    assert output.num_read <= len(output) + 10, "once, to see what its grammar has followed so far"
+
+
 def test_a_budget_gives_way_to_the_grammar(masks: GrammarMasks, tokenizer: Tokenizer) -> None:
     one, letter = tokenizer.encode("1")[0], tokenizer.encode("a")[0]
     for mark, wanted in ((one, {one}), (letter, set(tokenizer.encode("0123456789")))):
