@@ -207,7 +207,7 @@ class DecodeScheduler:
         }
         for entry in self._entries.values():
             if (need := needs.get(entry.state)) is not None:
-                yield entry.seq, Need.BEGUN if need is Need.NOW and entry.seq.began_at is not None else need
+                yield entry.seq, need
 
     def can_reserve(self, num_tokens: int) -> bool:
         """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.

@@ -142,10 +142,8 @@ class Sequence:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether it may be computed by what it is computed with, if there is something: that is loaded, and for it,
-        too, if it gives way to another one."""
-        slot = self.adapter
-        return slot is None or (slot.loaded is not None and (self.began_at is not None or not slot.gives_way))
+        """Whether what it is computed with is loaded, if there is something."""
+        return self.adapter is None or self.adapter.loaded is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -303,8 +301,8 @@ class ScheduledSequence:
 
     def __post_init__(self) -> None:
         seq = self.seq
+        assert seq.has_adapter, f"the adapter of {seq.request_id} is not loaded"
         self.adapter = None if seq.adapter is None else seq.adapter.loaded
-        assert (seq.adapter is None) is (self.adapter is None), f"the adapter of {seq.request_id} is not loaded"
         left = seq.num_unplanned - self.num_tokens
         assert self.num_tokens >= 1 and left >= 0, f"{self.num_tokens} tokens of {seq.request_id}"
         assert not self.drafts or (left == 0 and not seq.num_awaited), "drafts follow a token that is known"

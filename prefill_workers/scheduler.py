@@ -121,7 +121,7 @@ class PrefillScheduler:
         """All that are to be computed, and how much each needs its adapter."""
         for entry in self._entries.values():
             if entry.state is PrefillState.RUNNING:
-                yield entry.seq, Need.BEGUN
+                yield entry.seq, Need.NOW
             elif entry.state is PrefillState.WAITING and entry.is_reserved:
                 yield entry.seq, Need.SOON
             elif entry.state in (PrefillState.WAITING, PrefillState.LOADING):

@@ -1,9 +1,8 @@
 """Adapters beside a model: which of the many that requests name are loaded, and which go for others.
 
 A slot is one adapter, by its digest, for all sequences that are computed with it. It is loaded while there is room, or
-in the place of the one that is needed least, of several the one used least recently. Where all are in use, one of them
-takes no more sequences on, and gives way when those that it has are through. `AdapterPool` decides; who drives it
-loads.
+in the place of the one that is needed least, of several the one used least recently. `AdapterPool` decides; who drives
+it loads.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class AdapterSlot:
-    """One adapter. Its sequences are computed only while it is `loaded`, and while it `gives_way`, those that have
-    begun."""
+    """One adapter. Its sequences are computed only while it is `loaded`."""
 
     digest: str
     folder: Path
     loaded: Adapter | None = None
-    gives_way: bool = False
 
 
 class Need(IntEnum):
@@ -39,7 +36,6 @@ class Need(IntEnum):
     LATER = 0  # it waits for something that others do: KV, or room elsewhere
     SOON = 1  # it is next where there are blocks for it
     NOW = 2  # it has its blocks, and lacks nothing else
-    BEGUN = 3  # it is being computed with it
 
 
 class AdapterUser(Protocol):
@@ -92,18 +88,16 @@ class AdapterPool:
 
         `users`: all sequences that are to be computed. A slot gives way only to one that is needed more; so nobody
         loses the adapter that it is computed with, and nobody who waits for something else keeps others from theirs.
-        Nor does who comes later: where all are in use, the one wanted least recently takes no more of these on.
         """
-        if self._loading is not None:
+        if self._loading is not None or not self.num_waiting:
             return None
-        needs = self._needs(users) if self.num_waiting else {}
+        needs = self._needs(users)
         waiting = [slot for slot in self._slots.values() if slot.loaded is None]
         for slot in waiting:
             if slot.digest not in needs:
                 del self._slots[slot.digest]
         wanted = max((slot for slot in waiting if slot.digest in needs), key=lambda s: needs[s.digest], default=None)
         if wanted is None or not self._make_room(needs[wanted.digest], needs):
-            self._ask_for_room(wanted is not None and needs[wanted.digest] > Need.LATER, needs)
             return None
         self._loading = wanted
         return wanted
@@ -130,8 +124,6 @@ class AdapterPool:
         needs: dict[str, Need] = {}
         for user, need in users:
             if user.adapter is not None:
-                if user.adapter.gives_way and need < Need.BEGUN:
-                    need = Need.LATER  # it waits for its adapter's next turn
                 needs[user.adapter.digest] = max(need, needs.get(user.adapter.digest, need))
         return needs
 
@@ -144,23 +136,12 @@ class AdapterPool:
         least = min(loaded, key=lambda slot: needs.get(slot.digest, -1))
         if needs.get(least.digest, -1) >= need:
             return False
-        least.loaded, least.gives_way = None, False
+        least.loaded = None
         if least.digest in needs:
             self._slots.move_to_end(least.digest)  # behind those that wait
         else:
             del self._slots[least.digest]
         return True
-
-    def _ask_for_room(self, is_needed: bool, needs: Mapping[str, Need]) -> None:
-        """Have one slot that is in use give way when that ends, or none any more. Never one that has had no use of its
-        turn: two could take each other's place for ever."""
-        loaded = [slot for slot in self._slots.values() if slot.loaded is not None]
-        in_use = [slot for slot in loaded if needs.get(slot.digest) is Need.BEGUN]
-        if not is_needed:
-            for slot in loaded:
-                slot.gives_way = False
-        elif in_use and not any(slot.gives_way for slot in loaded):
-            in_use[0].gives_way = True
 
 
 def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank: int) -> AdapterPool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from decode_workers.scheduler import DecodeState
-from engine.model.adapters import AdapterPool, AdapterSlot
+from engine.model.adapters import AdapterSlot
 from engine.sequence import Sequence, StepPlan
 from kernels.adapters import Adapter
 from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, Speeds, sequence
@@ -132,38 +130,6 @@ def test_a_prompt_that_lacks_its_adapter_keeps_no_room_of_the_ring() -> None:
     assert [len(seq.output_token_ids) for seq in (*running, waiting)] == [20, 20, 2]
     begun.adapter.loaded = Adapter((), 0)
     bench.run()
-
-
-@pytest.mark.parametrize("handed_over", [True, False])
-def test_an_adapter_has_its_turn_although_another_one_would_always_be_used(*, handed_over: bool) -> None:
-    bench, pool = Bench(columns=60), AdapterPool(lambda digest, folder: Adapter((), 0), max_loaded=1)
-    seqs: list[Sequence] = []
-
-    def load() -> None:
-        while (slot := pool.next_load(bench.scheduler.adapter_users())) is not None:
-            pool.has_loaded(slot, pool.load(slot.digest, slot.folder))
-
-    def come(digest: str) -> None:
-        seqs.append(sequence(f"r{len(seqs)}", [2, 3 + len(seqs) % 7], 6))
-        seqs[-1].adapter = pool.want(digest, Path("folder"))
-        if handed_over:
-            bench.scheduler.reserve(seqs[-1])
-            bench.runner.receive(seqs[-1])
-            bench.scheduler.admit(seqs[-1].key, next_token(seqs[-1].prompt_token_ids))
-        else:
-            bench.scheduler.add(seqs[-1])
-
-    for number in range(60):
-        if number % 3 == 0:
-            come("b" if number == 6 else "a")
-        load()
-        bench.step()
-    assert len(seqs[2].output_token_ids) == 6
-    assert all(len(seq.output_token_ids) == 6 for seq in seqs[:-6]), "and nobody waits for long"
-    for _ in range(20):
-        load()
-        bench.step()
-    assert all(len(seq.output_token_ids) == 6 for seq in seqs)
 
 
 def test_decodes_that_are_late_let_a_prompt_in_and_go_on_themselves() -> None:

@@ -174,8 +174,6 @@ class Bench:
     def step(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)
         self.now += self.step_s
-        for item in plan.items:
-            item.seq.begin()
         for emission in self.scheduler.finish_step(plan, self.runner.execute(plan)):
             before = emission.seq.tokens(0, emission.seq.num_tokens - 1)
             assert emission.token.token_id == next_token(before)

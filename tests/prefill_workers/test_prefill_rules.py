@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
-from engine.model.adapters import AdapterPool
 from engine.sequence import SequenceKey
-from kernels.adapters import Adapter
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
 from tests.support.ghost_runner import GhostRunner, kv_of
@@ -289,22 +285,3 @@ def test_short_prompts_are_kept_by_the_whole_columns_that_they_hold() -> None:
     while (step := bench.step())[0]:
         order += step[1]
     assert order == [*(f"short{number}" for number in range(15)), "long"]
-
-
-def test_an_adapter_has_its_turn_although_another_one_would_always_be_used() -> None:
-    """Prompts of the other one keep coming, and each begins before the one before it ends."""
-    bench, pool = Bench(), AdapterPool(lambda digest, folder: Adapter((), 0), max_loaded=1)
-    computed: list[str] = []
-    for number in range(30):
-        digest = "b" if number == 2 else "a"
-        seq = prompt_of(f"{digest}{number}", [number + 2] * 20)
-        seq.adapter = pool.want(digest, Path("folder"))
-        bench.scheduler.add(seq)
-        while (slot := pool.next_load(bench.scheduler.adapter_users())) is not None:
-            pool.has_loaded(slot, pool.load(slot.digest, slot.folder))
-        for name in bench.step()[1]:
-            computed.append(name)
-            bench.scheduler.release(SequenceKey(name, 0))
-        if "b2" in computed:
-            break
-    assert computed[-1] == "b2" and len(computed) <= 4

@@ -82,35 +82,6 @@ def test_they_are_loaded_in_the_order_in_which_they_were_wanted() -> None:
     assert story.loads[:2] == ["a", "c"]
 
 
-def test_who_comes_later_keeps_nobody_from_theirs() -> None:
-    """Adapters have turns, each for at least one sequence; who has begun goes on to its end."""
-    story = Story(max_loaded=1)
-    story.comes("a")
-    for number in range(40):
-        story.comes("b" if number == 1 else "a")
-        for user in story.users:
-            slot = user.adapter
-            assert slot is not None and (slot.loaded is not None or user.need is not Need.BEGUN)
-            if slot.loaded is not None and not slot.gives_way:
-                user.need = Need.BEGUN
-        begun = [user for user in story.users if user.need is Need.BEGUN]
-        if number % 2:
-            story.goes(begun[0])
-    assert story.loads == ["a", "b", "a"]
-    for user in [*story.users]:
-        story.goes(user)
-    assert not any(slot.gives_way for slot in story.pool._slots.values())
-
-
-def test_who_is_wanted_no_more_is_given_no_room() -> None:
-    story = Story(max_loaded=1)
-    running = story.comes("a", need=Need.BEGUN)
-    waiting = story.comes("b")
-    assert running.adapter is not None and running.adapter.gives_way
-    story.goes(waiting)
-    assert not running.adapter.gives_way
-
-
 def test_who_waits_for_something_else_keeps_nobody_from_theirs() -> None:
     """Two workers' sequences could wait for each other's adapters otherwise."""
     story = Story(max_loaded=1)
