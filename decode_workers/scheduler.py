@@ -349,15 +349,17 @@ class DecodeScheduler:
         waiting = (e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.WAITING)
         return [seq for seq in waiting if seq.has_adapter]
 
-    def suspect(self, plan: StepPlan) -> list[Sequence]:
-        """A step failed, and one of its sequences may be the reason: each computes alone until it has a token more.
+    def suspect(self, plan: StepPlan, whom: SequenceKey | None) -> list[Sequence]:
+        """A step failed, and one of its sequences may be the reason, or is known to be: that one, or else each,
+        computes alone until it has a token more.
 
         Returns those that cannot go on here: the step was to bring the prefix of what is to be handed over.
         """
-        for item in plan.items:
+        items = [item for item in plan.items if whom is None or item.seq.key == whom]
+        for item in items:
             item.seq.num_alone = max(item.seq.num_alone, 1)
         if self._speculation is not None:
-            self._speculation.failed(plan)
+            self._speculation.failed(items)
         return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.ENDED]
 
     def _suspects(self) -> list[Sequence]:

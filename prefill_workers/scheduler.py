@@ -201,13 +201,15 @@ class PrefillScheduler:
             if self._allocator.is_moving(entry.seq) and entry.state is PrefillState.RUNNING:
                 self._break(entry)
 
-    def suspect(self, plan: StepPlan) -> list[Sequence]:
-        """A step failed, and one of its sequences may be the reason: each shares no step any more.
+    def suspect(self, plan: StepPlan, whom: SequenceKey | None) -> list[Sequence]:
+        """A step failed, and one of its sequences may be the reason, or is known to be: that one, or else each, shares
+        no step any more.
 
         Returns those that cannot go on here, because the step was to bring their prefix.
         """
         for item in plan.items:
-            item.seq.num_alone = max(item.seq.num_alone, 1)
+            if whom is None or item.seq.key == whom:
+                item.seq.num_alone = max(item.seq.num_alone, 1)
         entries = [self._entries.get(item.seq.key) for item in plan.items]
         return [entry.seq for entry in entries if entry is not None and entry.state is PrefillState.BROKEN]
 

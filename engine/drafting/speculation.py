@@ -22,7 +22,7 @@ from engine.drafting.drafter import Draft, Drafter, DrafterName, DraftingCost
 from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
 from engine.sampling.grammar import GrammarMasks
-from engine.sequence import Sequence, StepOutput, StepPlan
+from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
 
 MOST_DRAFTS: Final = 15
 """Of a sequence in a step."""
@@ -225,10 +225,9 @@ class Speculation:
         counts.accepted += num_accepted
         return draft.drafter
 
-    def failed(self, plan: StepPlan) -> None:
-        """A step failed, perhaps as a grammar became too complex behind a draft: it makes no others fail, and all that
-        share them compute alone after each."""
-        for item in plan.items:
+    def failed(self, items: Iterable[ScheduledSequence]) -> None:
+        """Their step failed, perhaps as a grammar became too complex behind a draft: it makes no others fail."""
+        for item in items:
             if item.drafts and item.seq.params.grammar is not None:
                 self._state(item.seq).may_have_drafts = False
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.fit import StepKind, kind_of
 from engine.cost_model.step_cost import StepCost, StepWork
+from engine.sampling.grammar import GrammarError
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import StepOutput, StepPlan
 from engine.steps.runner import PreparedStep
@@ -371,7 +372,7 @@ class StepLoop:
         if not isinstance(error, StepSkippedError):
             who = {"requests": [item.seq.request_id for item in plan.items]}
             logger.error("a step of %d sequences failed", len(plan.items), exc_info=error, extra=who)
-            self._num_failures += 1
+            self._num_failures += not isinstance(error, GrammarError)  # that says nothing of the device
         self._failed(plan, error)
 
 

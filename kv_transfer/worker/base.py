@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol
 from engine.kv.allocation import BlockAllocator
 from engine.memory.streams import queued_on
 from engine.model.adapters import AdapterSlot, Need
+from engine.sampling.grammar import GrammarError
 from engine.sequence import FinishReason, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate, is_calibrated
 from engine.steps.fault_finding import FaultFinder
@@ -122,7 +123,7 @@ class WorkerScheduler(Protocol):
 
     def abandon_step(self) -> None: ...
 
-    def suspect(self, plan: StepPlan) -> list[Sequence]: ...
+    def suspect(self, plan: StepPlan, whom: SequenceKey | None) -> list[Sequence]: ...
 
     def release(self, key: SequenceKey) -> None: ...
 
@@ -501,15 +502,17 @@ class Worker(ABC):
                 if not self._faults.is_accused(key):  # its end comes with the probe's
                     self._end(key, "a step of it was computed in vain", "moved")
             return
+        culprit = error.key if isinstance(error, GrammarError) else None
         accused = self._faults.failed(plan, error)
         if accused is None:
-            for key in dict.fromkeys([*sent, *(seq.key for seq in self.scheduler.suspect(plan))]):
-                self._end(key, "a step of it and others failed", "shared")
-            if not any(item.seq.key in self.gateway_of for item in plan.items):
+            for key in dict.fromkeys([*sent, *(seq.key for seq in self.scheduler.suspect(plan, culprit))]):
+                is_cleared = culprit is not None and key != culprit
+                self._end(key, "a step of it and others failed", "moved" if is_cleared else "shared")
+            if culprit is None and not any(item.seq.key in self.gateway_of for item in plan.items):
                 self._probe_device()
             return
         self._set_aside(accused)
-        if not self._faults.begin_probe(accused):
+        if culprit is not None or not self._faults.begin_probe(accused):
             self._blame(accused)
 
     def _probe_device(self) -> None:

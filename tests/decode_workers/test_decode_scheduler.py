@@ -250,7 +250,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.scheduler.abandon_step()
             self._check_lingering()
             if then == "suspect all" and plan is failed[0]:
-                self.scheduler.suspect(plan)
+                self.scheduler.suspect(plan, None)
             for item in plan.items if then == "lose all" else ():
                 if self.stories.pop(item.seq.key, None):
                     self.scheduler.drop(item.seq.key)

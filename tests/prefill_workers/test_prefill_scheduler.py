@@ -182,7 +182,7 @@ class PrefillMachine(RuleBasedStateMachine):
         for key in broken & self.sequences.keys():
             self.broken.add(key)
         if suspect:
-            lost = self.scheduler.suspect(plan)
+            lost = self.scheduler.suspect(plan, None)
             assert {seq.key for seq in lost} == broken & self.sequences.keys() | given_up
 
     @property

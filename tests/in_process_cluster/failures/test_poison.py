@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ from cluster.gateway.request_state import RequestState
 from cluster.gateway.worker_connections import WorkerConnections
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.cost_model.step_cost import StepWork
+from engine.sampling.grammar import RULES_OF_A_CLIENT
 from engine.sampling.pending_output import PendingOutput
 from engine.sequence import ScheduledSequence
 from engine.steps import loop as step_loop
@@ -199,6 +200,39 @@ async def innocents_beside_poison(
     assert trap.num_strikes > 0
     assert len(trap.lost) == (0 if deed == "raises" else 2)
     assert all(worker.is_healthy for worker in cluster.workers)
+
+
+async def test_nobody_is_suspected_for_a_grammar_that_fails(llama: SmallModel) -> None:
+    """It names its request; several at once are no reason to replace a worker either."""
+    one_of = " | ".join(f'"{number}" "b"' for number in range(2000))  # too many to be followed at once
+    ambiguous = greedy(120, grammar=f"{RULES_OF_A_CLIENT}\nstart: /a{{20}}/ x\nx: {one_of}")
+    names = [f"theirs{n}" for n in range(3)]
+    alone: set[str] = set()
+    async with cluster_of(llama, num_prefill=1, num_decode=2) as cluster:
+        for worker in cluster.workers:
+            runner = worker.model.runner
+
+            def noted(step: PreparedStep, *hooks: Any, run: Callable[..., PendingOutput] = runner.run) -> PendingOutput:
+                seqs = [item.seq for item in step.plan.items]
+                alone.update(seq.request_id for seq in seqs if seq.num_alone or seq.request_id == "probe")
+                return run(step, *hooks)
+
+            runner.run = noted  # type: ignore[method-assign,assignment]
+        params = greedy(160)
+        innocents = [
+            asyncio.create_task(cluster.generate(f"innocent{n}", prompt, params)) for n, prompt in enumerate(INNOCENTS)
+        ]
+
+        async def fails(name: str) -> None:
+            with pytest.raises(PoisonRequestError):
+                await cluster.generate(name, POISON, ambiguous)
+
+        await asyncio.gather(*map(fails, names))
+        found = await asyncio.gather(*innocents)
+        assert [tokens_of(events) for events in found] == [llama.local(prompt, params).tokens for prompt in INNOCENTS]
+        assert {event.attempt for events in found for event in events} == {0}
+        assert all(worker.is_healthy for worker in cluster.workers)
+    assert alone == set(names)
 
 
 async def test_copies_that_were_recalled_while_their_step_failed(llama: SmallModel) -> None:
