@@ -42,13 +42,15 @@ Allowed = npt.NDArray[np.bool_]  # [V]
 _MAX_TOKENIZERS: Final = 4  # of a process; each is tens of megabytes
 _MAX_COMPILED: Final = 64  # grammars that are kept, for the next sequences with them
 RULES_OF_A_CLIENT: Final = "// rules of a client"
-"""A comment before the rules of a grammar, or of a part of one, that Legato has not written: see `limits_of`."""
-# A token's work in the parser grows with the square of what a row of it holds. What Legato writes has rows as long as a
-# schema is wide, however long the answer becomes: four items for each property that need not be there.
+"""A comment before the rules of a grammar, or of a part of one, that Legato has not written, or in which a repeat
+repeats a repeat: see `limits_of`."""
+# A token's work in the parser grows with the square of what a row of it holds. What Legato writes else has rows as long
+# as a schema is wide, however long the answer becomes: four items for each property that need not be there.
 _LIMITS: Final = LLParserLimits(verbose_errors=False)
-# Rules of a client may be ambiguous, so that rows grow with each token: by the library's own limits, to a tenth of a
-# second for one token. By these it is a hundredth, and rules without ambiguity do not come near them.
-_LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=300, step_max_items=10_000, verbose_errors=False)
+# Rules of a client may be ambiguous, so that rows grow with each token: by the library's own limits, to a quarter of a
+# second for one token and more for each that follows. By this one they end before that, at up to 0.2 s a token
+# (docs/log/grammars.md); a right-recursive list of 900 items, or a schema of 200 optional properties, has room.
+_LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=1000, verbose_errors=False)
 
 
 def limits_of(grammar: str) -> LLParserLimits:

@@ -20,7 +20,7 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structured
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, OutputConstraint, compiled
-from engine.sampling.grammar import grammar_tokenizer
+from engine.sampling.grammar import grammar_tokenizer, limits_of
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
@@ -250,26 +250,46 @@ def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) 
 
 
 AMBIGUOUS = 'start: x\nx: "a" | x x | x x x'
-OF_A_CLIENT = {"format": {"type": "grammar", "grammar": AMBIGUOUS}}
+OF_A_CLIENT: dict[str, Any] = {"type": "grammar", "grammar": AMBIGUOUS}
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
         OutputConstraint("grammar", AMBIGUOUS, "structured_outputs"),
-        OutputConstraint("structural_tag", json.dumps({"type": "structural_tag", **OF_A_CLIENT}), "response_format"),
+        OutputConstraint("structural_tag", json.dumps({"format": OF_A_CLIENT}), "response_format"),
     ],
-    ids=lambda wanted: wanted.kind,
+    ids=["grammar", "a part of a tag"],
 )
 def test_rules_of_a_client_have_less_room(llg: LLTokenizer, wanted: OutputConstraint) -> None:
     """They may be ambiguous; then each token takes longer than the one before it. What Legato writes is not."""
     grammar = compiled(wanted, llg)
+    assert limits_of(grammar).max_items_in_row < limits_of("start: /a/").max_items_in_row
     assert takes_text(grammar, llg, "a" * 40)
-    assert not takes_text(grammar, llg, "a" * 100)
+    assert not takes_text(grammar, llg, "a" * 250)
     wide = {"type": "object", "properties": {f"property {number}": {"type": "integer"} for number in range(200)}}
     assert takes(compiled(of_schema(wide), llg), llg, {"property 199": 1})
     texts = [f"answer {number}" for number in range(structured.MAX_CHOICES)]
     assert takes_text(compiled(OutputConstraint("choice", json.dumps(texts), ""), llg), llg, texts[-1])
+
+
+def test_rules_of_a_client_have_room_for_what_is_honest(llg: LLTokenizer) -> None:
+    """JSON as xgrammar's documents write it, right-recursive lists, sums, and wide schemas."""
+    properties = {f"property {number}": {"type": "integer"} for number in range(200)}
+    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    sums = 'start: sum\nsum: sum "+" sum | sum "-" sum | /[0-9]/'
+    written = r"""
+        root ::= "{" string ":" string "}"
+        string ::= "\"" text "\""
+        text ::= "" | [^"\\\x00-\x1F] text | "\\" ["\\/bfnrt] text
+    """
+    for rules, text in (
+        (f'start: "x" object\nobject: %json {schema}', 'x{"property 5":1,"property 199":2}'),
+        ('start: list\nlist: "a," | "a," list', "a," * 900),
+        (sums, "+".join("1" * 200)),
+        (written, '{"name":"a short \\"text\\""}'),
+    ):
+        assert takes_text(compiled(OutputConstraint("grammar", rules, "structured_outputs"), llg), llg, text)
 
 
 def _patterns(number: int) -> dict[str, Any]:

@@ -335,7 +335,7 @@ def test_rules_of_a_client_fail_before_a_token_takes_long(masks: GrammarMasks, t
     grammar = f'{RULES_OF_A_CLIENT}\nstart: x\nx: "a" | x x | x x x'
     seq, [letter] = sequence(params_of(grammar=grammar), name="theirs"), tokenizer.encode("a")
     with pytest.raises(GrammarError, match="request theirs"):
-        for _ in range(100):
+        for _ in range(300):
             masks.of([seq])
             seq.output_token_ids.append(letter)
     assert len(seq.output_token_ids) > 40
