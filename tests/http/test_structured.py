@@ -251,6 +251,9 @@ def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) 
 
 AMBIGUOUS = 'start: x\nx: "a" | x x | x x x'
 OF_A_CLIENT: dict[str, Any] = {"type": "grammar", "grammar": AMBIGUOUS}
+REPEATED: dict[str, Any] = {"type": "const_string", "value": "a"}
+for _ in range(5):
+    REPEATED = {"type": "plus", "content": {"type": "optional", "content": REPEATED}}
 
 
 @pytest.mark.parametrize(
@@ -258,8 +261,9 @@ OF_A_CLIENT: dict[str, Any] = {"type": "grammar", "grammar": AMBIGUOUS}
     [
         OutputConstraint("grammar", AMBIGUOUS, "structured_outputs"),
         OutputConstraint("structural_tag", json.dumps({"format": OF_A_CLIENT}), "response_format"),
+        OutputConstraint("structural_tag", json.dumps({"format": REPEATED}), "response_format"),
     ],
-    ids=["grammar", "a part of a tag"],
+    ids=["grammar", "a part of a tag", "repeats of repeats"],
 )
 def test_rules_of_a_client_have_less_room(llg: LLTokenizer, wanted: OutputConstraint) -> None:
     """They may be ambiguous; then each token takes longer than the one before it. What Legato writes is not."""

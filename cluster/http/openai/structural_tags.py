@@ -74,6 +74,8 @@ class _Writer:
         self._rules: list[str] = []
         self._grammars: list[dict[str, Any]] = []
         self._depth = 0
+        self._num_repeats_around = 0
+        self._is_ambiguous = False
         self._writers: dict[str, Callable[[Format, list[Mark] | None], str]] = {
             "const_string": self._const_string,
             "token": self._token,
@@ -95,7 +97,7 @@ class _Writer:
 
     def grammar(self, tree: object) -> str:
         start = self._part(tree, None)
-        lark = "\n".join([f"start: {start}", *self._rules])
+        lark = "\n".join([*([RULES_OF_A_CLIENT] if self._is_ambiguous else []), f"start: {start}", *self._rules])
         return json.dumps({"grammars": [{"name": "tags", "lark_grammar": lark}, *self._grammars]})
 
     def _part(self, part: object, ends: list[Mark] | None) -> str:
@@ -114,6 +116,15 @@ class _Writer:
         if _is_free(part):
             raise _refused("Free text must be the last part of an answer or of a tag: nothing else says where it ends")
         return self._part(part, None)
+
+    def _repeating(self, parts: Iterable[object]) -> list[str]:
+        """Write parts, each limited, of which there may be any number. Of repeats within a repeat a text may be any:
+        `(a+)+` has as many readings as a client's own rules."""
+        self._is_ambiguous |= self._num_repeats_around > 0
+        self._num_repeats_around += 1
+        found = [self._limited(part) for part in parts]
+        self._num_repeats_around -= 1
+        return found
 
     # --- parts that end by themselves ---
 
@@ -169,7 +180,10 @@ class _Writer:
     def _repeated(self, part: Format, ends: list[Mark] | None) -> str:
         kind = part["type"]
         _refuse_unknown_keys(part, {"type", "content"} | ({"min", "max"} if kind == "repeat" else set()))
-        inner = self._limited(part.get("content"))
+        content = part.get("content")
+        if kind == "optional":
+            return _followed(f"({self._limited(content)})?", ends)
+        [inner] = self._repeating([content])
         if kind != "repeat":
             return _followed(f"({inner}){_TIMES[kind]}", ends)
         least, most = part.get("min"), part.get("max")
@@ -191,7 +205,7 @@ class _Writer:
 
     def _tags_with_separator(self, part: Format, ends: list[Mark] | None) -> str:
         _refuse_unknown_keys(part, {"type", "tags", "separator", "at_least_one", "stop_after_first"})
-        either = _either(self._limited(_tag(tag)) for tag in _list(part, "tags"))
+        either = _either(self._repeating(_tag(tag) for tag in _list(part, "tags")))
         separator = _lark(self._mark(_text(part, "separator")))
         tags = either if _flag(part, "stop_after_first") else f"{either} ({separator} {either})*"
         return _followed(f"({tags})" if _flag(part, "at_least_one") else f"({tags})?", ends)
@@ -317,7 +331,7 @@ class _Writer:
         return token_id
 
 
-_TIMES: Final = {"optional": "?", "star": "*", "plus": "+"}
+_TIMES: Final = {"star": "*", "plus": "+"}
 
 
 def _is_free(part: object) -> bool:
