@@ -264,25 +264,21 @@ async def run_lines(
     """Send all lines, `num_at_once` at a time, and keep each answer. An error of `keep` ends it, and the lines under
     way. `room`: what others' lines share with these; None: nobody's do.
 
-    `lines` may read a file: the next one is asked for in a thread, one at a time, and once there is room to send it."""
+    `lines` may read a file: the next one is asked for in a thread, one at a time, and waits for room to be sent before
+    another one is."""
     room = room or asyncio.Semaphore(num_at_once)
     turn = asyncio.Lock()
     are_all_read = False
 
     async def next_line() -> BatchLine | None:
-        """The next line, with a place in `room`; None, without one: there is none."""
+        """The next line, with a place in `room`; None, without one: there is none. Whether there is one is found out
+        first: lines of others may hold all places for hours, and who has none does not wait for them."""
         nonlocal are_all_read
         async with turn:
-            if are_all_read:  # to learn that needs no place
-                return None
-            await room.acquire()
-            line = None
-            try:
-                line = await asyncio.to_thread(next, lines, None)
-            finally:
-                if line is None:
-                    room.release()
+            line = None if are_all_read else await asyncio.to_thread(next, lines, None)
             are_all_read = line is None
+            if line is not None:
+                await room.acquire()
             return line
 
     async def work() -> None:

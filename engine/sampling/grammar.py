@@ -48,9 +48,10 @@ repeats a repeat: see `limits_of`."""
 # as a schema is wide, however long the answer becomes: four items for each property that need not be there.
 _LIMITS: Final = LLParserLimits(verbose_errors=False)
 # Rules of a client may be ambiguous, so that rows grow with each token: by the library's own limits, to a quarter of a
-# second for one token and more for each that follows. By this one they end before that, at up to 0.2 s a token
-# (docs/log/grammars.md); a right-recursive list of 900 items, or a schema of 200 optional properties, has room.
-_LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=1000, verbose_errors=False)
+# second for one token and more for each that follows. By this one they end before that, at up to 0.2 s a token, and
+# what was followed by then is followed anew in half a second (docs/log/grammars.md), less than a step may be late; a
+# right-recursive list of 500 items, or a schema of 120 optional properties, has room.
+_LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=600, verbose_errors=False)
 
 
 def limits_of(grammar: str) -> LLParserLimits:
@@ -113,7 +114,8 @@ class GrammarMasks:
         if num_taken:
             matcher.rollback(num_taken)
         if matcher.is_error():
-            del self._followed[seq]  # it may be a draft that failed
+            if drafts:  # it may be one of them that failed
+                del self._followed[seq]
             raise GrammarError(seq.key, matcher.get_error())
 
     def _matcher(self, seq: Sequence) -> LLMatcher:
@@ -203,7 +205,8 @@ class _Followed:
         if num_undone and not self.matcher.rollback(num_undone):
             return False
         more = token_ids[num_kept:]
-        self.matcher.consume_tokens(more)  # an error is kept, and told by the mask
+        for token_id in more:  # each call holds the interpreter's lock, for tens of milliseconds in the worst grammars
+            self.matcher.consume_tokens([token_id])  # an error is kept, and told by the mask
         self.consumed[num_kept:] = more
         return True
 
