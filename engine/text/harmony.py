@@ -25,6 +25,7 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS: Final = 256
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_TRAINED: Final = ("python", "browser")
 _RECIPIENT: Final = re.compile(r"\bto=(functions\.)?([A-Za-z0-9_.-]+)")
 
 
@@ -89,10 +90,11 @@ class HarmonyParser(EventReader):
         channel, addressed = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
         recipient = None if addressed is None else addressed[2]
-        # A function may be called by its name alone. Other names are of tools that the model was trained with, such as
-        # `python`, to which it thinks aloud whether it has them or not.
-        if addressed is not None and addressed[1] is None and (is_thought or recipient not in self._functions):
-            recipient = None
+        # A function may be called by its name alone. Other names are of tools that the model was trained with, to which
+        # it thinks aloud whether it has them or not.
+        if recipient is not None and addressed is not None and addressed[1] is None:
+            is_trained = is_thought and recipient.partition(".")[0] in _TRAINED
+            recipient = None if is_trained or recipient not in self._functions else recipient
         self._is_parted = True
         if recipient is not None and recipient in self._functions:
             self.num_calls += 1

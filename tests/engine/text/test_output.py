@@ -232,11 +232,17 @@ def call(index: int, name: str, arguments: str) -> Said:
             id="harmony's calls by the name alone",
         ),
         pytest.param(
-            "<|channel|>analysis to=python code<|message|>print(6*7)<|end|><|start|>assistant<|channel|>analysis to=f"
+            "<|channel|>analysis to=python code<|message|>print(6*7)<|end|><|start|>assistant<|channel|>analysis to=h"
             "<|message|>hm<|end|><|start|>assistant to=user<|channel|>final<|message|>42<|return|>",
             HARMONY,
             [("reasoning", "print(6*7)\nhm", 0), text("42")],
             id="harmony's thoughts that are addressed",
+        ),
+        pytest.param(
+            "<|channel|>analysis to=f <|constrain|>json<|message|>{}<|call|>",
+            HARMONY,
+            call(0, "f", "{}"),
+            id="harmony's call while it thinks",
         ),
         pytest.param(
             "<|channel|>analysis<|message|>hm <|en", HARMONY, [("reasoning", "hm <|en", 0)], id="harmony cut off"
