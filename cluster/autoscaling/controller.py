@@ -155,17 +155,18 @@ class ModelExchange:
     def __init__(self, autoscalers: Mapping[str, Autoscaler]) -> None:
         self._autoscalers = autoscalers
         self._whole_at: float | None = None  # when each pool had all that Serve starts, whatever they work as
-        self._gone: tuple[WorkerInfo, str, float] | None = None  # as it was, its new model, until when it is awaited
+        # As it was, its new model, until when it is awaited, and whether each pool had all then.
+        self._gone: tuple[WorkerInfo, str, float, bool] | None = None
 
     def orders(self, workers: Collection[KnownWorker], now: float) -> Iterator[Order]:
         """Yields the order to send now, if there is one. `workers`: of all models."""
         if self._gone is not None:
-            left, model, until = self._gone
+            left, model, until, was_whole = self._gone
             has_come = any(_process(w) == _process(left) and w.model == model for w, _ in workers)
             if now <= until and not has_come:
                 return
             self._gone = None
-            if has_come:  # the pools were not looked at meanwhile: who is missing now has his whole time
+            if has_come and was_whole:  # nobody looked meanwhile: whoever is missing since has his whole time
                 self._whole_at = now
         if self._awaits_one(workers, now):
             return
@@ -176,7 +177,7 @@ class ModelExchange:
             for gives in self._autoscalers.values():
                 worker = None if gives is gains else gives.spared(load, model)
                 if worker is not None:
-                    self._gone = worker, model, now + _EXCHANGE_S
+                    self._gone = worker, model, now + _EXCHANGE_S, self._whole_at == now
                     logger.info("%s is to become a %s worker of %s, which lacks one", worker.worker_id, role, model)
                     yield worker.worker_id, ChangeRole(role=role, drain_s=DRAIN_S, model=model)
                     return

@@ -500,10 +500,12 @@ def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves
 def test_who_dies_while_another_changes_its_model_has_ten_minutes_from_then_on() -> None:
     """The change may have taken nearly as long itself, in which nobody looked."""
     ledgers = {"a": Ledger(), "b": Ledger()}
-    for pid, (model, worker_id) in enumerate([("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5")]):
+    for pid, (model, worker_id) in enumerate(
+        [("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5"), ("b", "d6")]
+    ):
         info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
         ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
-    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=3)}
+    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=4)}
     sizing = {
         model: keeper(ledger, PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=decode[model]))
         for model, ledger in ledgers.items()
@@ -527,6 +529,11 @@ def test_who_dies_while_another_changes_its_model_has_ten_minutes_from_then_on()
     ledgers["a"].register(came, costed_snapshot("d3.1"), 580.0)
     assert [found for second in range(580, 1180, 10) for found in orders(second)] == []
     assert orders(1190) == ["d4"]
+    left = ledgers["b"].info("d4")
+    ledgers["b"].unregister("d4", 1200.0)
+    came = replace(left, worker_id="d4.1", model="a", models=["b"], home_model="b")
+    ledgers["a"].register(came, costed_snapshot("d4.1"), 1210.0)
+    assert orders(1220) == ["d5"]  # for who has been missing all along nobody waits once more
 
 
 def test_whom_another_model_has_lent_goes_back_before_anybody_else() -> None:
