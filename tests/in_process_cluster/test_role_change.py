@@ -309,14 +309,16 @@ async def test_who_sizes_the_pools_is_refused_like_an_operator(
         prefill, decode, _ = cluster.replicas
         orders = [(worker_id_of(prefill), ChangeRole(role="decode", drain_s=5.0))]
         orders += [(worker_id_of(decode), ChangeRole(role="prefill", drain_s=5.0))]
+        refused: list[str] = []
         monkeypatch.setitem(
             cluster.scheduler._autoscalers,
             MODEL,
-            SimpleNamespace(orders=lambda now: [orders.pop(0)] if orders else [], targets={}),
+            SimpleNamespace(orders=lambda *_: [orders.pop(0)] if orders else [], targets={}, refused=refused.append),
         )
         await eventually(lambda: decode.role == "prefill")
         await cluster.changed(decode)
         assert prefill.role == "prefill", "it was the last one when it was told"
+        assert refused == [worker_id_of(prefill)]
 
 
 async def test_without_a_scheduler_nobody_changes_roles(llama: SmallModel) -> None:

@@ -201,7 +201,7 @@ def test_a_grammar_that_fails_ahead_costs_its_own_drafts(llama: SmallModel) -> N
 
     other = decoding("other", letter)
     for number in range(5):
-        seq = decoding(f"r{number}", letter * 80, rules)
+        seq = decoding(f"r{number}", letter * 130, rules)
         assert drawn(seq, other) == [0, 0]
         assert drafter.propose(seq, 3) is None
         drafter.ended(seq)
