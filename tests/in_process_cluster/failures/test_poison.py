@@ -202,8 +202,10 @@ async def innocents_beside_poison(
     assert all(worker.is_healthy for worker in cluster.workers)
 
 
-async def test_nobody_is_suspected_for_a_grammar_that_fails(llama: SmallModel) -> None:
+async def test_nobody_is_suspected_for_a_grammar_that_fails(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names its request; several at once are no reason to replace a worker either."""
+    # On a busy machine a step may be overdue, for which all in it are suspected.
+    monkeypatch.setattr("engine.steps.loop._OVERDUE_TIMES", 1e9)
     one_of = " | ".join(f'"{number}" "b"' for number in range(2000))  # too many to be followed at once
     ambiguous = greedy(120, grammar=f"{RULES_OF_A_CLIENT}\nstart: /a{{20}}/ x\nx: {one_of}")
     names = [f"theirs{n}" for n in range(3)]
