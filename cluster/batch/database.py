@@ -62,10 +62,6 @@ _INDEXES: Final = (
     "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
     # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
     "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
-    # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
-    "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
-    # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
-    "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
 )
 
 
