@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -466,27 +467,40 @@ def test_after_a_worker_that_does_not_come_back_with_its_new_model_nobody_goes_f
     assert second_time - first > 600
 
 
-@pytest.mark.parametrize("leaves", ["dies", "drains"])
-def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves: str) -> None:
-    """It may take as long to load as one of the other model; where nobody comes, ten minutes pass."""
-    ledgers = {"a": Ledger(), "b": Ledger()}
-    for pid, (model, worker_id) in enumerate([("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5")]):
-        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
-        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
-    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=3)}
+def two_models(num_of_b: int) -> tuple[dict[str, Ledger], Callable[[int, int, int], list[str]]]:
+    """Decode workers `d1` and `d2` of model `a`, and the following ones of `b`; and what asks so many requests of so
+    many tokens of `a` in a second, and tells whom the exchange then orders to another model."""
+    ledgers, initial = {"a": Ledger(), "b": Ledger()}, {"a": 2, "b": num_of_b}
+    for pid, model in enumerate(model for model, number in initial.items() for _ in range(number)):
+        info = worker_info(f"d{pid + 1}", pid=pid, model=model, models=["b" if model == "a" else "a"])
+        ledgers[model].register(info, costed_snapshot(info.worker_id), 0.0)
     sizing = {
-        model: keeper(ledger, PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=decode[model]))
+        model: keeper(
+            ledger,
+            PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=replace(FIXED, initial=initial[model])),
+        )
         for model, ledger in ledgers.items()
     }
     exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
 
-    def orders(second: int) -> list[str]:
-        for i in range(2):  # of so much work as keeps one busy, and not two
-            door.ask(query_of(f"r{second}-{i}", num_tokens=450, max_new_tokens=2, ttft_s=None), float(second))
+    def orders(second: int, num_requests: int, num_tokens: int) -> list[str]:
+        for i in range(num_requests):
+            door.ask(query_of(f"r{second}-{i}", num_tokens=num_tokens, max_new_tokens=2, ttft_s=None), float(second))
             ledgers["a"].ended(f"r{second}-{i}", float(second))
         assert not any(order for each in sizing.values() for order in each.orders(float(second)))
         workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
         return [worker_id for worker_id, _ in exchange.orders(workers, float(second))]
+
+    return ledgers, orders
+
+
+@pytest.mark.parametrize("leaves", ["dies", "drains"])
+def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves: str) -> None:
+    """It may take as long to load as one of the other model; where nobody comes, ten minutes pass."""
+    ledgers, ordered = two_models(3)
+
+    def orders(second: int) -> list[str]:
+        return ordered(second, 2, 450)  # so much work as keeps one busy, and not two
 
     assert [orders(second) for second in range(100)] == [[]] * 100, "two are enough"
     if leaves == "dies":
@@ -499,26 +513,10 @@ def test_nobody_is_taken_from_another_model_while_serve_replaces_a_worker(leaves
 
 def test_who_dies_while_another_changes_its_model_has_ten_minutes_from_then_on() -> None:
     """The change may have taken nearly as long itself, in which nobody looked."""
-    ledgers = {"a": Ledger(), "b": Ledger()}
-    for pid, (model, worker_id) in enumerate(
-        [("a", "d1"), ("a", "d2"), ("b", "d3"), ("b", "d4"), ("b", "d5"), ("b", "d6")]
-    ):
-        info = worker_info(worker_id, pid=pid, model=model, models=["b" if model == "a" else "a"])
-        ledgers[model].register(info, costed_snapshot(worker_id), 0.0)
-    decode = {"a": replace(FIXED, initial=2), "b": replace(FIXED, initial=4)}
-    sizing = {
-        model: keeper(ledger, PoolsPlan(prefill=replace(FIXED, initial=0, max_workers=0), decode=decode[model]))
-        for model, ledger in ledgers.items()
-    }
-    exchange, door = ModelExchange(sizing), Door(ledgers["a"], sizing["a"].watch)
+    ledgers, ordered = two_models(4)
 
     def orders(second: int) -> list[str]:
-        for i in range(60):  # more than there will ever be workers for
-            door.ask(query_of(f"r{second}-{i}", num_tokens=600, max_new_tokens=2, ttft_s=None), float(second))
-            ledgers["a"].ended(f"r{second}-{i}", float(second))
-        assert not any(order for each in sizing.values() for order in each.orders(float(second)))
-        workers = [worker for ledger in ledgers.values() for worker in ledger.workers()]
-        return [worker_id for worker_id, _ in exchange.orders(workers, float(second))]
+        return ordered(second, 60, 600)  # more than there will ever be workers for
 
     assert [found for second in range(0, 100, 10) for found in orders(second)] == ["d3"]
     left = ledgers["b"].info("d3")
