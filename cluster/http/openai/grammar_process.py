@@ -7,8 +7,9 @@ there in milliseconds.
 
 The library spends two fifths of its time on allocations, so these are jemalloc's, where Ray brings it.
 
-`cluster.http.openai.structured` starts it, once for each tokenizer of a process, and asks over pipes, a line of JSON
-for each question and answer. It ends when its standard input does.
+`cluster.http.openai.structured` starts it, once for each tokenizer of a process, and asks over pipes: a line of JSON
+for each question and answer, and behind a question's the grammar as it was sent, which as JSON within JSON would be
+written and read twice. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class CompilerProcess:
         with self._free:
             for _ in range(2):  # somebody may have ended it since the last question
                 try:
-                    return self._asked({"kind": kind, "text": text})
+                    return self._asked(kind, text.encode("utf-8", "surrogatepass"))
                 except (OSError, ValueError):
                     self._end()
         raise RuntimeError("the process that compiles grammars ended; its reason is in the gateway's log")
 
-    def _asked(self, question: dict[str, Any]) -> dict[str, str]:
+    def _asked(self, kind: str, text: bytes) -> dict[str, str]:
         """Ask the process, and start it if there is none. Raises OSError or ValueError if it is gone."""
         if self._process is None:
             self._process = subprocess.Popen(
@@ -71,13 +72,13 @@ class CompilerProcess:
                 start_new_session=True,  # an interrupt from the terminal is not its to answer
             )
             self._told(self._hello)
-        return self._told(question)
+        return self._told({"kind": kind, "bytes": len(text)}, text)
 
-    def _told(self, message: dict[str, Any]) -> dict[str, str]:
+    def _told(self, message: dict[str, Any], text: bytes = b"") -> dict[str, str]:
         """Send one message and return its answer. Nothing else is sent before that has come: a message that waits in
         the process's buffers would go to every fork."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        _write(self._process.stdin, message)
+        _write(self._process.stdin, message, text)
         answer: dict[str, str] = json.loads(self._process.stdout.readline())
         return answer
 
@@ -105,8 +106,8 @@ def _environment() -> dict[str, str]:
     return os.environ | changed
 
 
-def _write(pipe: IO[bytes], message: dict[str, Any]) -> None:
-    pipe.write(json.dumps(message).encode() + b"\n")
+def _write(pipe: IO[bytes], message: dict[str, Any], text: bytes = b"") -> None:
+    pipe.write(json.dumps(message).encode() + b"\n" + text)
     pipe.flush()
 
 
@@ -126,11 +127,11 @@ def main(questions: IO[bytes], answers: IO[bytes]) -> None:
         tokenizer = UnsupportedGrammarError(f"This model's tokenizer cannot follow a grammar: {error}.")
     _write(answers, {})
 
-    def answer_to(question: dict[str, Any]) -> dict[str, str]:
+    def answer_to(kind: Any, text: str) -> dict[str, str]:
         try:
             if isinstance(tokenizer, UnsupportedGrammarError):
                 raise tokenizer
-            return {"grammar": compiled(OutputConstraint(question["kind"], question["text"], ""), tokenizer)}
+            return {"grammar": compiled(OutputConstraint(kind, text, ""), tokenizer)}
         except UnsupportedGrammarError as error:
             return {"refused": str(error)}
 
@@ -141,7 +142,7 @@ def main(questions: IO[bytes], answers: IO[bytes]) -> None:
         _write(answers, {})
 
 
-def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable[[Any], dict[str, str]]) -> bool:
+def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable[[Any, str], dict[str, str]]) -> bool:
     """Answer questions in a fork.
     Returns True when there are no more, False if the fork was ended over the last one."""
     pid = os.fork()
@@ -153,7 +154,8 @@ def _questions_end(questions: IO[bytes], answers: IO[bytes], answer_to: Callable
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # by default this signal ends the process
         for line in questions:
             signal.setitimer(signal.ITIMER_PROF, CPU_S)
-            answer = answer_to(json.loads(line))
+            question = json.loads(line)
+            answer = answer_to(question["kind"], questions.read(question["bytes"]).decode("utf-8", "surrogatepass"))
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             _write(answers, answer)
             gc.collect()
