@@ -150,13 +150,18 @@ class Claims:
 
     def is_over(self, claimed: str, until: float) -> bool:
         """Whether the claim on something is over."""
+        # Whoever kept this gateway out may have kept others from prolonging theirs.
+        unchanged_s = min(self.unchanged_s(claimed, until), time.monotonic() - self._database.failed_at)
+        return until == 0.0 or unchanged_s > CLAIM_S
+
+    def unchanged_s(self, claimed: str, until: float) -> float:
+        """For how long this gateway has seen the claim on something last until then."""
         now = time.monotonic()
         known, since = self._seen.pop(claimed, (until, now))
         self._seen[claimed] = until, since if known == until else now
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
-        # Whoever kept this gateway out may have kept others from prolonging theirs.
-        return until == 0.0 or now - max(self._seen[claimed][1], self._database.failed_at) > CLAIM_S
+        return now - self._seen[claimed][1]
 
 
 def do_not_wait(connection: sqlite3.Connection) -> None:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from cluster.batch.database import Database, refused_if_full
+from cluster.batch.database import Claims, Database, refused_if_full
 from cluster.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
 ORPHAN_S: Final = 3600.0  # how long a content may be without a record: longer than any upload takes
 _PART: Final = ".part"  # ends the name of a content while it is copied,
-_PART_S: Final = 300.0  # and nobody copies what nothing was written to for so long: its gateway was killed
+_PART_S: Final = 300.0  # and nobody copies what nothing is written to for so long: its gateway was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,7 @@ class Files:
     def __init__(self, database: Database, budget: int) -> None:
         self._database = database
         self._budget = budget
+        self._written = Claims(database)  # to what is being copied: when it last was is its gateway's claim
 
     def new_content(self) -> Path:
         """A path to write a content to, which `add` then makes a file."""
@@ -135,10 +136,19 @@ class Files:
 
     async def sweep(self, now: float) -> None:
         """Delete files that have expired, contents that have been without a record for `ORPHAN_S`, and what a gateway
-        was copying that was killed."""
+        was copying that was killed: to which nothing was written for `_PART_S` by the clock of who sweeps."""
         known = await self._database.transact(_kept, now)
-        await self._database.in_thread(_remove_others, self._database.files, known, now)
+        await self._database.in_thread(self._remove_others, known, now)
         await self._database.transact(_expire, now)
+
+    def _remove_others(self, known: set[str], now: float) -> None:
+        for content in self._database.files.iterdir():
+            if content.name in known or (made := _made_at(content)) is None:
+                continue
+            # What another machine copies has the time of its clock, or of the file system's.
+            is_part = content.suffix == _PART
+            if self._written.unchanged_s(content.name, made) > _PART_S if is_part else now - made > ORPHAN_S:
+                content.unlink(missing_ok=True)
 
 
 def file_not_found(file_id: str) -> NotFoundError:
@@ -274,13 +284,6 @@ def _kept(connection: sqlite3.Connection, now: float) -> set[str]:
 
 def _expire(connection: sqlite3.Connection, now: float) -> None:
     connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
-
-
-def _remove_others(folder: Path, known: set[str], now: float) -> None:
-    for content in folder.iterdir():
-        kept_s = _PART_S if content.suffix == _PART else ORPHAN_S
-        if content.name not in known and (made := _made_at(content)) is not None and now - made > kept_s:
-            content.unlink(missing_ok=True)
 
 
 def _made_at(content: Path) -> float | None:
