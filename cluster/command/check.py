@@ -134,16 +134,25 @@ def _require_drafter(role: Role, config: LegatoConfig, folder: Path) -> None:
     """Check that what drafts for the model in `folder` on such a worker can, if there is any and it is on this machine.
     Raises ValueError where it cannot, or where a folder is not there."""
     from cluster.config.build import engine_config
+    from engine.checkpoint.store import has_weights
     from engine.steps.loading import heads_for, require_draft_fits
 
     engine = engine_config(role, config)
-    if engine.draft_ref is None or heads_for(engine.draft_ref, folder, engine.backend) is not None:
+    if engine.draft_ref is None:
         return
-    draft_folder = find_model(engine.draft_ref)
-    if draft_folder is None:
-        print(f"{engine.draft_ref}, which drafts, is not on this machine: whether it can was not looked at.")
-    else:
+    if (heads := heads_for(engine.draft_ref, folder, engine.backend)) is not None:
+        draft_folder, _ = heads
+    elif (found := find_model(engine.draft_ref)) is not None:
+        draft_folder = found
         require_draft_fits(engine, folder, draft_folder)
+    else:
+        print(f"{engine.draft_ref}, which drafts, is not on this machine: whether it can was not looked at.")
+        return
+    if not has_weights(draft_folder):
+        print(
+            f"The weights of {engine.draft_ref}, which drafts, are not on this machine. A worker reads them from"
+            " *.safetensors."
+        )
 
 
 def _computed_by(config: LegatoConfig, folder: Path) -> str:

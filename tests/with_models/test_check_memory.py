@@ -22,6 +22,7 @@ from cluster.config.settings import LegatoConfig
 from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
 from engine.checkpoint.weights import load_weights
+from engine.drafting.heads import HeadsConfig
 from engine.model.config import ModelConfig
 from engine.model.shards import shards_of
 from engine.model.transformer import Model
@@ -239,6 +240,31 @@ def test_what_cannot_draft(
         assert main() == (told is not None)
         err = capsys.readouterr().err
         assert (told or "") in err and (told is None or err.startswith("error: a decode worker: "))
+
+
+@pytest.mark.parametrize("are_heads", [False, True])
+def test_what_drafts_without_its_weights(
+    llama: SmallModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    are_heads: bool,
+) -> None:
+    """As of the model itself: they may be where it is served."""
+    shallower(llama, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if are_heads:
+        size = json.loads((llama.folder / "config.json").read_text())["hidden_size"]
+        HeadsConfig(num_heads=1, num_layers=1, hidden_size=size, vocab_size=VOCAB_SIZE, num_tokens=VOCAB_SIZE).write(
+            tmp_path
+        )
+    memory = {"memory": "64KiB", "host_memory": 0}
+    decode = {"draft_model": str(tmp_path)}
+    path = tmp_path / "served.yaml"
+    path.write_text(served({"model": str(llama.folder), "workers": 1, "kv": {"decode": memory}, "decode": decode}))
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 0
+    assert f"The weights of {tmp_path}, which drafts, are not on this machine." in capsys.readouterr().out
 
 
 def test_weights_that_cannot_be_rounded(
