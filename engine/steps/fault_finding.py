@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kv.block_pool import BlockLease, OutOfBlocksError
+from engine.sampling.grammar import GrammarError
 from engine.sampling.params import SamplingParams
 from engine.sequence import BlockTable, ScheduledSequence, Sequence, SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
@@ -36,13 +37,14 @@ class FaultFinder:
     def failed(self, plan: StepPlan, error: Exception) -> Sequence | None:
         """A step did. Who is accused of it, because it was in it alone; None: all of them are to compute alone now."""
         self.why = f"{type(error).__name__}: {error}"
-        if not self._failed:  # who comes later may only have found the device broken
+        # Who comes later may only have found the device broken. A grammar names its request, and says nothing of it.
+        if not self._failed and not isinstance(error, GrammarError):
             self._failed.update(item.seq.key for item in plan.items)
         seq = plan.items[0].seq if plan.items else None
         return seq if seq is not None and seq.num_alone else None
 
     def was_there(self, key: SequenceKey) -> bool:
-        """Whether the sequence was in the first step that failed since all began anew."""
+        """Whether the sequence was in the first step that failed since all began anew, but for a grammar."""
         return key in self._failed
 
     def is_accused(self, key: SequenceKey) -> bool:

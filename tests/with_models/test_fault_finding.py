@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.sampling.grammar import GrammarError
 from engine.sampling.params import SamplingParams
 from engine.sequence import ScheduledSequence, Sequence, StepPlan
 from engine.steps.fault_finding import FaultFinder
@@ -29,3 +30,12 @@ def test_who_comes_after_the_first_step_that_failed_was_not_there(llama: SmallMo
     finder.begin_anew()
     assert finder.failed(_plan(late), RuntimeError("broken")) is late
     assert [finder.was_there(seq.key) for seq in (one, two, late)] == [False, False, True]
+
+
+def test_who_was_beside_a_grammar_that_failed_was_not_there(llama: SmallModel) -> None:
+    """When the device breaks next, those in that step are, whoever they are."""
+    finder = FaultFinder(load_model(EngineConfig(model_ref=str(llama.folder), model_name="model", kv_blocks=8)))
+    theirs, beside, late = _sequence("theirs"), _sequence("beside"), _sequence("late", num_alone=1)
+    assert finder.failed(_plan(theirs, beside), GrammarError(theirs.key, "too complex")) is None
+    assert finder.failed(_plan(late), RuntimeError("broken")) is late
+    assert [finder.was_there(seq.key) for seq in (theirs, beside, late)] == [False, False, True]
