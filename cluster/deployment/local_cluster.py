@@ -73,6 +73,9 @@ def unheeded(document: dict[str, Any]) -> list[str]:
     """What a Serve config file has, as `load_document` reads it, that `serve run` heeds, and nobody here."""
     _, application = find_legato(document)
     found = [name for name in sorted(SERVE_NAMES[()] - _HEEDED) if document.get(name) is not None]
+    grpc = document.get("grpc_options")
+    if isinstance(grpc, dict) and not grpc.get("grpc_servicer_functions"):  # as `serve build` writes it: without gRPC
+        found.remove("grpc_options")
     if document.get("proxy_location") == "Disabled":  # the others are the same to a Ray of one machine
         found.append("proxy_location: Disabled")
     for name, value in application.items():

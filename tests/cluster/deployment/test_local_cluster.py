@@ -78,6 +78,7 @@ def test_what_only_serve_itself_heeds_is_refused(tmp_path: Path) -> None:
     quickstart, changed = CONFIGS / "quickstart.yaml", tmp_path / "changed.yaml"
     document = read_document(str(quickstart))
     environment = {"env_vars": {"OTEL_SDK_DISABLED": "true"}}
+    grpc = {"port": 9000, "grpc_servicer_functions": ["mycompany.serving:add_to_server"]}
     (application,) = document["applications"]
     for told, applications, options in (
         ("deployments of the", [application | {"deployments": [{"name": "Gateway", "num_replicas": 2}]}], {}),
@@ -85,12 +86,13 @@ def test_what_only_serve_itself_heeds_is_refused(tmp_path: Path) -> None:
         ("import_path mycompany.serving:build of", [application | {"import_path": "mycompany.serving:build"}], {}),
         ("other applications,", [{"name": "other", "import_path": "other:app", "route_prefix": "/x"}, application], {}),
         ("proxy_location: Disabled", [application], {"proxy_location": "Disabled"}),
-        ("grpc_options and target_capacity,", [application], {"grpc_options": {"port": 9000}, "target_capacity": 10}),
+        ("grpc_options and target_capacity,", [application], {"grpc_options": grpc, "target_capacity": 10}),
     ):
         changed.write_text(yaml.safe_dump(document | {"applications": applications} | options), encoding="utf-8")
         with pytest.raises(ConfigError, match=f"has {told}.*`serve run {changed}`"):
             read_document(str(changed))
-    changed.write_text(yaml.safe_dump(document | {"proxy_location": "EveryNode", "x-own": {}}), encoding="utf-8")
+    as_serve_build_writes_it = {"proxy_location": "EveryNode", "grpc_options": grpc | {"grpc_servicer_functions": []}}
+    changed.write_text(yaml.safe_dump(document | as_serve_build_writes_it | {"x-own": {}}), encoding="utf-8")
     assert read_document(str(changed))
 
 
