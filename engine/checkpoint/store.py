@@ -35,6 +35,8 @@ from engine.checkpoint.manifest import find_fault
 from kernels.cache_folder import default_cache_dir
 
 if TYPE_CHECKING:
+    import httpx2
+
     from engine.model.config import Backend
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -214,8 +216,10 @@ def _fetch_from_hub(
     """Fetch the small files, and then, if they are wanted, the weights of the same commit, unless the config cannot be
     served: that is told before tens of gigabytes have come. Raises ValueError if it cannot, ModelUnavailableError."""
     import httpx2  # both take half a second, which processes that fetch nothing need not spend
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_session, snapshot_download
 
+    if _limit_silence not in (hooks := get_session().event_hooks["request"]):
+        hooks.append(_limit_silence)
     ref = name if revision is None else f"{name}@{revision}"
     fetch = partial(snapshot_download, name, cache_dir=cache_dir and cache_dir / "hub")
     all_files = [*_SMALL_HUB_FILES, _HUB_WEIGHTS]
@@ -234,6 +238,17 @@ def _fetch_from_hub(
             f"{ref!r} {failed}. Check the name, the network, and for a gated model that HF_TOKEN is set; "
             f"HF_HUB_OFFLINE=1 takes what is on this machine and asks nobody. The hub's client says: {error}"
         ) from error
+
+
+def _limit_silence(request: httpx2.Request) -> None:
+    """Let a request of the hub's client that has no limit of time fail where the hub is silent for as long as those
+    that have one wait (HF_HUB_ETAG_TIMEOUT): it asks for a name's commit without any, and a hub that took the
+    connection and answered nothing would hold a start for ever. Then what is on this machine is taken."""
+    from huggingface_hub import constants
+
+    limits = request.extensions.get("timeout", {})
+    if all(limit is None for limit in limits.values()):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write"), constants.HF_HUB_ETAG_TIMEOUT)
 
 
 def _require_servable(folder: Path, backend: Backend) -> None:

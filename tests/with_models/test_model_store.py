@@ -34,6 +34,7 @@ from engine.checkpoint.store import has_weights, resolve_model
 from engine.checkpoint.store import main as store_main
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.threaded_server import QuietHandler, threaded_server
+from tests.support.waiting import HANGS_S
 from tests.with_models.hub_server import serve_repository
 
 SMOLLM2 = BUILTIN_MODELS["smollm2-135m-instruct"]
@@ -399,6 +400,34 @@ def test_a_hub_that_hangs_up_is_said_in_a_sentence(tmp_path: Path) -> None:
         with hub_at(endpoint, tmp_path), pytest.raises(StartError, match="HF_HUB_OFFLINE=1 takes what is on this"):
             fetch_models(LegatoConfig.model_validate({"model": {"ref": "owner/name"}}))
     assert (ended.returncode, "error: 'owner/name' is no local folder" in ended.stderr) == (1, True)
+
+
+def test_a_hub_that_is_silent_holds_no_start(tmp_path: Path) -> None:
+    """What is on this machine is taken; else the reason is said."""
+    is_over, lasted = threading.Event(), threading.Event()
+
+    class Hub(QuietHandler):
+        def do_GET(self) -> None:
+            """Takes the connection, and says nothing until its client has left."""
+            if not is_over.wait(HANGS_S):
+                lasted.set()
+
+        do_HEAD = do_GET
+
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    with serve_repository("owner/name", files) as endpoint:
+        online = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+    with threaded_server(Hub) as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)  # of the environment
+        try:
+            there, other = (
+                hub_call(endpoint, tmp_path, "engine.checkpoint.store", ref) for ref in ("owner/name", "owner/other")
+            )
+        finally:
+            is_over.set()
+    assert not lasted.is_set()
+    assert (there.returncode, there.stdout) == (0, online.stdout)
+    assert other.returncode == 1 and "HF_HUB_OFFLINE=1 takes what is on this machine" in other.stderr
 
 
 def test_offline_a_hub_model_is_what_was_fetched_before(tmp_path: Path) -> None:
