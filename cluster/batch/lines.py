@@ -26,9 +26,10 @@ _FIELDS: Final = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """One request of a batch. `number`: that of its line, counted from 1."""
+    """One request of a batch. `number`: that of its line, counted from 1. `place`: the bytes before that."""
 
     number: int
+    place: int
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -75,15 +76,16 @@ def read_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_L
     name; None: any of `ENDPOINTS`."""
     known: set[str] = set()
     with path.open("rb") as file:
-        number = 0
+        number = end = 0
         while text := file.readline(longest + 1):
             number += 1
+            place, end = end, end + len(text)
             if not text.strip():
                 continue
             try:
                 if len(text) > longest:
                     raise LineError(f"The line is longer than {longest} bytes.", "line_too_long", line=number)
-                line = _parsed(text, number, endpoint)
+                line = _parsed(text, number, place, endpoint)
                 if line.custom_id in known:
                     raise LineError(
                         f"The custom_id {line.custom_id!r} is there twice. Give each line one of its own.",
@@ -97,6 +99,14 @@ def read_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_L
                 yield error
                 if error.code == "line_too_long":
                     return
+
+
+def read_again(path: Path, line: BatchLine) -> BatchLine:
+    """The line of a file that `read_lines` gave, whose body nobody has kept. Raises OSError, or LineError where the
+    file is another one."""
+    with path.open("rb") as file:
+        file.seek(line.place)
+        return _parsed(file.readline(), line.number, line.place)
 
 
 def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE) -> tuple[int, list[LineError]]:
@@ -117,7 +127,7 @@ def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_
     return num_lines, errors
 
 
-def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
+def _parsed(text: bytes, number: int, place: int, endpoint: str | None = None) -> BatchLine:
     """Read one line. Raises LineError if it is too long, is no JSON, or is not what a line of a batch must be."""
     try:
         require_few_values(text)
@@ -145,7 +155,7 @@ def _parsed(text: bytes, number: int, endpoint: str | None) -> BatchLine:
         raise LineError(
             "A line's answer can't be streamed. Leave stream out.", "invalid_line", line=number, param="body.stream"
         )
-    return BatchLine(number=number, custom_id=given["custom_id"], url=given["url"], body=given["body"])
+    return BatchLine(number=number, place=place, custom_id=given["custom_id"], url=given["url"], body=given["body"])
 
 
 def _is_name(value: object) -> bool:

@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,13 +25,14 @@ from typing import Any, Final
 from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
 from cluster.batch.database import Database, refused_if_full
 from cluster.batch.files import Files, StoredFile, file_not_found
-from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_lines
+from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_again, read_lines
 
 logger = logging.getLogger(__name__)
 
 SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
 _Send = Callable[[BatchLine], Awaitable[LineAnswer]]
 _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
+_Again = Callable[[BatchLine], BatchLine]
 
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
@@ -212,11 +213,15 @@ class BatchService:
                     del waiting[: len(written)]
                     run.answered_at = time.monotonic()
 
+        again = partial(read_again, self._input(batch))
+
         async def work() -> None:
             async with asyncio.TaskGroup() as group:
                 for lane, room in self._lanes.items():  # each reads the file once, and keeps no others' lines
                     lines = await self._unanswered(batch, lane)
-                    group.create_task(run_lines(lines, partial(send, batch), keep, num_at_once=_LINES, room=room))
+                    group.create_task(
+                        run_lines(lines, partial(send, batch), keep, num_at_once=_LINES, room=room, again=again)
+                    )
 
         working = asyncio.create_task(work())
         cancelled = asyncio.create_task(run.is_cancelled.wait())
@@ -259,10 +264,17 @@ class BatchService:
 
 
 async def run_lines(
-    lines: Iterator[BatchLine], send: _Send, keep: _Keep, *, num_at_once: int, room: asyncio.Semaphore | None = None
+    lines: Iterator[BatchLine],
+    send: _Send,
+    keep: _Keep,
+    *,
+    num_at_once: int,
+    room: asyncio.Semaphore | None = None,
+    again: _Again | None = None,
 ) -> None:
     """Send all lines, `num_at_once` at a time, and keep each answer. An error of `keep` ends it, and the lines under
-    way. `room`: what others' lines share with these; None: nobody's do.
+    way. `room`: what others' lines share with these; None: nobody's do. `again`: reads a line once more, so that none
+    is held in memory while it waits to be sent again, as those of many batches may for hours; None: they are.
 
     `lines` may read a file: the next one is asked for in a thread, one at a time, and waits for room to be sent before
     another one is."""
@@ -283,22 +295,28 @@ async def run_lines(
 
     async def work() -> None:
         while (line := await next_line()) is not None:
-            await keep(line, await _answer(line, send, room))
+            answering = _answer(line, send, room, again)
+            line = replace(line, body={})  # nor is it held here
+            await keep(line, await answering)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(num_at_once):
             group.create_task(work())
 
 
-async def _answer(line: BatchLine, send: _Send, room: asyncio.Semaphore) -> LineAnswer:
+async def _answer(line: BatchLine, send: _Send, room: asyncio.Semaphore, again: _Again | None) -> LineAnswer:
     """Send a line until it has an answer. After `_TRIES` failures that are the server's, the last of them is it. It has
     a place in `room` to begin with, and none while it waits or when it has an answer."""
-    wait_s, tries = _WAIT_S, 0
+    wait_s, tries, is_whole = _WAIT_S, 0, True
     while True:
         try:
+            if again is not None and not is_whole:
+                line = await asyncio.to_thread(again, line)
             answer = await send(line)
         finally:
             room.release()
+        if again is not None:
+            line, is_whole = replace(line, body={}), False
         if answer.status not in _NOT_NOW:
             tries += 1
             if 0 < answer.status < 500 or tries == _TRIES:

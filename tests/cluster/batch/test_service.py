@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import os
 import sqlite3
@@ -137,6 +138,43 @@ async def test_lines_are_read_once_there_is_room_to_send_them(tmp_path: Path, mo
         may_end.set()
         await eventually(lambda: num_done == 5 * 63)
     assert most <= 64 + 5  # each batch has read the one that it waits with
+
+
+async def test_lines_that_wait_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Those of many batches may, for hours: of a model without workers, say."""
+    batches, num_sent = BatchService(Database(tmp_path), 10**6), 0
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        nonlocal num_sent
+        num_sent += 1
+        return LineAnswer(status=503, body="{}", retry_after_s=HANGS_S)
+
+    def in_memory() -> list[BatchLine]:
+        lines = (found for found in gc.get_objects() if isinstance(found, BatchLine))
+        return [line for line in lines if line.body.get("model") == "of these batches"]
+
+    async with batches.running(send):
+        for number in range(3):
+            await begun(batches, *["of these batches"] * 64, owner=f"{number}")
+        await eventually(lambda: num_sent == 3 * 64)
+        await eventually(lambda: len(in_memory()) <= 3)  # what reads a file has the line that it gave last
+
+
+async def test_a_line_that_has_waited_is_sent_as_it_is_in_its_file(tmp_path: Path) -> None:
+    batches, turned_away, answered = BatchService(Database(tmp_path), 10**6), set[str](), dict[str, object]()
+
+    async def send(batch: Batch, line: BatchLine) -> LineAnswer:
+        if line.custom_id not in turned_away:
+            turned_away.add(line.custom_id)
+            return NO_WORKER
+        answered[line.custom_id] = line.body
+        return LineAnswer(status=200, body="{}")
+
+    models = [f"an adapter of {n} ä" for n in range(100)]
+    async with batches.running(send, MODELS):
+        await begun(batches, *models)
+        await eventually(lambda: len(answered) == 100)
+    assert answered == {f"l{n}": {"model": model, "prompt": "x"} for n, model in enumerate(models)}
 
 
 async def test_a_batch_ends_though_lines_of_another_model_hold_all_its_places(tmp_path: Path) -> None:
