@@ -37,6 +37,7 @@ _LOSSES: Final = 2  # of workers in steps of a request, after which it is placed
 # After copies were recalled: workers that they have taken down already are known by then. A broken device shows by
 # three steps that fail, each of which may take its time.
 _SETTLING_S: Final = 3.0
+_LOOK_S: Final = 60.0  # at most so often admitting a request looks for what has expired of others
 
 
 @dataclass(slots=True)
@@ -54,6 +55,10 @@ class _Record:
     is_guilty: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def has_expired(self, now: float) -> bool:
+        """Whether it is so long ago that nothing is held against them any more."""
+        return self.expires_at < now and not self.suspects
+
     def note_change(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
@@ -68,6 +73,7 @@ class Quarantine:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()  # by fingerprint
         self._beginnings: Counter[bytes] = Counter()  # of their fingerprints
         self._lost: OrderedDict[str, None] = OrderedDict()  # workers, and silent ones until they are heard
+        self._look_at = 0.0
 
     def __len__(self) -> int:
         """How many requests are suspected or guilty; a request and its copies count as one."""
@@ -76,6 +82,8 @@ class Quarantine:
     async def admit(self, run: RequestRun) -> None:
         """Let an attempt begin, once no copy of the request is on trial. Sets `run.alone` if the request is suspected.
         Raises PoisonRequestError if it is guilty, DeadlineError if the wait lasts until its deadline."""
+        if self._records and time.monotonic() >= self._look_at:
+            self._forget_expired()  # of which no copy comes again
         while (record := self._record_of(run)) is not None:
             if record.is_guilty:
                 raise PoisonRequestError
@@ -128,6 +136,7 @@ class Quarantine:
 
     def was_recalled_from(self, worker_id: str) -> bool:
         """Whether this worker had copies of a suspected request that were recalled just now."""
+        self._forget_expired()
         return any(worker_id in record.was_on for record in self._records.values())
 
     def is_lost(self, worker_id: str) -> bool:
@@ -143,6 +152,7 @@ class Quarantine:
         self._lost[worker_id] = None
         if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
+        self._forget_expired()
         copies: dict[bytes, list[RequestRun]] = {
             fingerprint: [] for fingerprint, record in self._records.items() if worker_id in record.was_on
         }
@@ -243,10 +253,17 @@ class Quarantine:
         if run.fingerprint is None and self._beginning_of_fingerprint(run) not in self._beginnings:
             return None  # at a worker's loss, when this is asked of all requests at once, most are of no record
         record = self._records.get(self.fingerprint(run))
-        if record is not None and record.expires_at < time.monotonic() and not record.suspects:
+        if record is not None and record.has_expired(time.monotonic()):
             self._drop(self.fingerprint(run))
             return None
         return record
+
+    def _forget_expired(self) -> None:
+        """Forget what has expired of all requests, so that nothing of it counts in what comes."""
+        now = time.monotonic()
+        self._look_at = now + _LOOK_S
+        for fingerprint in [each for each, record in self._records.items() if record.has_expired(now)]:
+            self._drop(fingerprint).note_change()
 
     def fingerprint(self, run: RequestRun) -> bytes:
         """A keyed hash that all copies of a request share. Nobody without this gateway's key can compute it."""

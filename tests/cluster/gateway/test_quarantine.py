@@ -213,6 +213,28 @@ async def test_what_is_held_against_somebody_is_forgotten(monkeypatch: pytest.Mo
     assert len(book) == 3
 
 
+async def test_what_is_forgotten_counts_in_no_later_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no copy comes by whom it would be noticed."""
+    monkeypatch.setattr(quarantine, "REMEMBERED_S", -1.0)  # over as soon as nobody is on trial
+    monkeypatch.setattr(quarantine, "_LOOK_S", 0.0)
+
+    def held_against_one_that_left() -> Quarantine:
+        book, run = Quarantine(), a_run("r")
+        book.on_worker_lost("w1", [run])
+        assert book.recall(a_run("copy"), {"w2"}) and book.was_recalled_from("w2")
+        run.end(RequestState.CANCELLED)
+        book.on_ended(run)
+        return book
+
+    book = held_against_one_that_left()
+    assert not book.on_worker_lost("w2", [])
+    assert not len(book)
+    assert not held_against_one_that_left().was_recalled_from("w2")
+    book = held_against_one_that_left()
+    await book.admit(a_run("another", 2))
+    assert not len(book)
+
+
 def test_the_seed_alone_makes_no_other_request() -> None:
     book, run = Quarantine(), a_run("r")
     warmer = a_run("warmer")
