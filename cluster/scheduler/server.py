@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Final
 
 from cluster.autoscaling.controller import Autoscaler, ModelExchange, Order
 from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway.line_log import LineLog
-from cluster.scheduler.decision_log import DecisionLog
+from cluster.scheduler.decision_log import DecisionLog, LoggedDecision
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.role_changes import RoleChanges
 from cluster.scheduler.scheduler import GlobalScheduler, PlacementAnswer, SchedulerPolicy
@@ -58,6 +59,9 @@ from kv_transfer.messages.workers import (
 from kv_transfer.transports.base import Identity, TransportError
 
 logger = logging.getLogger(__name__)
+
+_MOST_UNWRITTEN: Final = 4_000  # decisions that wait for a disk
+_STOP_S: Final = 2.0  # for what waits to be written at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,8 @@ class SchedulerServer:
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
         self._decision_log = decision_log
+        self._unwritten: list[LoggedDecision] = []  # of `_log`, for the file
+        self._writing: asyncio.Task[None] | None = None
         self._role_changes = RoleChanges(self._keeps_model)
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
@@ -153,6 +159,8 @@ class SchedulerServer:
         if self._server is not None:
             await self._server.close("the scheduler stops")
         self._write_decisions()
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=_STOP_S)
 
     async def _serve_peer(self, connection: Connection) -> None:
         try:
@@ -343,12 +351,27 @@ class SchedulerServer:
         return Decisions(ask_id=question.ask_id, decisions=told)
 
     def _write_decisions(self) -> None:
+        """Have what is new written down, in a thread: a disk may take its time, and placements do not wait for it."""
         num_lost, new = self._log.num_lost, self._log.take_new()
-        if self._decision_log is not None:
+        if self._decision_log is None:
+            return
+        self._unwritten += new
+        if num_lost:
+            logger.warning("%d decisions came so fast that they are not in the decision log", num_lost)
+        if num_late := max(0, len(self._unwritten) - _MOST_UNWRITTEN):
+            logger.error("%d decisions are not in the decision log, whose disk is too slow", num_late)
+            del self._unwritten[:num_late]
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write(self._decision_log), name="decision-log")
+
+    async def _write(self, log: LineLog) -> None:
+        """Write what waits, and what comes meanwhile. With nothing new the log tries again what it could not write."""
+        while True:
+            taken, self._unwritten = self._unwritten, []
             offset_s = _clock_offset_s()
-            self._decision_log.append(one.as_json(offset_s) for one in new)
-            if num_lost:
-                logger.warning("%d decisions came so fast that they are not in the decision log", num_lost)
+            await asyncio.to_thread(log.append, (one.as_json(offset_s) for one in taken))
+            if not self._unwritten:
+                return
 
     def _write_decisions_if_many(self) -> None:
         """Write before the next period where decisions would be forgotten until then."""

@@ -205,7 +205,7 @@ async def test_decisions_are_written_down(llama: SmallModel, tmp_path: Path) -> 
     log = tmp_path / "decisions.jsonl"
     async with cluster_of(llama, decision_log=LineLog(log)) as cluster:
         await run(cluster, "r", terms(1000.0))
-        await eventually(log.exists)
+        await eventually(lambda: log.exists() and log.read_text())
         assert [json.loads(line)["request_id"] for line in log.read_text().splitlines()] == ["r"]
 
 

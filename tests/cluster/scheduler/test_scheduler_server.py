@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -239,20 +240,45 @@ async def test_answers_become_the_errors_that_clients_are_told() -> None:
             await client.place(place(num_tokens=2000))
 
 
-async def test_every_decision_is_in_the_decision_log_however_many_come_in_a_period(tmp_path: Path) -> None:
+async def test_every_decision_is_in_the_decision_log_however_many_come_in_a_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler remembers ten."""
+    monkeypatch.setattr("cluster.scheduler.server._STOP_S", HANGS_S)
     path, names = tmp_path / "decisions.jsonl", [f"r{n}" for n in range(33)]
-
-    def written() -> list[str]:
-        return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
 
     async with _server(period_s=10 * HANGS_S, decision_log=LineLog(path), log_size=10) as server:
         async with _client(server) as client:
             for name in names:
                 with pytest.raises(UnavailableError):
                     await client.place(place(name))
-        assert written() == names[:30]
-    assert written() == names
+        await eventually(lambda: path.exists() and _written(path) == names[:30])
+    assert _written(path) == names
+
+
+async def test_placements_do_not_wait_for_the_disk_of_the_decision_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.scheduler.server._STOP_S", HANGS_S)
+    path, names, may_write = tmp_path / "decisions.jsonl", [f"r{n}" for n in range(33)], threading.Event()
+
+    class Held(LineLog):
+        def append(self, lines: Iterable[str] = ()) -> None:
+            assert may_write.wait(HANGS_S)
+            super().append(lines)
+
+    async with _server(period_s=10 * HANGS_S, decision_log=Held(path), log_size=10) as server:
+        async with _client(server) as client:
+            for name in names:
+                with pytest.raises(UnavailableError):
+                    await client.place(place(name))
+        assert not path.exists()
+        may_write.set()
+    assert _written(path) == names
+
+
+def _written(path: Path) -> list[str]:
+    return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
 
 
 # --- several models ---
