@@ -14,8 +14,10 @@ word i // 32 set if token i is allowed, which ids beyond the tokenizer's never a
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -52,6 +54,12 @@ _LIMITS: Final = LLParserLimits(verbose_errors=False)
 # what was followed by then is followed anew in half a second (docs/log/grammars.md), less than a step may be late; a
 # right-recursive list of 500 items, or a schema of 120 optional properties, has room.
 _LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=600, verbose_errors=False)
+# No count of the library's tells what a mask of a client's rules costs: up to 0.4 s within these limits, where the
+# dearest honest ones take 13 ms. So a few that take long end their sequences by the clock: that of this thread on a
+# processor, which goes no faster on a busy machine. Of a step they take less than it may be late.
+_DEAR_S: Final = 0.05
+_MOST_OF_A_STEP_S: Final = 0.3
+_MOST_OF_A_SEQUENCE_S: Final = 3.0
 
 
 def limits_of(grammar: str) -> LLParserLimits:
@@ -79,6 +87,7 @@ class GrammarMasks:
         self._reading = threading.Lock()
         self._compiled = lru_cache(maxsize=_MAX_COMPILED)(self._compile)
         self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
+        self._dear: list[tuple[_Followed, float]] = []  # of a step: whose masks took long, and how long
 
     def of(self, rows: Rows) -> list[Bits | None]:
         """What may come after the output so far of each row of a step; None: anything, by its request. A sequence's
@@ -87,6 +96,7 @@ class GrammarMasks:
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         found = [None if row.params.grammar is None else mask for row, mask in zip(rows, bits, strict=True)]
         address, size = bits.ctypes.data, bits.strides[0]
+        self._dear.clear()
         for index, row in enumerate(rows):
             if row.params.grammar is not None:
                 newest = row.drafts if isinstance(row, DraftedSequence) else row.output_token_ids
@@ -103,11 +113,13 @@ class GrammarMasks:
     def _fill(self, seq: Sequence, drafts: tuple[int, ...], first: int, address: int, size: int) -> None:
         """Write the masks of the tokens after its `first` drafts, after one more and so on to all of them, `size` bytes
         each; none after a draft that is forbidden. Raises GrammarError."""
-        matcher = self._matcher(seq)
-        num_taken = 0
-        while True:
+        followed = self._at_output(seq)
+        matcher, num_taken = followed.matcher, 0
+        while followed.left_s > 0:
             if num_taken >= first:
+                began = time.thread_time()
                 matcher.unsafe_compute_mask_ptr(address + (num_taken - first) * size, size)
+                self._note_cost(followed, time.thread_time() - began)
             if num_taken == len(drafts) or matcher.is_stopped() or not matcher.try_consume_tokens([drafts[num_taken]]):
                 break
             num_taken += 1
@@ -117,15 +129,30 @@ class GrammarMasks:
             if drafts:  # it may be one of them that failed
                 del self._followed[seq]
             raise GrammarError(seq.key, matcher.get_error())
+        if followed.left_s <= 0:
+            raise GrammarError(seq.key, "what may come next takes too long to find")
 
-    def _matcher(self, seq: Sequence) -> LLMatcher:
-        """The sequence's matcher, in the state that the output so far leads to; what is wrong is told by its masks."""
-        assert seq.params.grammar is not None
+    def _note_cost(self, followed: _Followed, seconds: float) -> None:
+        """Note what a mask took. Where those of a step took too long together, all whose did get no more of them."""
+        if seconds <= _DEAR_S or followed.left_s == math.inf:
+            return
+        followed.left_s -= seconds
+        self._dear.append((followed, seconds))
+        if sum(each for _, each in self._dear) > _MOST_OF_A_STEP_S:
+            for each, _ in self._dear:
+                each.left_s = 0.0
+
+    def _at_output(self, seq: Sequence) -> _Followed:
+        """The sequence's grammar in the state that the output so far leads to; what is wrong is told by its masks."""
+        grammar = seq.params.grammar
+        assert grammar is not None
         followed = self._followed.get(seq)
         if followed is None or not followed.go_to(seq.output_token_ids):
-            followed = self._followed[seq] = _Followed(self._compiled(seq.params.grammar).deep_copy())
+            left_s = _MOST_OF_A_SEQUENCE_S if RULES_OF_A_CLIENT in grammar else math.inf
+            followed = _Followed(self._compiled(grammar).deep_copy(), left_s if followed is None else followed.left_s)
+            self._followed[seq] = followed
             followed.go_to(seq.output_token_ids)
-        return followed.matcher
+        return followed
 
     def _within_budget(self, row: TokensSoFar, bits: Bits | None) -> Bits | None:
         """The end of reasoning alone, where that is due and what a grammar allows has it."""
@@ -190,9 +217,10 @@ def _drafts_after(rows: Rows, index: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Followed:
-    """A grammar's state after the tokens `consumed`."""
+    """A grammar's state after the tokens `consumed`. `left_s`: what its masks that take long may take yet."""
 
     matcher: LLMatcher
+    left_s: float
     consumed: list[int] = field(default_factory=list)
 
     def go_to(self, token_ids: list[int]) -> bool:

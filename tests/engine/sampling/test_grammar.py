@@ -5,10 +5,14 @@ Tokens are bytes here: see `write_byte_tokenizer`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import weakref
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sampling import grammar as grammar_masks
 from engine.sampling.grammar import RULES_OF_A_CLIENT, GrammarError, GrammarMasks, allowed_by
 from engine.sampling.params import MAX_GRAMMAR_CHARS, SamplingParams
 from engine.sampling.sampler import InvalidLogitsError, Sampler
@@ -26,6 +31,7 @@ from tests.engine.sampling.sampling_twin import EOS, VOCAB, naive_draw, params_o
 from tests.support.byte_tokenizer import write_byte_tokenizer
 
 DIGITS = "start: /[0-9]{2,4}/"
+CLIENTS = f"{RULES_OF_A_CLIENT}\n{DIGITS}"
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +350,55 @@ def test_rules_of_a_client_fail_before_a_token_takes_long(masks: GrammarMasks, t
     elsewhere.output_token_ids.append(letter)
     with pytest.raises(GrammarError):
         masks.of([elsewhere])
+
+
+@pytest.fixture
+def each_mask_takes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """So many seconds of a processor, as it seems."""
+
+    def each_takes(seconds: float) -> None:
+        clock = count(0.0, seconds)
+        monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+
+    return each_takes
+
+
+def test_whose_masks_take_long_together_are_out(masks: GrammarMasks, each_mask_takes: Callable[[float], None]) -> None:
+    """Before their step is late for all others in it; and each is told once it computes alone."""
+    first, second, third = (sequence(params_of(grammar=CLIENTS), name=name) for name in ("first", "second", "third"))
+    written = sequence(params_of(grammar=DIGITS))
+    each_mask_takes(0.2)
+    with pytest.raises(GrammarError, match=r"request second .* takes too long"):
+        masks.of([first, written, second, third])
+    each_mask_takes(0.0)
+    for seq in (first, second):
+        with pytest.raises(GrammarError, match=rf"request {seq.request_id} .* takes too long"):
+            masks.of([seq])
+    masks.of([written, third])
+
+
+@pytest.mark.parametrize(
+    ("rules", "seconds", "num_tokens"),
+    [(RULES_OF_A_CLIENT, 0.11, 13), (RULES_OF_A_CLIENT, 0.02, 100), ("", 0.11, 100)],
+    ids=["dear", "honest", "what Legato writes"],
+)
+def test_nor_do_those_of_one_sequence_take_long_for_ever(
+    masks: GrammarMasks,
+    tokenizer: Tokenizer,
+    each_mask_takes: Callable[[float], None],
+    rules: str,
+    seconds: float,
+    num_tokens: int,
+) -> None:
+    """Those behind its drafts count as well."""
+    [digit] = tokenizer.encode("1")
+    seq = sequence(params_of(grammar=f"{rules}\nstart: /[0-9]*/"))
+    each_mask_takes(seconds)
+    with contextlib.suppress(GrammarError):
+        while len(seq.output_token_ids) < 100:
+            masks.of([seq, DraftedSequence(seq, (digit,))])
+            seq.output_token_ids.append(digit)
+    assert len(seq.output_token_ids) == num_tokens
 
 
 def test_a_row_with_no_chance_for_what_is_allowed_is_told(sampler: Sampler, tokenizer: Tokenizer) -> None:
