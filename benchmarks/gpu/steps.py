@@ -48,7 +48,7 @@ _TRANSPORT_TESTS = (
     "tests/processes/test_transport_processes.py",
     "tests/interpreted/test_copying.py",
 )
-_COMPILATION_TESTS = ("tests/interpreted/test_compilation.py", "tests/interpreted/test_attention_layouts.py")
+_COMPILATION_TESTS = ("tests/interpreted/test_compilation.py",)
 _ENGINE_TESTS = (
     "tests/with_models/test_models.py",
     "tests/with_models/test_runner.py",

@@ -1,6 +1,6 @@
 """How the batch-invariant attention kernels lay out their matrix products on a GPU, as JSON.
 
-Read by `test_attention_layouts.py`; a process of its own, started without TRITON_INTERPRET.
+Read by `test_compilation.py`; a process of its own, started without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

@@ -48,15 +48,20 @@ ADVICE = "run python -m benchmarks.gpu.compilation"
 
 @pytest.fixture(scope="module")
 def report() -> Any:
+    return json.loads(uninterpreted("tests.interpreted.compile_child", *in_test_long("all")))
+
+
+def uninterpreted(module: str, *arguments: str) -> str:
+    """What a module prints that is run without TRITON_INTERPRET."""
     child = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted.compile_child", *in_test_long("all")],
+        [sys.executable, "-m", module, *arguments],
         env=uninterpreted_environment(),
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    return child.stdout
 
 
 def test_the_record_is_of_what_is_shipped(report: Any) -> None:
@@ -132,6 +137,15 @@ def test_one_configuration_of_each_kernel_compiles_now(report: Any) -> None:
     assert report["compiled"]
     for name, entry in report["compiled"].items():
         check(name, entry)
+
+
+def test_all_kernels_of_attention_lay_their_products_out_alike() -> None:
+    """Batch-invariant attention is to round alike on prefill and decode. With the same instructions over the same
+    shapes, spread over the same threads, sums are taken in the same order."""
+    products = json.loads(uninterpreted("tests.interpreted.attention_layouts_child").splitlines()[-1])
+    assert products["prefill"] == products["decode"] == products["cascade"]
+    assert len(products["prefill"]) == 2, "scores, and weighted values; masked and not"
+    assert all("instrShape = [16, 8]" in product for product in products["prefill"])
 
 
 # What checkpoints say beside their family's defaults in transformers, which are mostly those of one of its models.
