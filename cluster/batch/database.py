@@ -60,8 +60,6 @@ _INDEXES: Final = (
     "CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended",
     # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
     "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
-    # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
-    "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
 )
 
 
