@@ -68,7 +68,12 @@ class OffloadPolicy:
 
     def host_groups_for(self, num_tokens: int, running: list[Sequence]) -> frozenset[int] | None:
         """The host groups of a newcomer of so many tokens: none, if the device has room beside everyone's growth; all,
-        if the host has; None if neither."""
+        if the host has; None if neither, or if nobody on the device can go on."""
+        # They wait for each other's blocks, and for room in the host or its end, which newcomers there would always put
+        # off: by taking the room, and by going on.
+        holders = [seq for seq in running if self._num_device_groups(seq)]
+        if holders and all(map(self._waits_for_device, holders)):
+            return None
         # Who can only go on from the device has been waiting for its blocks, and newcomers would always take them.
         is_waited_for = any(self._outgrown(seq) or self._lacks_column(seq) for seq in running)
         if not is_waited_for and self._allocator.num_blocks_for(num_tokens) <= self._spare(running):
@@ -250,10 +255,17 @@ class OffloadPolicy:
         """Whether the sequence's KV is in host memory, and the ring is too small to compute it from there."""
         return bool(seq.host_groups) and self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns
 
+    def _waits_for_device(self, seq: Sequence) -> bool:
+        """Whether the sequence can go on only once it has more of the device's blocks than there are."""
+        needs_blocks = self._needs_column(seq) and self._num_device_groups(seq) > self._allocator.pool.num_available
+        return needs_blocks or self._outgrown(seq)
+
     def _lacks_column(self, seq: Sequence) -> bool:
         """Whether the sequence's KV is in host memory, and there is no block left for its next token."""
-        if len(seq.host_groups) <= self._host_pool.num_available:
-            return False
+        return self._needs_column(seq) and len(seq.host_groups) > self._host_pool.num_available
+
+    def _needs_column(self, seq: Sequence) -> bool:
+        """Whether the sequence's next token begins a new column."""
         assert seq.block_table is not None
         return self._allocator.num_columns_for(seq.num_tokens) > seq.block_table.num_columns
 

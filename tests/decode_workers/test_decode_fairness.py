@@ -64,6 +64,29 @@ def test_a_preempted_sequence_comes_before_new_reservations() -> None:
     assert newcomers.num_taken > 1
 
 
+def test_two_on_the_device_do_not_wait_for_each_other_s_blocks_for_ever() -> None:
+    """Each needs a column, none can be moved to the host, which newcomers keep full, and these always go on."""
+    bench = Bench(columns=10, host_columns=8)
+    seqs = [bench.hand_over(name, [2, number] * 6, max_tokens=28) for number, name in enumerate("ab")]
+    newcomers = Newcomers(bench)
+    newcomers.come()
+    assert not any(seq.host_groups for seq in seqs) and bench.host_pool.num_available < 8
+    for seq in seqs:
+        assert _longest_wait(bench, seq, newcomers.come, 200) <= 20
+    assert newcomers.num_taken > 5
+
+
+def test_what_outgrew_the_ring_and_who_is_on_the_device_do_not_wait_for_each_other_s_blocks_for_ever() -> None:
+    """One is on its way back with half of its layers, for the others there is no room; nor for the other's column."""
+    bench = Bench(columns=8, host_columns=20, staging_columns=4)
+    device, outgrown = bench.hand_over("device", [2] * 16, max_tokens=12), bench.hand_over("outgrown", [3] * 15, 8)
+    assert not device.host_groups and outgrown.host_groups
+    newcomers = Newcomers(bench)
+    assert _longest_wait(bench, device, newcomers.come, 100) <= 20
+    assert _longest_wait(bench, outgrown, newcomers.come, 100) <= 20
+    assert newcomers.num_taken > 20
+
+
 def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:
     """Decodes in host memory take most of the ring in every step, and other prompts need none of it."""
     bench = Bench(columns=8, host_columns=60, staging_columns=14, max_num_seqs=4, step_s=0.06)
