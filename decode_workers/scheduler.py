@@ -218,6 +218,10 @@ class DecodeScheduler:
         if len(self._entries) - self._local.num_lacking_adapters >= self.tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
+        if waited_for:  # beside whoever runs, each with a column more: this one will, and so will those that are coming
+            coming = (DecodeState.RESERVED, DecodeState.PREFILLING)
+            num_coming = 1 + sum(entry.state in coming for entry in self._entries.values())
+            waited_for += num_coming * self.allocator.block_size
         host_groups = self._host_groups_for(num_tokens + 1 + waited_for)
         return host_groups is not None and not (waited_for and host_groups)
 

@@ -87,6 +87,16 @@ def test_what_outgrew_the_ring_and_who_is_on_the_device_do_not_wait_for_each_oth
     assert newcomers.num_taken > 20
 
 
+def test_a_prompt_that_waits_for_blocks_has_room_beside_the_columns_that_newcomers_will_take() -> None:
+    """The device holds the prompt and a newcomer, and no column for the growth of that one, which it is to have."""
+    bench = Bench(columns=7, host_columns=1)
+    newcomers = Newcomers(bench)
+    newcomers.come()
+    prompt = sequence("prompt", [5] * 20, 2)
+    bench.scheduler.add(prompt)
+    assert _longest_wait(bench, prompt, newcomers.come, 60) <= 12
+
+
 def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:
     """Decodes in host memory take most of the ring in every step, and other prompts need none of it."""
     bench = Bench(columns=8, host_columns=60, staging_columns=14, max_num_seqs=4, step_s=0.06)
