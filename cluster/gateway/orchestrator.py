@@ -259,11 +259,12 @@ class Orchestrator:
         # The decode worker's reservation is renewed, not cancelled: its KV blocks wait for another prefill. Where it
         # has taken over (what was lost is prefill's token) it would decode on beside the next attempt.
         computing = None if run.placement is None else run.placement.prefill
-        for touched in list(run.touched):
-            if not self._placer.is_decode(touched) or touched in (worker_id, computing) or run.decode_took_over:
-                self.connections.post(touched, Cancel(request_id=run.request_id, attempt=run.attempt))
-                run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
+        ended, took_over = run.attempt, run.decode_took_over
         run.next_attempt(worker_id, failure.cause)
+        for touched in list(run.touched):
+            if not self._placer.is_decode(touched) or touched in (*run.excluded, computing) or took_over:
+                self.connections.post(touched, Cancel(request_id=run.request_id, attempt=ended))
+                run.touched.discard(touched)  # it holds nothing any more: no reason to prefer it
         if run.num_faults >= self._config.max_attempts:
             if failure.cause == "adapter" and run.request.adapter is not None:
                 raise FailedError(

@@ -76,6 +76,8 @@ class RequestRun:
         self.touched: set[str] = set()  # workers that may hold something for it
         self.decode_took_over = False  # decode has all that prefill had of this attempt, whose fate matters no more
         self.excluded: set[str] = set()
+        # By decode worker: those whose attempts to hand the prompt over to it failed, since one that made progress.
+        self._could_not_hand_over: dict[str, set[str]] = {}
         self.num_faults = 0  # attempts that faults ended since one that made progress
         self.num_stumbles = 0  # attempts that ended for any reason since one that made progress
         self.computing_on: set[str] = set()  # workers that may be in a step of this attempt
@@ -240,6 +242,7 @@ class RequestRun:
         """Go on to the next attempt: forget the last one, but keep its tokens."""
         if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
             self.num_faults = self.num_stumbles = 0
+            self._could_not_hand_over.clear()
         self.num_faults += cause in ("fault", "raised", "broke", "adapter")
         self.num_stumbles += 1
         self.excluded = self._to_exclude(failed_worker, cause)
@@ -254,14 +257,19 @@ class RequestRun:
 
     def _to_exclude(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
         """Workers that should not have the next attempt. If decode reports a failed hand-off, the prefill worker is one
-        of them, since it may be at fault."""
+        of them, since it may be at fault. If prefill does, it alone is, as decode keeps a reservation for another one;
+        where that one fails as well, decode is too, which may take KV from nobody, and all who tried are."""
         if failed_worker is None:
             return set()
         started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
-        prefill = None if self.placement is None else self.placement.prefill
-        if prefill is None or failed_worker == prefill or not started or cause != "fault":
+        if self.placement is None or self.placement.prefill is None or not started or cause != "fault":
             return {failed_worker}
-        return {failed_worker, prefill}
+        prefill, decode = self.placement.prefill, self.placement.decode
+        if failed_worker != prefill:
+            return {failed_worker, prefill}
+        tried = self._could_not_hand_over.setdefault(decode, set())
+        tried.add(prefill)
+        return {decode, *tried} if len(tried) > 1 else {prefill}
 
     def merge(self, worker_id: str, event: TokenEvent) -> list[TokenEvent]:
         """Take in a token and return the tokens that can go out now, in order.

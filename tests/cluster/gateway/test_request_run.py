@@ -244,6 +244,22 @@ def test_a_failed_hand_off_may_be_either_end_s_fault(state: RequestState, failed
     assert run.place_query(prefer_decode=None).exclude == expected
 
 
+def test_a_decode_to_which_two_in_a_row_can_hand_nothing_over_is_avoided_with_both() -> None:
+    run = _run()
+    found: list[list[str]] = []
+    for attempt, prefill in enumerate(("p1", "p2", "p3")):
+        run.placed(replace(_placement(attempt), prefill=prefill))
+        run.state = RequestState.PREFILLING
+        run.next_attempt(prefill)
+        found.append(run.place_query(prefer_decode=None).exclude)
+    assert found == [["p1"], ["decode", "p1", "p2"], ["decode", "p1", "p2", "p3"]]
+    run.placed(_placement(3))
+    for index in range(2):
+        run.merge("prefill", _event(index, attempt=3))
+    run.next_attempt("prefill")
+    assert run.place_query(prefer_decode=None).exclude == ["prefill"], "it went on since"
+
+
 def test_a_decode_that_fails_on_its_own_casts_no_doubt_on_prefill() -> None:
     run = _run()
     run.state = RequestState.PREFILLING

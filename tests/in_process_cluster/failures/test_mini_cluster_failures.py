@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -311,6 +312,24 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
                 one.release()
             found = await asyncio.wait_for(request, HANGS_S)
             assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_a_decode_that_nobody_can_hand_kv_to_fails_no_request(llama: SmallModel) -> None:
+    """Its gateways hear it, so the scheduler sends it requests all the same; two prefill workers try in vain, and then
+    another decode worker has the request. Without another one it computes the prompt itself."""
+    async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            cut_off, other = cluster.decodes
+            machine = cut_off.reservations.receiver.machine
+            machine.endpoint = replace(machine.endpoint, port=nobody.getsockname()[1])
+            requests = [asyncio.create_task(cluster.generate(f"r{n}", PROMPT, greedy())) for n in range(4)]
+            found = [await asyncio.wait_for(request, HANGS_S) for request in requests]
+            assert cut_off.model.block_pool.num_leases == 0, "reservations are left that nobody needs"
+            assert max(events[0].attempt for events in found) > 0, "nobody was sent there"
+            await cluster.retire(other)
+            found.append(await asyncio.wait_for(cluster.generate("alone", PROMPT, greedy()), HANGS_S))
+            assert {tuple(tokens_of(events)) for events in found} == {tuple(llama.local(PROMPT, greedy()).tokens)}
 
 
 async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
