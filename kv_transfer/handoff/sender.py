@@ -82,9 +82,10 @@ class _HandOff:
     timeline: HandoffTimeline
     stored: dict[int, Event] = field(default_factory=dict)  # behind the tokens of each layer that came last
     has_begun: bool = False  # tokens of it stand
+    worker_id: str | None = None  # whom it goes to, once that is known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _SlabJob:
     action: SendSlab
     kv_cache: SequenceKV  # where the layer rests
@@ -101,13 +102,17 @@ class _Peer:
 
     Reports to the sender through callbacks that hop to the main loop. Ends at the first failure, having reported every
     job it had accepted as failed; the sender then makes a new one.
+
+    A slab whose hand-off is over can be recalled until it is being filled: a peer that takes no more slabs, or takes
+    them slowly, must not hold the blocks that it would be filled from, nor other hand-offs behind it.
     """
 
     def __init__(self, sender: KvSender, worker_id: str, endpoint: Endpoint) -> None:
         self.worker_id = worker_id
         self._sender = sender
         self._endpoint = endpoint
-        self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()
+        self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()  # those that were recalled as well
+        self._unfilled: dict[_SlabJob, None] = {}  # accepted, and neither begun nor recalled, in their order
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._ended = False
 
@@ -117,7 +122,13 @@ class _Peer:
         elif self._ended:
             self._report_failed(job, "the link is down")
         else:
+            self._unfilled[job] = None
             self._slabs.put_nowait(job)
+
+    def recall(self, key: SequenceKey) -> None:
+        """Slabs of this attempt that are not being filled need not be: they are reported as failed."""
+        for job in [job for job in self._unfilled if job.action.key == key]:
+            self._give_up(job, "its hand-off is over")
 
     async def run(self) -> None:
         reason = "the sender stops"
@@ -141,8 +152,8 @@ class _Peer:
             reason = str(error) or type(error).__name__
         finally:
             self._ended = True
-            while not self._slabs.empty():
-                self._report_failed(self._slabs.get_nowait(), reason)
+            for job in list(self._unfilled):
+                self._give_up(job, reason)
             self._sender.home.run(self._sender.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
@@ -160,15 +171,31 @@ class _Peer:
             await self._send_slab(link, await self._slabs.get())
 
     async def _send_slab(self, link: Link, job: _SlabJob) -> None:
+        if job not in self._unfilled:
+            return
         action = job.action
         try:
             slab = await link.acquire(action.num_tokens * self._sender.kv_cache.layout.bytes_per_token_layer)
+        except BaseException as error:
+            self._give_up(job, str(error))
+            raise
+        if job not in self._unfilled:  # recalled while no slab was free
+            slab.discard()
+            return
+        del self._unfilled[job]
+        try:
             digest = await self._sender.fill(job, slab.view)
             await link.send(action.header(digest), slab)
         except BaseException as error:  # also when cancelled: whatever ends the job must end the read of its blocks
             self._report_failed(job, str(error))
             raise
         self._sender.home.run(self._sender.on_slab_sent, action, digest)
+
+    def _give_up(self, job: _SlabJob, reason: str) -> None:
+        """A slab will not be filled; harmless if that was said before."""
+        if job in self._unfilled:
+            del self._unfilled[job]
+            self._report_failed(job, reason)
 
     def _report_failed(self, job: _SlabJob, reason: str) -> None:
         self._sender.home.run(self._sender.on_slab_failed, job.action, reason)
@@ -250,6 +277,7 @@ class KvSender:
         if not self.awaits_ticket(seq.key):
             self._add(seq)
         self._endpoints[ticket.worker_id] = ticket.endpoint
+        self._handoffs[seq.key].worker_id = ticket.worker_id
         num_layers, num_tokens = self.kv_cache.layout.num_layers, self._handoffs[seq.key].timeline.num_tokens
         self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=num_tokens, now=time.monotonic()))
 
@@ -289,8 +317,10 @@ class KvSender:
         )
 
     def cancel(self, key: SequenceKey, reason: str) -> None:
-        """End the hand-off; harmless if there is none."""
+        """End the hand-off, and those of earlier attempts; harmless if there is none."""
         self._do(self.machine.cancel(key, reason))
+        for mine in [k for k in self._handoffs if k.request_id == key.request_id and k.attempt <= key.attempt]:
+            self._recall(mine)
 
     def stop(self) -> None:
         self._timer.stop()
@@ -372,8 +402,16 @@ class KvSender:
                     self._owner.on_source_released(action.key)
                 case Fail():
                     self.num_failed += 1
+                    self._recall(action.key)
                     self._owner.on_handoff_failed(action.key, action.reason)
         self._timer.arm(self.machine.next_deadline())
+
+    def _recall(self, key: SequenceKey) -> None:
+        """The hand-off is over: what of it is not being filled need not be. Its source is released after the rest."""
+        worker_id = self._handoffs[key].worker_id
+        peer = None if worker_id is None else self._peers.get(worker_id)
+        if peer is not None:
+            self._thread.call(peer.recall, key)
 
     def _job(self, action: SendSlab) -> _SlabJob:
         handoff = self._handoffs[action.key]

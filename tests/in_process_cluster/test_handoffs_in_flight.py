@@ -24,7 +24,7 @@ from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE
 from kv_transfer.messages.handoff import Commit
 from kv_transfer.messages.requests import RequestSpec, Ticket
 from kv_transfer.transports.base import Identity
-from kv_transfer.transports.choose import open_transport
+from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig
 from tests.interpreted.test_copying import NUM_LAYERS, NUM_TOKENS, End
@@ -68,20 +68,20 @@ class HandOff:
         self.close_decode = close_decode
         self.stored = [Gate() for _ in range(NUM_LAYERS)]
 
-    def begin(self) -> None:
+    def begin(self, key: SequenceKey = KEY) -> None:
         params = SamplingParams(max_tokens=2, seed=1)
-        spec = RequestSpec(request_id="r", attempt=1, prompt_token_ids=list(range(NUM_TOKENS)), params=params)
+        spec = RequestSpec(**key._asdict(), prompt_token_ids=list(range(NUM_TOKENS)), params=params)
         self.ticket: Ticket = self.receiver.reserve(spec, LEASE)
-        seq = Sequence(request_id="r", attempt=1, params=spec.params, prompt_token_ids=spec.prompt_token_ids)
+        seq = Sequence(**key._asdict(), params=spec.params, prompt_token_ids=spec.prompt_token_ids)
         seq.block_table = BlockTable(self.source.table.shape[0])
         seq.block_table.append(self.source.table)
         self.sender.begin(self.ticket, seq)
 
-    def compute(self) -> None:
+    def compute(self, key: SequenceKey = KEY) -> None:
         """All layers are queued on the device, and come to when their gates are."""
         for layer, stored in enumerate(self.stored):
-            self.sender.layer_ready(KEY, layer, 0, NUM_TOKENS, stored)
-        self.sender.computed(KEY, (5, 0))
+            self.sender.layer_ready(key, layer, 0, NUM_TOKENS, stored)
+        self.sender.computed(key, (5, 0))
 
     @property
     def num_filling(self) -> int:
@@ -127,13 +127,13 @@ class Told:
 
 
 @contextlib.asynccontextmanager
-async def handing_over(told: Told) -> AsyncIterator[HandOff]:
+async def handing_over(told: Told, kind: TransportKind = "tcp", *, num_slabs: int = 8) -> AsyncIterator[HandOff]:
     source, target = End.make(4, 1, torch.float16, seed=1), End.make(3, 1, torch.float16, seed=2)
     told.target = target
-    thread, config = LoopThread("kv"), LinkConfig(slabs=SlabConfig(slab_bytes=1 << 14, num_slabs=8))
+    thread, config = LoopThread("kv"), LinkConfig(slabs=SlabConfig(slab_bytes=1 << 14, num_slabs=num_slabs))
     prefill, decode = (
         open_transport(
-            "tcp",
+            kind,
             Identity(worker_id=name, node_id="node", secret=b"s" * 32, compatibility={}),
             host="127.0.0.1",
             config=config,
@@ -205,6 +205,35 @@ async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
         assert told.words.count("source released") == 1
         assert told.words.count("failed") == (1 if end == "link lost" else 0)
         assert handoff.sender.num_handing_over == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "rejected"])
+async def test_blocks_do_not_wait_for_a_peer_that_takes_no_slabs(end: str) -> None:
+    """It holds the only slab: of the two others one waits for that, the last one behind it. Both are recalled, and the
+    next hand-off has the link to itself."""
+    told, free, following = Told(), Gate(), SequenceKey("s", 1)
+    told.free = free
+    async with handing_over(told, "shm", num_slabs=1) as handoff:
+        for gate in handoff.stored:
+            gate.come()
+        handoff.begin()
+        handoff.compute()
+        await eventually(lambda: free.num_waiting == 1)
+        await eventually(lambda: len(handoff.sender.machine._outgoing[KEY].in_flight) == NUM_LAYERS - 1)
+        (handoff.sender.cancel(KEY, "nobody waits any more") if end == "cancelled" else handoff.receiver.cancel(KEY))
+        await eventually(lambda: "source released" in told.words, what="its blocks wait for the link")
+        assert told.words.count("failed") == (1 if end == "rejected" else 0)
+        assert handoff.sender.num_handing_over == 0
+        handoff.receiver.cancel(KEY)
+        told.free = None
+        free.come()
+        await eventually(lambda: "lease released" in told.words)
+        handoff.begin(following)
+        handoff.compute(following)
+        await eventually(lambda: "admitted" in told.words)
+        await eventually(lambda: told.words.count("source released") == 2)
+        assert [(timeline.key, timeline.num_slabs) for timeline in told.timelines] == [(following, NUM_LAYERS)]
+        assert all(handoff.arrived()) and free.num_waiting == 1, "what was recalled was never sent"
 
 
 async def test_a_lease_is_kept_until_every_copy_in_has_ended() -> None:
