@@ -96,6 +96,11 @@ class _FrameProtocol(asyncio.BufferedProtocol):
         """Whether written bytes wait because the peer does not take them."""
         return not self._flushed.is_set()
 
+    @property
+    def num_waiting(self) -> int:
+        """Written bytes that the kernel has not taken."""
+        return self._transport.get_write_buffer_size()
+
     def write(self, pieces: Iterable[bytes | memoryview]) -> None:
         """Queue the bytes as one. Views must keep their contents until `wait_flushed()`."""
         self._transport.writelines(pieces)
@@ -259,8 +264,11 @@ class Connection:
         if self._closed_because is not None:
             return
         head = frame_head(message)
-        self._backlog_bytes = self._backlog_bytes + len(head) if self._wire.is_backlogged else 0
+        was_backlogged = self._wire.is_backlogged
         self._wire.write([head])
+        # A peer that takes all, but never so fast that nothing waits, has no more to take than what waits.
+        backlog_bytes = min(self._backlog_bytes + len(head), self._wire.num_waiting)
+        self._backlog_bytes = backlog_bytes if was_backlogged else 0
         if self._backlog_bytes > self._config.backlog_bytes:
             self.close(f"{self.peer.worker_id} does not take its messages: {self._backlog_bytes} bytes wait for it")
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -141,6 +143,39 @@ def test_a_peer_that_does_not_take_posted_messages_is_cut_off(run: Run) -> None:
             assert connection.closed is not None
             assert "decode-1 does not take its messages" in connection.closed
             await connection.wait_closed()
+
+    run(scenario())
+
+
+def test_a_peer_that_takes_all_but_is_always_behind_is_not_cut_off(run: Run) -> None:
+    """What waits is never more than was posted at first, however much is posted since nothing has waited."""
+    num_ahead, num_after = 8, 24
+    may_take = asyncio.Semaphore(0)
+    taken: list[int] = []
+
+    async def slow(connection: Connection) -> None:
+        connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        while True:
+            await may_take.acquire()
+            message = await connection.receive()
+            assert isinstance(message, Cancel)
+            taken.append(message.attempt)
+
+    async def scenario() -> None:
+        async with serving(slow, ConnectionConfig(inbox_bytes=1 << 16)) as server:
+            connection = await connect_to(server, ConnectionConfig(backlog_bytes=12 << 20, linger_s=0.1))
+            connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else the kernel takes more
+            for number in range(num_ahead + num_after):
+                if number >= num_ahead:
+                    may_take.release()
+                    await eventually(partial(taken.__contains__, number - num_ahead))
+                    assert connection.closed is None
+                    assert connection._wire.is_backlogged, "nothing waits"
+                connection.post(Cancel(request_id="x" * (1 << 20), attempt=number))
+            for _ in range(num_ahead):
+                may_take.release()
+            await eventually(lambda: len(taken) == num_ahead + num_after)
+            assert taken == list(range(num_ahead + num_after))
 
     run(scenario())
 
