@@ -38,9 +38,10 @@ In WAITING a layer that is ready, and that all is computed, are noted. Nobody re
 worker is known, so that nothing else can be.
 
 OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
-flight is OVER at once. [1] Once all is computed. [2] While slabs are in flight the time starts again with each
-that gets through; while this worker itself has yet to compute, nothing is awaited from decode and no time runs. A
-keep-alive goes to each decode worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
+flight is OVER at once. [1] Once all is computed. [2] While slabs are in flight the time starts again with each that
+gets through, and goes on for as long as slabs of others do that were ordered before them; while this worker itself has
+yet to compute, nothing is awaited from decode and no time runs. A keep-alive goes to each decode worker
+`KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
 
 The rules:
 
@@ -52,6 +53,7 @@ The rules:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from engine.sequence import SequenceKey
@@ -64,6 +66,7 @@ from kv_transfer.messages.requests import Fence, Ticket
 
 KEPT_S = 60.0  # a computed prompt without a ticket; its gateway has heard from decode, or has died, long before
 KEEP_ALIVES_PER_TTL = 6  # several may be lost or late before a reservation lapses
+_UNDER_WAY = 8  # slabs at most that are filled and sent at once, and so may get through before one ordered earlier
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -76,7 +79,8 @@ class _Outgoing:
     first_token: tuple[int, int] | None = None  # (token id, index); None also where decode is to sample it
     num_cached_tokens: int = 0
     waited_s: float = 0.0
-    in_flight: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, token_start) -> num_tokens
+    # (layer, token_start) -> number of tokens, and its place among all slabs for the worker; the oldest first
+    in_flight: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def key(self) -> SequenceKey:
@@ -89,6 +93,15 @@ class _Outgoing:
     @property
     def reference(self) -> tuple[str, Fence]:
         return self.ticket.request_id, self.ticket.fence
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """The slabs of all live hand-offs for one decode worker, which begin in the order in which they were ordered."""
+
+    num_ordered: int = 0
+    last_through: int = -1  # the place of that which got through last, and when
+    through_at: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -119,6 +132,7 @@ class HandoffSender:
         self._kept: dict[SequenceKey, _Kept] = {}
         self._outgoing: dict[SequenceKey, _Outgoing] = {}
         self._keep_alive_at: dict[str, float] = {}  # per decode worker
+        self._queues: dict[str, _Queue] = {}  # likewise
 
     def state(self, key: SequenceKey) -> SenderState | None:
         """The state of this attempt's hand-off; None if it was never begun or is over."""
@@ -166,7 +180,9 @@ class HandoffSender:
             return []
         is_new = out.coverage.claim(layer, token_start, num_tokens)
         assert is_new, f"tokens from {token_start} on of layer {layer} of {key.request_id} were sent before"
-        out.in_flight[layer, token_start] = num_tokens
+        queue = self._queues.setdefault(out.ticket.worker_id, _Queue())
+        out.in_flight[layer, token_start] = num_tokens, queue.num_ordered
+        queue.num_ordered += 1
         if out.deadline is None:
             out.deadline = now + out.ticket.ttl_s
         ticket = out.ticket
@@ -176,9 +192,11 @@ class HandoffSender:
     def on_slab_sent(self, key: SequenceKey, layer: int, token_start: int, digest: int, now: float) -> list[Action]:
         """A `SendSlab` was carried out, and reads the source blocks no more."""
         out = self._outgoing[key]
-        num_tokens = out.in_flight.pop((layer, token_start))
+        num_tokens, place = out.in_flight.pop((layer, token_start))
         if not out.is_live:
             return self._release_if_drained(out)
+        queue = self._queues[out.ticket.worker_id]
+        queue.last_through, queue.through_at = place, now
         out.coverage.complete(layer, num_tokens, digest)
         out.deadline = now + out.ticket.ttl_s if out.in_flight else None
         return self._commit_if_whole(out, now)
@@ -250,7 +268,11 @@ class HandoffSender:
             actions += [Fail(key, f"no decode worker had room for it within {self._kept_s:g} s"), self._forget(key)]
         for out in list(self._outgoing.values()):
             if out.is_live and out.deadline is not None and out.deadline <= now:
-                actions += self._fail(out, _overdue(out))
+                waits_until = self._waits_until(out)
+                if waits_until > now:
+                    out.deadline = waits_until
+                else:
+                    actions += self._fail(out, _overdue(out))
         for peer_id in [peer_id for peer_id, at in self._keep_alive_at.items() if at <= now]:
             actions += self._keep_alive(peer_id, now)
         return actions
@@ -259,6 +281,15 @@ class HandoffSender:
         deadlines = [out.deadline for out in self._outgoing.values() if out.is_live and out.deadline is not None]
         kept = [kept.deadline for kept in self._kept.values() if kept.deadline is not None]
         return min([*deadlines, *kept, *self._keep_alive_at.values()], default=None)
+
+    def _waits_until(self, out: _Outgoing) -> float:
+        """Until when its slabs may wait for others', which were ordered before them: one ttl from when decode took one
+        of those. In the past where it takes none of them any more."""
+        if not out.in_flight:
+            return -math.inf
+        _, oldest = next(iter(out.in_flight.values()))
+        queue = self._queues[out.ticket.worker_id]
+        return queue.through_at + out.ticket.ttl_s if -1 < queue.last_through < oldest + _UNDER_WAY else -math.inf
 
     def _live(self, key: SequenceKey) -> _Outgoing | None:
         out = self._outgoing.get(key)
@@ -286,6 +317,7 @@ class HandoffSender:
         live = [out for out in self._outgoing.values() if out.is_live and out.ticket.worker_id == peer_id]
         if not live:
             del self._keep_alive_at[peer_id]
+            self._queues.pop(peer_id, None)
             return []
         self._keep_alive_at[peer_id] = now + min(out.ticket.ttl_s for out in live) / KEEP_ALIVES_PER_TTL
         return [Send(peer_id, KeepAlive(fences=[out.reference for out in live]))]

@@ -154,6 +154,29 @@ def test_stalled_slabs_fail_after_the_ttl_but_slow_compute_does_not(sender: Scri
     assert "took no slab" in only(sender.machine.tick(sender.now), Fail).reason
 
 
+def test_slabs_that_stand_behind_others_wait_for_as_long_as_those_get_through(sender: ScriptedSender) -> None:
+    """On a slow link, of prompts that were computed before. Slabs of prompts computed later do not count."""
+    for request_id in ("before", "r", "later"):
+        sender.begin(replace(TICKET, request_id=request_id))
+        key = SequenceKey(request_id, 1)
+        for layer in range(NUM_LAYERS):
+            for start in range(NUM_TOKENS):
+                sender.machine.on_layer_ready(key, layer, start, 1, sender.now)
+
+    def through(request_id: str) -> list[str]:
+        failed: list[str] = []
+        for layer in range(NUM_LAYERS):
+            for start in range(NUM_TOKENS):
+                sender.now += TTL_S - 1
+                actions = sender.machine.tick(sender.now)
+                failed += [action.key.request_id for action in actions if isinstance(action, Fail)]
+                sender.machine.on_slab_sent(SequenceKey(request_id, 1), layer, start, 0, sender.now)
+        return failed
+
+    assert through("before") == []
+    assert through("later") == ["r"]
+
+
 def test_ticket_for_another_number_of_tokens_fails_at_once(sender: ScriptedSender) -> None:
     actions = sender.begin(num_tokens=NUM_TOKENS + 1)
     assert kinds(actions) == ["Send", "Fail", "ReleaseSource"]
