@@ -16,12 +16,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import tokenizers
 from jinja2 import TemplateError
@@ -421,10 +422,8 @@ class StopChecker:
         """Raises ValueError for an empty stop string."""
         if "" in stop:
             raise ValueError("a stop string must not be empty")
-        self._beginning: dict[str, list[_Matcher]] = {}  # by their first characters
-        for string in stop:
-            self._beginning.setdefault(string[0], []).append(_Matcher(string))
-        self._begun: list[_Matcher] = []  # the text ends with a part of theirs
+        self._machine = _machine(tuple(stop))
+        self._state = _NOTHING
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -433,22 +432,27 @@ class StopChecker:
         """The text that is safe to emit now, and whether a stop string was met. What follows it is cut off."""
         if self.matched is not None:
             return "", True
+        num_before = len(self._held)
         text = self._held + text
-        for index in range(len(self._held), len(text)):
-            if met := self._advance(text[index]):
-                self.matched, self._held = met, ""
-                return text[: index + 1 - (0 if self._include else len(met))], True
-        num_held = max((matcher.num_matched for matcher in self._begun), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
-
-    def _advance(self, character: str) -> str:
-        """The longest stop string that the text now ends with, or nothing."""
-        # Who has nothing of its string yet begins with this character or goes on having nothing.
-        advanced = [*self._begun, *(new for new in self._beginning.get(character, ()) if new.num_matched == 0)]
-        met = max((matcher.advance(character) for matcher in advanced), key=len, default="")
-        self._begun = [matcher for matcher in advanced if matcher.num_matched]
-        return met
+        following, branches, fallback, met, num_matched = self._machine
+        state = self._state
+        for index in range(num_before, len(text)):
+            character = text[index]
+            while True:
+                if following[state] == character:
+                    state += 1
+                elif (branch := branches.get((state, character))) is not None:
+                    state = branch
+                elif state != _NOTHING:
+                    state = fallback[state]
+                    continue
+                break
+            if found := met[state]:
+                self.matched, self._held = found, ""
+                return text[: index + 1 - (0 if self._include else len(found))], True
+        self._state = state
+        self._held = text[len(text) - num_matched[state] :]
+        return text[: len(text) - num_matched[state]], False
 
     def flush(self) -> str:
         """After the last piece: what was held back and became no stop string."""
@@ -456,31 +460,57 @@ class StopChecker:
         return held
 
 
-class _Matcher:
-    """How much of one string the text so far ends with (Knuth, Morris and Pratt, 1977): linear, whatever the string."""
+_NOTHING: Final = 0  # the state in which the text ends with no beginning of a stop string
 
-    def __init__(self, string: str) -> None:
-        self._string = string
-        self._fallback = _fallbacks(string)
-        self.num_matched = 0
 
-    def advance(self, character: str) -> str:
-        """Take one more character of the text. Gives the string if the text now ends with it, else nothing."""
-        self.num_matched = _extended(self._string, self._fallback, self.num_matched, character)
-        return self._string if self.num_matched == len(self._string) else ""
+class _Machine(NamedTuple):
+    """Tells how much of any of several strings a text so far ends with (Aho and Corasick, 1975). A character takes a
+    step or two however many strings there are: a client may send 64, and have 128 choices with long tokens.
+
+    A state is a beginning of some string: the longest one that the text ends with. Nearly all are followed by the next
+    one, so that a machine takes little memory.
+    """
+
+    following: list[str]  # the character that leads from each state to the next one; "": none
+    branches: dict[tuple[int, str], int]  # where other characters lead
+    fallback: array[int]  # the longest beginning that each state ends with, but for itself
+    met: list[str]  # the longest string that each state ends with; "": none
+    num_matched: array[int]  # characters of each state
+
+    def after(self, state: int, character: str) -> int | None:
+        """The state that is one character longer; None: there is none."""
+        return state + 1 if self.following[state] == character else self.branches.get((state, character))
 
 
 @lru_cache(maxsize=64)
-def _fallbacks(string: str) -> tuple[int, ...]:
-    """For each index the length of the longest proper prefix that string[:index + 1] ends with. All choices of a
-    request share it."""
-    fallback = [0] * len(string)
-    for index in range(1, len(string)):
-        fallback[index] = _extended(string, fallback, fallback[index - 1], string[index])
-    return tuple(fallback)
-
-
-def _extended(string: str, fallback: Sequence[int], num_matched: int, character: str) -> int:
-    while num_matched and string[num_matched] != character:
-        num_matched = fallback[num_matched - 1]
-    return num_matched + (string[num_matched] == character)
+def _machine(strings: tuple[str, ...]) -> _Machine:
+    """The machine of these strings. All choices of a request share it."""
+    machine = _Machine([""], {}, array("l", [_NOTHING]), [""], array("l", [0]))
+    shortest_first: list[tuple[int, int, str, int]] = []  # length, the state before, a character, the state behind it
+    for string in strings:
+        state = _NOTHING
+        for length, character in enumerate(string, 1):
+            after = machine.after(state, character)
+            if after is None:
+                after = len(machine.following)
+                if after == state + 1:
+                    machine.following[state] = character
+                else:
+                    machine.branches[state, character] = after
+                machine.following.append("")
+                machine.fallback.append(_NOTHING)
+                machine.met.append("")
+                machine.num_matched.append(length)
+                shortest_first.append((length, state, character, after))
+            state = after
+        machine.met[state] = string
+    for length, before, character, state in sorted(shortest_first):
+        fallback = machine.fallback[before]
+        while length > 1:
+            found = machine.after(fallback, character)
+            if found is not None or fallback == _NOTHING:
+                machine.fallback[state] = found or _NOTHING
+                break
+            fallback = machine.fallback[fallback]
+        machine.met[state] = machine.met[state] or machine.met[machine.fallback[state]]
+    return machine

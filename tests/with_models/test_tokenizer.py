@@ -22,6 +22,7 @@ from engine.checkpoint.pooling import CheckpointPooling
 from engine.sampling.grammar import grammar_tokenizer
 from engine.text.formats import HERMES
 from engine.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer, read_spelling
+from tests.support.processor_time import in_loop_turns
 
 TEXTS = [
     "Plain English, with  two spaces and a trailing one ",
@@ -362,6 +363,19 @@ def test_stop_strings_as_if_the_text_came_in_one(stop: list[str], pieces: list[s
             assert num_held == max(
                 (size for size in range(len(fed) + 1) if fed[len(fed) - size :] in beginnings), default=0
             )
+
+
+def test_many_stop_strings_cost_no_more_than_one() -> None:
+    """A client may send 64, make a model write what begins all of them, and have 128 choices of that."""
+    stop = ["-" * 62 + f"{number:02}" for number in range(64)]
+
+    def check_all() -> None:
+        checker = StopChecker(stop)
+        assert all(checker.append("-" * 64) == ("-" * (2 if not step else 64), False) for step in range(100))
+        assert checker.append("-63") == ("-", True) and checker.matched == stop[63]
+
+    check_all()
+    assert in_loop_turns(check_all) < 1e6  # each by itself: millions
 
 
 def test_text_after_a_stop_string_is_dropped() -> None:
