@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from engine.text.formats import ReasoningFormat, ToolFormat
 
@@ -40,8 +40,12 @@ class EventReader(ABC):
     """Reads one answer. `feed` takes each piece of its text, `finish` follows the last one. Texts around a call that is
     dropped are lines of one text, and so are messages of one kind in a row."""
 
+    _holds_space: ClassVar[bool] = False  # where only space waits, more of it decides nothing
+
     def __init__(self) -> None:
         self._buffer = ""  # not decided yet
+        self._more_space: list[str] = []  # behind it: a model may write a million spaces, and each token costs its own
+        self._is_space = False  # all that waits is
         self._events: list[OutputEvent] = []
         self._last: EventKind | None = None  # what was told last
         self._is_parted = False  # what comes is apart from it: by a call that was dropped, or in a message of its own
@@ -57,16 +61,28 @@ class EventReader(ABC):
     def feed(self, text: str) -> list[OutputEvent]:
         """What has become certain."""
         for at in range(0, len(text), _PIECE_CHARS):
-            self._buffer += text[at : at + _PIECE_CHARS]
+            piece = text[at : at + _PIECE_CHARS]
+            if self._is_space and not piece.strip(_SPACE):
+                self._more_space.append(piece)
+                continue
+            self._join_space()
+            self._buffer += piece
             while self._buffer and self._step():
                 pass
+            self._is_space = self._holds_space and bool(self._buffer) and not self._buffer.strip(_SPACE)
         return self._taken()
 
     def finish(self) -> list[OutputEvent]:
         """What had to wait; nothing may follow."""
+        self._join_space()
         self._end()
         self._buffer = ""
         return self._taken()
+
+    def _join_space(self) -> None:
+        if self._more_space:
+            self._buffer += "".join(self._more_space)
+            self._more_space.clear()
 
     @abstractmethod
     def _step(self) -> bool:
@@ -100,6 +116,8 @@ class OutputParser(EventReader):
     Without `tools` nothing is a call; a call is one only of the `functions`. With `single` all calls but the first are
     dropped. `reasons`: the prompt ends inside the reasoning.
     """
+
+    _holds_space = True
 
     def __init__(
         self,

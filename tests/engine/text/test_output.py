@@ -19,7 +19,8 @@ from engine.text.formats import (
     with_hermes_tools,
 )
 from engine.text.harmony import output_parser
-from engine.text.output import OutputEvent
+from engine.text.output import EventReader, OutputEvent
+from tests.support.processor_time import in_loop_turns
 
 LLAMA, MISTRAL, GEMMA = (TOOL_FORMATS[name] for name in ("llama", "mistral", "gemma"))
 THINK = REASONING_FORMATS["think"]
@@ -287,6 +288,24 @@ def test_harmonys_arguments_come_as_they_are_written() -> None:
     ]
     assert parser.feed('ce": "Par') == [OutputEvent("arguments", 'ce": "Par', 0)]
     assert parser.is_past_reasoning and not parser.has_reasoned
+
+
+@pytest.mark.parametrize("settings", [{"tools": HERMES}, {"reasoning": THINK}, {"reasoning": THINK, "reasons": True}])
+@pytest.mark.parametrize("begin", ["", "It says"])
+def test_a_space_costs_its_own_however_many_wait(settings: dict[str, Any], begin: str) -> None:
+    """What follows decides what they are. A client can have a model write nothing else, in 128 choices."""
+    space = " " * 80
+    for end in ("", "x", "</think>x"):
+        parser = output_parser(functions=FUNCTIONS, **settings)
+        events = parser.feed(begin)
+
+        def feed(parser: EventReader = parser, events: list[OutputEvent] = events) -> None:
+            for _ in range(3_000):
+                events += parser.feed(space)
+
+        assert in_loop_turns(feed) < 2e6
+        events += parser.feed(end) + parser.finish()
+        assert put_together(events) == read(begin + 3_000 * space + end, [], **settings)
 
 
 @pytest.mark.parametrize("tools", [known for known in TOOL_FORMATS.values() if known.body != "harmony"])
