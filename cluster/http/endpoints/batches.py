@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
@@ -43,6 +44,7 @@ _WINDOW: Final = re.compile(r"(\d{1,5})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _LONGEST_WINDOW_S: Final = 14 * 86_400
 _EXPIRY_S: Final = (3_600, 2_592_000)  # the least and the most time after which a file may expire: OpenAI's bounds
+_BOUNDARY: Final = re.compile(rb"[ !#-\[\]-~]+")  # between parts of a form: what may stand in quotes as it is
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -60,16 +62,15 @@ class BatchBody(Body):
 async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
     service, owner = _service(api), _owner(request, api)
     try:
-        form = await request.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
-    except (HTTPException, UnicodeError) as error:  # Starlette makes the former of what its parser refuses
-        what = error.detail if isinstance(error, HTTPException) else f"{error}."
-        raise InvalidRequestError(f"This is no form with a file: {what} Send multipart/form-data.") from None
+        form = await _plain_form(request).form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
+    except HTTPException as error:  # which Starlette makes of what its parser refuses
+        raise _no_form(error.detail) from None
     async with _closing(form):
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
             raise InvalidRequestError("There is no file in the form. Send it as `file`.", param="file")
         expires_after_s = _checked_fields(form)
-        filename = _text((upload.filename or "file")[:_MAX_FILENAME])
+        filename = (upload.filename or "file")[:_MAX_FILENAME]
         content = service.files.new_content()
         await service.files.copy(upload.file, content)
         try:
@@ -82,9 +83,21 @@ async def upload_file(request: Request, api: ApiOf) -> dict[str, Any]:
     return file.describe()
 
 
-def _text(read: str) -> str:
-    """What a form said in an encoding of its own, which may read half of a surrogate pair: no JSON can hold that."""
-    return read.encode(errors="replace").decode()
+def _plain_form(request: Request) -> Request:
+    """The request as one of a form without an encoding of its own, which a form has not (RFC 7578, section 5.1.2).
+    Starlette would ask Python for it, which remembers for ever each name that it does not know. Raises
+    InvalidRequestError for what is no form with parts, before any of it is read."""
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not _BOUNDARY.fullmatch(boundary):
+        raise _no_form("its Content-Type says so, or names no boundary.")
+    headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+    headers.append((b"content-type", b'multipart/form-data; boundary="%b"' % boundary))
+    return Request({**request.scope, "headers": headers}, request.receive)
+
+
+def _no_form(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"This is no form with a file: {why} Send multipart/form-data.")
 
 
 @asynccontextmanager
@@ -101,7 +114,7 @@ def _checked_fields(form: FormData) -> int | None:
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:
-            shown = _text(name[:100])
+            shown = name[:100]
             raise InvalidRequestError(f"There is no field {shown!r} here. Leave it out.", param=shown)
     if form.get("purpose") != PURPOSE:
         raise InvalidRequestError(f'purpose must be "{PURPOSE}": files are for batches here.', param="purpose")
