@@ -85,6 +85,10 @@ class Files:
             part.unlink(missing_ok=True)
             raise
 
+    async def require_room_for_records(self) -> None:
+        """Check that the database's records leave room for more beside no files. Raises UnavailableError."""
+        await self._database.transact(_require_room, 0, self._budget)
+
     async def add(
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
     ) -> StoredFile:

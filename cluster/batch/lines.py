@@ -76,11 +76,17 @@ def read_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_L
     name; None: any of `ENDPOINTS`."""
     known: set[str] = set()
     with path.open("rb") as file:
-        number = end = 0
+        number = num_blank = end = 0
         while text := file.readline(longest + 1):
             number += 1
             place, end = end, end + len(text)
             if not text.strip():
+                num_blank += 1
+                if num_blank > MAX_LINES:  # a file may hold two hundred million
+                    yield LineError(
+                        f"The file has more than {MAX_LINES} blank lines. Leave them out.", "too_many_lines"
+                    )
+                    return
                 continue
             try:
                 if len(text) > longest:
@@ -88,7 +94,7 @@ def read_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_L
                 line = _parsed(text, number, place, endpoint)
                 if line.custom_id in known:
                     raise LineError(
-                        f"The custom_id {line.custom_id!r} is there twice. Give each line one of its own.",
+                        f"The custom_id {line.custom_id[:100]!r} is there twice. Give each line one of its own.",
                         "duplicate_custom_id",
                         line=number,
                         param="custom_id",
@@ -112,9 +118,17 @@ def read_again(path: Path, line: BatchLine) -> BatchLine:
 def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE) -> tuple[int, list[LineError]]:
     """Count the lines of a file, and find what is wrong with them;
     stops after `MAX_ERRORS` errors or `MAX_LINES` lines."""
+    return next(found for found in checking(path, endpoint, longest) if found is not None)
+
+
+def checking(
+    path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE
+) -> Iterator[tuple[int, list[LineError]] | None]:
+    """Yields None for each line of a file that was looked at, and at last what `check_lines` returns."""
     num_lines = 0
     errors: list[LineError] = []
     for line in read_lines(path, endpoint, longest):
+        yield None
         num_lines += 1
         if isinstance(line, LineError):
             errors.append(line)
@@ -124,7 +138,7 @@ def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_
             break
     if num_lines == 0:
         errors.append(LineError("The file has no lines. Write one request of JSON in each.", "empty_file"))
-    return num_lines, errors
+    yield num_lines, errors
 
 
 def _parsed(text: bytes, number: int, place: int, endpoint: str | None = None) -> BatchLine:

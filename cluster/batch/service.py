@@ -18,21 +18,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from cluster.batch.batches import Batch, Batches, KeptAnswer, LostClaimError, Status
 from cluster.batch.database import Database, refused_if_full
 from cluster.batch.files import Files, StoredFile, file_not_found
-from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, check_lines, read_again, read_lines
+from cluster.batch.lines import LONGEST_LINE, BatchLine, LineAnswer, LineError, checking, read_again, read_lines
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SendFor = Callable[[Batch, BatchLine], Awaitable[LineAnswer]]
 _Send = Callable[[BatchLine], Awaitable[LineAnswer]]
 _Keep = Callable[[BatchLine, LineAnswer], Awaitable[None]]
 _Again = Callable[[BatchLine], BatchLine]
+_Read = Callable[..., Awaitable[Any]]
 
 _LOOK_S: Final = 1.0  # between two looks at what there is to do
 _SWEEP_S: Final = 60.0
@@ -42,6 +44,7 @@ _MOST_BATCHES: Final = 32  # beside those that wait for a model without workers,
 _STALLED_S: Final = 60.0  # a batch of which nothing was answered for so long is one of these
 _LINES: Final = 64  # lines of all these batches, for one model, that are in flight at a time
 _AT_ONCE: Final = 500  # lines that are given up in one transaction
+_STRETCH_S: Final = 0.01  # for which lines are read before others have their turn, or one line for as long as it takes
 _TRIES: Final = 4  # of a line that fails by the server's fault
 _NOT_NOW: Final = (429, 503)  # statuses that do not count as a try
 _WAIT_S: Final = 1.0  # before a line is sent again, if the server does not say how long; doubles each time. And before
@@ -67,6 +70,7 @@ class BatchService:
         self._runs: dict[str, _Run] = {}
         self._woken = asyncio.Event()
         self._lanes = {_ANY: asyncio.Semaphore(_LINES)}  # by model: what bounds its lines
+        self._reading = asyncio.Lock()  # given in the order of asking
 
     @asynccontextmanager
     async def running(self, send: SendFor, models: Collection[str] = ()) -> AsyncIterator[None]:
@@ -85,7 +89,9 @@ class BatchService:
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
         """Add a batch of the lines in `file`. The file may be deleted from then on. Raises NotFoundError where it has
-        been already."""
+        been already, and UnavailableError where records alone take all of the budget: those of batches stay, and one
+        client makes thousands in a minute."""
+        await self.files.require_room_for_records()
         content = self.files.content(file)
         try:
             with refused_if_full("a batch"):
@@ -187,11 +193,20 @@ class BatchService:
     async def _forget_input(self, batch: Batch) -> None:
         await self.database.in_thread(partial(self._input(batch).unlink, missing_ok=True))
 
+    async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `work`, which reads some of a batch's lines, in a thread: one such call at a time, whosever lines they
+        are, and the next one once the loop has seen this one end. A line with very many values holds the interpreter's
+        lock for long, and a file has dozens of them."""
+        async with self._reading:
+            return await asyncio.to_thread(work, *args, **kwargs)
+
     async def _validated(self, batch: Batch) -> Batch:
+        steps = checking(self._input(batch), batch.endpoint, self._longest_line)
+        found: list[tuple[int, list[LineError]]] = []
         try:
-            num_lines, errors = await asyncio.to_thread(
-                check_lines, self._input(batch), batch.endpoint, self._longest_line
-            )
+            while not found:
+                found, _ = await self._read(found_soon, steps)
+            ((num_lines, errors),) = found
         except FileNotFoundError:
             num_lines, errors = 0, [LineError("The batch's file is gone. Send it again.", "file_not_found")]
         if errors:
@@ -219,8 +234,9 @@ class BatchService:
             async with asyncio.TaskGroup() as group:
                 for lane, room in self._lanes.items():  # each reads the file once, and keeps no others' lines
                     lines = await self._unanswered(batch, lane)
+                    sending = partial(send, batch)
                     group.create_task(
-                        run_lines(lines, partial(send, batch), keep, num_at_once=_LINES, room=room, again=again)
+                        run_lines(lines, sending, keep, num_at_once=_LINES, room=room, again=again, read=self._read)
                     )
 
         working = asyncio.create_task(work())
@@ -248,36 +264,60 @@ class BatchService:
                 has_failed = True
             await asyncio.sleep(_WAIT_S)
 
-    async def _unanswered(self, batch: Batch, lane: str | None = None) -> Iterator[BatchLine]:
-        """The lines that have no answer yet; of one lane, where it is named."""
+    async def _unanswered(self, batch: Batch, lane: str | None = None) -> Iterator[BatchLine | None]:
+        """The lines that have no answer yet; of one lane, where it is named. None for each of the others."""
         answered = await self.batches.answered(batch)
-        lines = read_lines(self._input(batch), batch.endpoint, self._longest_line)
-        left = (line for line in lines if isinstance(line, BatchLine) and line.number not in answered)
-        return (line for line in left if lane in (None, self._lane(line)))
+
+        def left(line: BatchLine | LineError) -> BatchLine | None:
+            is_left = isinstance(line, BatchLine) and line.number not in answered and lane in (None, self._lane(line))
+            return line if is_left else None
+
+        return map(left, read_lines(self._input(batch), batch.endpoint, self._longest_line))
 
     async def _give_up(self, batch: Batch, end: Status) -> None:
         """Keep, for each line without an answer, an answer that says why it has none."""
         why = LineAnswer(status=0, body=json.dumps({"error": {"code": f"batch_{end}", "message": _WHY[end]}}))
         lines = await self._unanswered(batch)
-        while some := await asyncio.to_thread(lambda: [_kept(line, why) for line in islice(lines, _AT_ONCE)]):
-            await self.batches.answer(batch, some)
+        given_up = (None if line is None else _kept(line, why) for line in lines)
+        some: list[KeptAnswer] = []
+        may_be_more = True
+        while may_be_more:
+            found, may_be_more = await self._read(found_soon, given_up, _AT_ONCE - len(some))
+            some += found
+            if len(some) == _AT_ONCE or not may_be_more:
+                await self.batches.answer(batch, some)
+                some = []
+
+
+def found_soon(items: Iterator[T | None], most: int = 1) -> tuple[list[T], bool]:
+    """The next items that are not None, at most so many, and whether there may be more. Returns, maybe without any,
+    when it has looked for `_STRETCH_S`."""
+    found: list[T] = []
+    ends_at = time.monotonic() + _STRETCH_S
+    for item in items:
+        if item is not None:
+            found.append(item)
+        if len(found) == most or time.monotonic() >= ends_at:
+            return found, True
+    return found, False
 
 
 async def run_lines(
-    lines: Iterator[BatchLine],
+    lines: Iterator[BatchLine | None],
     send: _Send,
     keep: _Keep,
     *,
     num_at_once: int,
     room: asyncio.Semaphore | None = None,
     again: _Again | None = None,
+    read: _Read = asyncio.to_thread,
 ) -> None:
     """Send all lines, `num_at_once` at a time, and keep each answer. An error of `keep` ends it, and the lines under
     way. `room`: what others' lines share with these; None: nobody's do. `again`: reads a line once more, so that none
     is held in memory while it waits to be sent again, as those of many batches may for hours; None: they are.
 
-    `lines` may read a file: the next one is asked for in a thread, one at a time, and waits for room to be sent before
-    another one is."""
+    `lines` may read a file, and has None for what it leaves out: the next one is asked for by `read`, in a thread, one
+    at a time, and waits for room to be sent before another one is."""
     room = room or asyncio.Semaphore(num_at_once)
     turn = asyncio.Lock()
     are_all_read = False
@@ -287,15 +327,18 @@ async def run_lines(
         first: lines of others may hold all places for hours, and who has none does not wait for them."""
         nonlocal are_all_read
         async with turn:
-            line = None if are_all_read else await asyncio.to_thread(next, lines, None)
-            are_all_read = line is None
-            if line is not None:
-                await room.acquire()
-            return line
+            found: list[BatchLine] = []
+            while not (found or are_all_read):
+                found, may_be_more = await read(found_soon, lines)
+                are_all_read = not may_be_more
+            if not found:
+                return None
+            await room.acquire()
+            return found[0]
 
     async def work() -> None:
         while (line := await next_line()) is not None:
-            answering = _answer(line, send, room, again)
+            answering = _answer(line, send, room, again, read)
             line = replace(line, body={})  # nor is it held here
             await keep(line, await answering)
 
@@ -304,14 +347,16 @@ async def run_lines(
             group.create_task(work())
 
 
-async def _answer(line: BatchLine, send: _Send, room: asyncio.Semaphore, again: _Again | None) -> LineAnswer:
+async def _answer(
+    line: BatchLine, send: _Send, room: asyncio.Semaphore, again: _Again | None, read: _Read
+) -> LineAnswer:
     """Send a line until it has an answer. After `_TRIES` failures that are the server's, the last of them is it. It has
     a place in `room` to begin with, and none while it waits or when it has an answer."""
     wait_s, tries, is_whole = _WAIT_S, 0, True
     while True:
         try:
             if again is not None and not is_whole:
-                line = await asyncio.to_thread(again, line)
+                line = await read(again, line)
             answer = await send(line)
         finally:
             room.release()

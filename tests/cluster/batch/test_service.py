@@ -9,9 +9,10 @@ import gc
 import json
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,37 @@ async def test_a_line_that_has_waited_is_sent_as_it_is_in_its_file(tmp_path: Pat
         await begun(batches, *models)
         await eventually(lambda: len(answered) == 100)
     assert answered == {f"l{n}": {"model": model, "prompt": "x"} for n, model in enumerate(models)}
+
+
+async def test_lines_of_one_batch_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few milliseconds of them, or one: a large line holds the interpreter's lock while it is parsed, and a gateway's
+    loop waits for that of each thread."""
+    batches, calls, reading = BatchService(Database(tmp_path), 10**6), [0], list[int]()
+    both = threading.Barrier(2)
+
+    def noted(*args: Any) -> Iterator[BatchLine | LineError]:
+        for line in read_lines(*args):
+            reading.append(calls[0])
+            if len(reading) <= 2:
+                with suppress(threading.BrokenBarrierError):
+                    both.wait(0.5)
+                    raise AssertionError("two are read at the same time")
+            yield line
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return found_soon(*args)
+
+    found_soon = service.found_soon
+    monkeypatch.setattr(service, "_STRETCH_S", 0.0)
+    monkeypatch.setattr(service, "found_soon", counted)
+    monkeypatch.setattr("cluster.batch.lines.read_lines", noted)
+    server = Server()
+    async with batches.running(server.send):
+        for owner in "ab":
+            await begun(batches, *["here"] * 5, owner=owner)
+        await eventually(lambda: len(server.answered) == 10)
+    assert len(set(reading)) == len(reading)
 
 
 async def test_a_batch_ends_though_lines_of_another_model_hold_all_its_places(tmp_path: Path) -> None:
