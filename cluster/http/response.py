@@ -199,7 +199,7 @@ class GenerationResponse(Answer):
     async def _generate(self, outbox: Outbox) -> None:
         """Generate all sequences into the outbox, as fast as the workers are. The first that fails ends the others."""
         try:
-            with self._api.in_flight.enter(len(self._job.choices)) as leave:
+            with self._api.in_flight.enter(len(self._job.choices), self._timeline.terms.tenant) as leave:
                 async with asyncio.TaskGroup() as readers:
                     for index in range(len(self._job.choices)):
                         if index and index % _STARTED_PER_TURN == 0:
@@ -323,6 +323,11 @@ class ReadResponse(Response):
             yield data
 
         return cls(api, whole(), {"content-type": "application/json", "content-length": str(len(data))})
+
+    @classmethod
+    async def made(cls, api: Api, make: Callable[[], dict[str, Any]]) -> ReadResponse:
+        """An answer with the JSON of what `make` returns, of any size, made in a thread."""
+        return cls.of_json(api, await api.turns.writing(lambda: dumps_large(make())))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)

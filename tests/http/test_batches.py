@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import encodings
 import errno
 import io
 import json
@@ -12,6 +13,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -22,7 +24,8 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 from prometheus_client import generate_latest
-from starlette.types import Message
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.batch import files as stored_files
 from cluster.batch import service
@@ -30,7 +33,7 @@ from cluster.batch.batches import Batch as StoredBatch
 from cluster.batch.batches import KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.files import StoredFile
-from cluster.batch.lines import check_lines
+from cluster.batch.lines import MAX_LINES, check_lines
 from cluster.batch.service import BatchService
 from cluster.config.settings import GatewaySettings
 from cluster.errors import FailedError, NotFoundError, OverloadedError, UnavailableError
@@ -38,11 +41,13 @@ from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
 from cluster.http.parse import prepare_chat
+from cluster.http.server.body import BodyLimit
 from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import Target
+from tests.support.processor_time import Stepped, turn_s
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -254,6 +259,46 @@ def test_a_list_does_not_end_where_what_was_shown_last_is_deleted(target: Target
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
+async def test_a_list_of_batches_with_many_errors_holds_up_nobody(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Each of a hundred tells of a hundred errors, and others have their turn while that is written."""
+    api = scripted_api(generator, tokenizer, storage=tmp_path)
+    assert api.batches is not None
+    app, owner = create_app(api), batches.owner_of(_asking(), api, api.batches.secret)
+    errors = [{"code": "invalid_line", "line": n, "message": "m" * 200, "param": None} for n in range(100)]
+    known: Any = {"owner": owner, "tenant": "", "salt": "", "endpoint": "/v1/completions", "input_file_id": "f"}
+    for number in range(101):
+        await api.batches.batches.create(
+            StoredBatch(
+                id=f"b{number}", completion_window="24h", created_at=number, expires_at=0, status="failed",
+                errors=errors, **known,
+            )
+        )  # fmt: skip
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("the client stays")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asking = Stepped(app({**_asking().scope, "query_string": b"limit=1000"}, receive, send))
+    await asking
+    api.batches.database.close()
+    listed = json.loads(b"".join(message.get("body", b"") for message in sent))
+    assert [batch["id"] for batch in listed["data"]] == [f"b{number}" for number in range(100, 0, -1)]
+    assert listed["has_more"] and len(listed["data"][99]["errors"]["data"]) == 100
+    assert max(asking.steps_s) / turn_s() < 1e6  # it takes ten times as many to write it
+
+
+def _asking() -> Request:
+    """A request for the list of batches."""
+    headers = [(name.encode(), value.encode()) for name, value in OWNER.items()]
+    return Request({"type": "http", "method": "GET", "path": "/v1/batches", "headers": headers, "query_string": b""})
+
+
 def test_who_may_see_them(target: Target) -> None:
     other = target.client.with_options(api_key="another")
     file = upload(target, line("a", max_tokens=1))
@@ -333,6 +378,16 @@ def test_a_line_of_very_many_values_is_refused_before_it_is_parsed(tmp_path: Pat
     path.write_text("\n".join(json.dumps(line(f"l{num}", x=[[] for _ in range(num)])) for num in (1, MAX_VALUES)))
     num_lines, (error,) = check_lines(path)
     assert (num_lines, error.code, error.line) == (2, "line_too_large", 2)
+
+
+def test_a_file_of_blank_lines_is_not_read_to_its_end(tmp_path: Path) -> None:
+    """It may have two hundred million, and who reads them holds up others."""
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"\n" * (2 * MAX_LINES) + json.dumps(line("a", url="/v1/completions")).encode())
+    num_lines, (error,) = check_lines(path)
+    assert (num_lines, error.code) == (1, "too_many_lines") and "blank" in error.message
+    path.write_bytes(b" \n" * MAX_LINES + json.dumps(line("a", url="/v1/completions")).encode())
+    assert check_lines(path) == (1, [])
 
 
 def test_a_line_longer_than_any_request(generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -415,6 +470,18 @@ def test_lines_that_a_batch_keeps_count_although_their_file_is_deleted(
     wait_until(lambda: upload_fits(target, lines), what="the lines of a batch that has ended still count")
 
 
+def test_the_records_of_batches_are_bounded(target: Target) -> None:
+    file = upload(target, "no line")
+    fields: Any = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    fields["metadata"] = {f"key {n}": "x" * 500 for n in range(16)}
+    client = target.client.with_options(max_retries=0)
+    with pytest.raises(openai.APIStatusError) as full:
+        for _ in range(100):
+            client.batches.create(**fields)
+    assert (full.value.status_code, full.value.code) == (503, "storage_full")
+    assert len(client.batches.list(limit=100).data) > 5
+
+
 def test_a_client_leaves_room_for_the_uploads_of_others(target: Target) -> None:
     begun = (
         b"POST /v1/files HTTP/1.1\r\nhost: here\r\nauthorization: Bearer many\r\ncontent-length: 1000\r\n"
@@ -438,6 +505,50 @@ def test_a_client_leaves_room_for_the_uploads_of_others(target: Target) -> None:
     wait_until(lambda: not is_refused(), what="uploads that broke off still count")
 
 
+async def test_of_files_that_come_at_once_each_turn_of_the_loop_takes_a_piece(
+    generator: ScriptedGenerator, tokenizer: Tokenizer
+) -> None:
+    """Of one of them: a route reads a form on the loop, and some bytes of a form take long to read."""
+    content, pieces, turn = os.urandom(10**6), dict[str, list[bytes]](), 0
+    num_in_turn = Counter[int]()
+    is_read = asyncio.Event()
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        mine = pieces[scope["query_string"].decode()] = []
+        while (message := await receive())["more_body"]:
+            mine.append(message["body"])
+            num_in_turn[turn] += 1
+        mine.append(message["body"])
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while not is_read.is_set():
+            await asyncio.sleep(0)
+            turn += 1
+
+    async def sent(name: str) -> None:
+        messages = [{"type": "http.request", "body": content[at:], "more_body": at != 7} for at in (0, 7)]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: Message) -> None:
+            raise AssertionError(message)
+
+        scope: Scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [], "app": app}
+        await limit({**scope, "query_string": name.encode()}, receive, send)
+
+    app = create_app(scripted_api(generator, tokenizer))
+    limit = BodyLimit(read, 10, 10, HANGS_S, {"/v1/files": 10**7})
+    counting = asyncio.create_task(count_turns())
+    await asyncio.gather(*(sent(name) for name in "abc"))
+    is_read.set()
+    await counting
+    assert {b"".join(mine) for mine in pieces.values()} == {content + content[7:]} and len(pieces) == 3
+    assert max(len(piece) for mine in pieces.values() for piece in mine) <= 2**15
+    assert max(num_in_turn.values()) == 1
+
+
 def upload_fits(target: Target, lines: list[Any]) -> bool:
     try:
         target.strict.files.delete(upload(target, *lines, client=target.client.with_options(max_retries=0)).id)
@@ -449,14 +560,28 @@ def upload_fits(target: Target, lines: list[Any]) -> bool:
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [
-        ("multipart/form-data; boundary=b; charset=undefined", b'--b\r\ncontent-disposition: form-data; name="purpose"'
-         b"\r\n\r\nbatch\r\n--b--\r\n"),
+        ("application/x-www-form-urlencoded", b"purpose=batch&file=x"),
         ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=", b"x"),
+        ("multipart/form-data; boundary=b", b"x"),
     ],
-)  # fmt: skip
+)
 def test_forms_that_are_none(target: Target, content_type: str, body: bytes) -> None:
     answer = target.http.post("/v1/files", content=body, headers={"content-type": content_type})
     assert answer.status_code == 400 and "Send multipart/form-data." in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("charset", ["undefined", "nobody-knows-it", "x" * 10_000])
+def test_a_form_has_no_encoding_of_its_own(target: Target, charset: str) -> None:
+    """Python remembers each name that it is asked for and does not know, for as long as the gateway lives."""
+    body = (
+        b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\ncontent-disposition: form-data; name="file"; filename="\xc3\xa9"\r\n\r\n{}\r\n--b--\r\n'
+    )
+    headers = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+    answer = target.http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["filename"] == "é", answer.text
+    assert not any(name.startswith(charset[:9]) for name in encodings._cache if name != "undefined")
 
 
 @pytest.mark.parametrize(("purpose", "status"), [(b"purpose", 200), (b"purpose\\ud800", 400)])

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "batch"
 FILES_PATH: Final = "/v1/files"
 MAX_FILE_BYTES: Final = 200 * 2**20  # OpenAI's bound for a batch
-MAX_PAGE: Final = 1_000  # objects in one answer; more may be asked for, and then it says that there are more
+MAX_PAGE: Final = 1_000  # files in one answer; more may be asked for, and then it says that there are more
+MAX_BATCHES: Final = 100  # likewise: each may tell of as many errors. OpenAI's bound
 _MAX_LIMIT: Final = 10_000  # OpenAI's, of files
 _MAX_FIELD_BYTES: Final = 4_096
 _MAX_FILENAME: Final = 255
@@ -137,12 +138,12 @@ async def list_files(
     after: str | None = None,
     limit: int = MAX_PAGE,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
-    limit = _checked_limit(limit)
+) -> ReadResponse:
+    limit = _checked_limit(limit, MAX_PAGE)
     files = await _service(api).files.list(
         _owner(request, api), purpose=purpose, after=after, limit=limit + 1, newest_first=order == "desc"
     )
-    return _page([file.describe() for file in files], limit)
+    return await ReadResponse.made(api, lambda: _page([file.describe() for file in files], limit))
 
 
 @router.get(FILES_PATH + "/{file_id}", response_model=None)
@@ -201,10 +202,10 @@ def _window_s(text: str) -> int:
 
 
 @router.get("/v1/batches", response_model=None)
-async def list_batches(request: Request, api: ApiOf, after: str | None = None, limit: int = 20) -> dict[str, Any]:
-    limit = _checked_limit(limit)
+async def list_batches(request: Request, api: ApiOf, after: str | None = None, limit: int = 20) -> ReadResponse:
+    limit = _checked_limit(limit, MAX_BATCHES)
     batches = await _service(api).batches.list(_owner(request, api), after=after, limit=limit + 1)
-    return _page([batch.describe() for batch in batches], limit)
+    return await ReadResponse.made(api, lambda: _page([batch.describe() for batch in batches], limit))
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
@@ -242,10 +243,11 @@ def owner_of(request: Request, api: Api, secret: bytes) -> str:
     return tenants.name(request.headers, None, None)
 
 
-def _checked_limit(limit: int) -> int:
+def _checked_limit(limit: int, most: int) -> int:
+    """How many objects to tell of, of which an answer has `most`. Raises InvalidRequestError."""
     if not 0 < limit <= _MAX_LIMIT:
         raise InvalidRequestError(f"limit lies between 1 and {_MAX_LIMIT}.", param="limit")
-    return min(limit, MAX_PAGE)
+    return min(limit, most)
 
 
 def _page(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -11,7 +10,6 @@ from fastapi.responses import JSONResponse, Response
 from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
-from cluster.http.openai.sse import dumps_large
 from cluster.http.openai.tools import told_tools
 from cluster.http.parse import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
@@ -36,7 +34,7 @@ async def list_models(api: ApiOf) -> Response:
             cards += [card, *(_adapter_card(card, told) for told in adapters)]
         return {"object": "list", "data": cards}
 
-    return await _json(answer, api)
+    return await ReadResponse.made(api, answer)
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
@@ -88,19 +86,14 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
             told["token_strs"] = [asked.model.tokenizer.token_name(token_id) for token_id in tokens]
         return told
 
-    return await _json(answer, api)
-
-
-async def _json(answer: Callable[[], dict[str, Any]], api: Api) -> Response:
-    """An answer of any size, which `answer` makes in a thread."""
-    return ReadResponse.of_json(api, await api.turns.writing(lambda: dumps_large(answer())))
+    return await ReadResponse.made(api, answer)
 
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     asked = await api.find_model(body.model)
     text = await token_text(body.tokens, asked)
-    return await _json(lambda: {"prompt": text}, api)
+    return await ReadResponse.made(api, lambda: {"prompt": text})
 
 
 @router.get("/ping", response_model=None)
