@@ -14,10 +14,13 @@ import pydantic
 import pytest
 
 from cluster.errors import FailedError, OverloadedError, UnavailableError
+from cluster.http.endpoints.messages import CountTokensBody, chat_of
+from cluster.http.openai.schemas import ChatBody
 from engine.text.formats import REASONING_FORMATS, ReasoningFormat
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
+from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -181,6 +184,18 @@ def test_a_call_that_failed_without_a_word_is_told_as_failed(
         result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "is_error": True, **fields}
         client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
         assert f"<tool_response>\n{told}\n</tool_response>" in prompts(generator, tokenizer)[-1]
+
+
+def test_the_thoughts_of_a_turn_are_joined_once() -> None:
+    """Of thousands of blocks: with each of them all before it would be copied."""
+    blocks = [{"type": "thinking", "thinking": "t" * 160}] * 20_000
+    body = CountTokensBody.model_validate({"model": MODEL, "messages": [{"role": "assistant", "content": blocks}]})
+
+    def chat() -> ChatBody:
+        return chat_of(body, switches_thinking=False, bounds_thinking=False)
+
+    assert chat().messages[0].reasoning == "t" * 160 * 20_000
+    assert in_loop_turns(chat) < 20e6  # one by one: hundreds of millions
 
 
 def test_what_is_meant_for_bills_is_no_part_of_the_prompt(

@@ -274,6 +274,7 @@ def _refusal(error: ValidationError) -> ApiError:
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     """Yields the messages of a chat that one turn becomes: one for each result of a call, and one for the rest."""
     texts: list[str] = []
+    thoughts: list[str] = []
     members: dict[str, Any] = {}
     before = kind = ""
     content = [block for block in turn.content if block["type"] != "text" or block["text"]]
@@ -285,9 +286,11 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
             function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
             members.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif kind == "thinking":
-            members["reasoning"] = members.get("reasoning", "") + block["thinking"]
+            thoughts.append(block["thinking"])
         elif kind == "text":
             texts.append("\n" + block["text"] if texts and before != "text" else block["text"])
+    if thoughts:
+        members["reasoning"] = "".join(thoughts)
     if texts or members or not content:
         yield {"role": turn.role, "content": "".join(texts), **members}
 

@@ -551,7 +551,7 @@ def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         elif kind == "message" and "content" in turn and "tool_calls" not in turn:
             is_more = False
         if turn and not is_more:
-            yield {"content": "", **turn}
+            yield _told_turn(turn)
             turn = {}
         if kind == "function_call_output":
             yield {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
@@ -560,19 +560,26 @@ def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         else:
             _add_to(turn, item)
     if turn:
-        yield {"content": "", **turn}
+        yield _told_turn(turn)
+
+
+def _told_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """The message of an assistant's turn, of which `_add_to` made the parts."""
+    thoughts = {"reasoning": "".join(turn["reasoning"])} if "reasoning" in turn else {}
+    said = "\n".join(filter(None, turn.get("content", ())))  # as a chat's answer has it
+    return {**turn, "content": said, **thoughts}
 
 
 def _add_to(turn: dict[str, Any], item: Item) -> None:
-    """Add an item to the message of an assistant's turn."""
+    """Add an item to an assistant's turn. Of its texts there may be thousands, which are joined once."""
     turn["role"] = "assistant"
     if item["type"] == "reasoning":
         thought = "".join(map(_text, item.get("content") or item["summary"]))
         if thought:
-            turn["reasoning"] = turn.get("reasoning", "") + thought
+            turn.setdefault("reasoning", []).append(thought)
     elif item["type"] == "function_call":
         function = {"name": _chat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     else:
         said = "".join(map(_text, item["content"]))
-        turn["content"] = "\n".join(filter(None, (turn.get("content"), said)))  # as a chat's answer has it
+        turn.setdefault("content", []).append(said)
