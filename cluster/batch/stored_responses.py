@@ -13,6 +13,7 @@ seconds, which that gateway prolongs. Once it does so no more nobody generates i
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import json
 import sqlite3
@@ -27,6 +28,7 @@ from cluster.errors import InvalidRequestError, NotFoundError
 
 KEPT_S: Final = 30 * 86_400.0  # how long a response is kept after its last use, as at OpenAI
 MAX_CONVERSATION_BYTES: Final = 32 * 2**20  # of all responses of a chain together
+_SWEPT_PART: Final = 8  # of the budget: what may come until there is a sweep
 _LOST: Final = {
     "code": "server_error",
     "message": "The gateway that generated this response has ended. Send the request again.",
@@ -69,12 +71,20 @@ class Responses:
         self._budget = budget
         self._generated = generated
         self._claims = Claims(database)
+        self._num_new = 0  # bytes that were added since the last sweep, roughly
+        self.have_grown = asyncio.Event()  # set where these are so many that a sweep should not wait
 
     def _is_lost(self, response_id: str, until: float) -> bool:
         return response_id not in self._generated and self._claims.is_over(response_id, until)
 
     async def add(self, response: StoredResponse) -> None:
         await self._database.transact(_add, response)
+        self._note_new(len(response.items) + len(response.response))
+
+    def _note_new(self, num_bytes: int) -> None:
+        self._num_new += num_bytes
+        if self._num_new > self._budget // _SWEPT_PART:
+            self.have_grown.set()
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
         """The owner's response of that id. Raises NotFoundError, also for one of another owner."""
@@ -90,9 +100,9 @@ class Responses:
 
     async def events(
         self, response_id: str, owner: str, after: int, limit: int
-    ) -> tuple[list[tuple[int, str]], int, StoredResponse]:
+    ) -> tuple[list[tuple[int, str]], int, StoredResponse | None]:
         """At most `limit` events behind the number `after`, each with its number; how many there are in all; and the
-        response itself, all of the same moment. Raises NotFoundError."""
+        response itself if it has ended, all of the same moment. Raises NotFoundError."""
         return await self._database.transact(_events, self._is_lost, response_id, owner, after, limit)
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
@@ -109,11 +119,14 @@ class Responses:
         """Add events of responses, those that are not there already, and prolong this gateway's claims on them by
         `CLAIM_S`, from when this is written. Returns the ids of those that are still wanted: neither cancelled, deleted
         nor ended."""
-        return await self._database.transact(_advance, written)
+        wanted = await self._database.transact(_advance, written)
+        self._note_new(sum(len(event) for each in written.values() for event in each.events))
+        return wanted
 
     async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
         """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
         await self._database.transact(_finish, response_id, written, status, response)
+        self._note_new(len(response) + sum(map(len, written.events)))
 
     async def leave(self, response_ids: Collection[str]) -> None:
         """Give up this gateway's claims on these responses: nobody generates them any more."""
@@ -122,6 +135,8 @@ class Responses:
     async def sweep(self, now: float) -> None:
         """Delete responses that were not used for `KEPT_S`, and, while all take too much, of the owner whose take most
         the one whose last use is longest ago."""
+        self._num_new = 0
+        self.have_grown.clear()
         await self._database.transact(_sweep, now, self._budget)
 
 
@@ -211,8 +226,14 @@ def _no_conversation(what: str, code: str | None = None) -> InvalidRequestError:
 
 def _events(
     connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str, after: int, limit: int
-) -> tuple[list[tuple[int, str]], int, StoredResponse]:
-    response = _get(connection, is_lost, response_id, owner)
+) -> tuple[list[tuple[int, str]], int, StoredResponse | None]:
+    ended = None
+    # Who follows it asks some times a second: what it was asked, which may have megabytes, is not read each time.
+    row = connection.execute(
+        "SELECT runs_until FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+    ).fetchone()
+    if row is None or row["runs_until"] is None or is_lost(response_id, row["runs_until"]):
+        ended = _get(connection, is_lost, response_id, owner)
     rows = connection.execute(
         "SELECT number, event FROM response_events WHERE response = ? AND number > ? ORDER BY number LIMIT ?",
         (response_id, after, limit),
@@ -220,7 +241,7 @@ def _events(
     (num_events,) = connection.execute(
         "SELECT coalesce(max(number) + 1, 0) FROM response_events WHERE response = ?", (response_id,)
     ).fetchone()
-    return [(row["number"], row["event"]) for row in rows], num_events, response
+    return [(row["number"], row["event"]) for row in rows], num_events, ended
 
 
 def _cancel(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse:

@@ -11,6 +11,7 @@ import json
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 WRITE_S: Final = 0.2  # between two looks at what was generated, by the gateway that writes it and by who follows it
 BEAT_S: Final = 15.0  # between two comments of a stream that has nothing to say
 BEAT: Final = b": waiting\n\n"
-MOST_FOLLOWED: Final = 64  # streams at a time
+MOST_FOLLOWED: Final = 128  # streams at a time; one client's are no more than what is left to others
 _FINISH_S: Final = 60.0  # for which the end of a response is tried to be written
 _SWEEP_S: Final = 60.0
 _READ_AT_ONCE: Final = 500  # events
@@ -78,7 +79,7 @@ class StoredResponses:
         self._runs: dict[str, _Run] = {}
         self.kept = Responses(database, budget, generated=self._runs)
         self._writing: asyncio.Task[None] | None = None
-        self._num_followed = 0
+        self._followed = Counter[str]()  # streams, by owner
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -163,38 +164,40 @@ class StoredResponses:
                 await self.kept.sweep(time.time())
             except Exception:
                 logger.exception("stored responses could not be looked through, which is tried again")
-            await asyncio.sleep(_SWEEP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_S):
+                    await self.kept.have_grown.wait()
 
-    @property
-    def may_be_followed(self) -> bool:
-        return self._num_followed < MOST_FOLLOWED
+    def may_follow(self, owner: str) -> bool:
+        """Whether there is room for one more stream of this owner's: all places but those that others have and as many
+        as are its own already."""
+        return self._followed[owner] < MOST_FOLLOWED - self._followed.total()
 
     async def follow(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
         """Yields the events of a response behind the number `after`, until it ends, with comments in between. While the
         database can't be used there is nothing new. Raises NotFoundError if there is no response, also once it is
         deleted."""
-        self._num_followed += 1
+        self._followed[owner] += 1
         try:
             said_at = 0.0  # so that a stream begins at once
             while True:
-                events, has_ended = list[tuple[int, str]](), False
+                events, ended = list[tuple[int, str]](), None
                 with suppress(sqlite3.OperationalError):
-                    events, num_events, response = await self.kept.events(response_id, owner, after, _READ_AT_ONCE)
-                    has_ended = response.runs_until is None
+                    events, num_events, ended = await self.kept.events(response_id, owner, after, _READ_AT_ONCE)
                 if events:
                     after, said_at = events[-1][0], time.monotonic()
                     yield "".join(f"{event}\n\n" for _, event in events).encode()
-                elif has_ended:
+                elif ended is not None:
                     if num_events > after:
-                        yield _last_event(response, num_events)
+                        yield _last_event(ended, num_events)
                     return
                 elif time.monotonic() - said_at >= BEAT_S:
                     said_at = time.monotonic()
                     yield BEAT
-                if len(events) < _READ_AT_ONCE and not has_ended:
+                if len(events) < _READ_AT_ONCE and ended is None:
                     await asyncio.sleep(WRITE_S)
         finally:
-            self._num_followed -= 1
+            self._followed -= Counter([owner])
 
 
 def _ended(run: _Run, http_status: int) -> tuple[str, str]:

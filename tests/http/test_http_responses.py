@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.batch import database as storage
 from cluster.batch.database import Database
 from cluster.batch.stored_responses import KEPT_S, ResponseEvents, Responses, StoredResponse
-from cluster.errors import ApiError, FailedError, OverloadedError, RequestTooLargeError
+from cluster.errors import ApiError, FailedError, NotFoundError, OverloadedError, RequestTooLargeError
 from cluster.http import background
 from cluster.http.background import StoredResponses
+from cluster.http.openai.responses import ResponsesBody, chat_of
 from cluster.http.server.unread import PIECE_BYTES
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
@@ -594,6 +595,21 @@ def test_what_cannot_be_cancelled_or_streamed_again(
         assert target.http.get(f"/v1/responses/{done.id}?{query}", headers=OWNER).status_code == 400
 
 
+def test_the_texts_of_a_turn_are_joined_once() -> None:
+    """Of thousands of items: with each of them all before it would be copied."""
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t" * 220}]}] * 15_000
+    said = [{"role": "assistant", "content": "s" * 220}] * 15_000
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    for items, expected in (
+        (thoughts, {"content": "", "reasoning": "t" * 220 * 15_000}),
+        ([call, *said], {"content": "\n".join(["s" * 220] * 15_000), "reasoning": None}),
+    ):
+        body = ResponsesBody.model_validate({"model": MODEL, "input": items})
+        (message,) = chat_of(body, []).messages
+        assert {name: getattr(message, name) for name in expected} == expected
+        assert in_loop_turns(lambda body=body: chat_of(body, [])) < 50e6  # one by one: hundreds of millions
+
+
 def test_who_follows_them_is_bounded(
     client: openai.OpenAI, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,6 +627,25 @@ def test_who_follows_them_is_bounded(
     goes_on = True
     assert [event.type in LAST for event in first][-1]
     checked(client.responses.retrieve(response_id, stream=True))
+
+
+def test_who_follows_many_leaves_room_for_others(
+    client: openai.OpenAI, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.http.background.MOST_FOLLOWED", 4)
+    goes_on = False
+    generator.script = Script(reply="It rains.", until=lambda: goes_on)
+    first = create(client, background=True, stream=True)
+    response_id = next(iter(first)).response.id
+    second = client.responses.retrieve(response_id, stream=True)
+    assert next(iter(second)).response.id == response_id
+    with pytest.raises(openai.RateLimitError, match="half of what others leave"):
+        client.responses.retrieve(response_id, stream=True)
+    third = create(client.with_options(api_key="another"), background=True, stream=True)
+    assert next(iter(third)).response.status == "queued"
+    goes_on = True
+    for stream in (first, second, third):
+        assert [event.type in LAST for event in stream][-1]
 
 
 @pytest.mark.parametrize(
@@ -745,6 +780,30 @@ async def test_events_count_once(tmp_path: Path) -> None:
     assert await database.transact(size) - before == 11110 + len("{}")
     found, num_events, _ = await kept.events("r", "o", -1, 10)
     assert [(number, event[0]) for number, event in found] == list(enumerate("abcd")) and num_events == 4
+    database.close()
+
+
+async def test_who_follows_a_response_does_not_read_what_it_was_asked_each_time(tmp_path: Path) -> None:
+    """Which may have megabytes, and is asked for some times a second by each who follows one."""
+    database = Database(tmp_path)
+    kept = Responses(database, 2**30)
+    known: Any = {"owner": "o", "previous": None, "is_background": True, "items": "[]", "response": '{"a": 1}'}
+    await kept.add(StoredResponse(id="r", status="queued", runs_until=time.time() + HANGS_S, **known))
+    read: set[str] = set()
+
+    def noted(action: int, table: str | None, column: str | None, *_: str | None) -> int:
+        if action == sqlite3.SQLITE_READ and table == "responses":
+            read.add(column or "")
+        return sqlite3.SQLITE_OK
+
+    await database.in_thread(database._connection.set_authorizer, noted)
+    assert await kept.events("r", "o", -1, 10) == ([], 0, None)
+    assert read and not read & {"items", "response"}
+    await kept.finish("r", ResponseEvents(0, ("a",)), "completed", "{}")
+    events, num_events, ended = await kept.events("r", "o", -1, 10)
+    assert events == [(0, "a")] and num_events == 1 and ended is not None and ended.response == "{}"
+    with pytest.raises(NotFoundError):
+        await kept.events("r", "another", -1, 10)
     database.close()
 
 

@@ -85,10 +85,11 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     )
     if not body.background:
         return StoredAnswer(api, timeline, shape, kept)
-    queued = replace(kept, response=json.dumps(shape.response("queued")), runs_until=time.time() + CLAIM_S)
+    told = await _read(2 * body_size, api, lambda: json.dumps(shape.response("queued")))
+    queued = replace(kept, response=told, runs_until=time.time() + CLAIM_S)
     responses = _responses(api)
     if body.stream:
-        _require_room(responses)
+        _require_room(responses, owner)
     await responses.begin(queued, GenerationResponse(api, timeline, shape))
     if body.stream:
         return EventStream(api, responses.follow(job.id, owner, -1))
@@ -131,11 +132,12 @@ def _owner(request: Request, api: Api) -> str:
     return owner_of(request, api, api.batches.secret)
 
 
-def _require_room(responses: StoredResponses) -> None:
-    """Check that one more response may be followed. Raises OverloadedError."""
-    if not responses.may_be_followed:
+def _require_room(responses: StoredResponses, owner: str) -> None:
+    """Check that a client may follow one more response. Raises OverloadedError."""
+    if not responses.may_follow(owner):
         raise OverloadedError(
-            f"{MOST_FOLLOWED} responses are followed here already. Ask for this one without stream, or later.",
+            f"Many responses are followed here already: {MOST_FOLLOWED} are possible, of one client half of what others"
+            " leave. Ask for this one without stream, or later.",
             retry_after_s=5.0,
         )
 
@@ -224,13 +226,15 @@ async def retrieve_response(
             raise InvalidRequestError(
                 "starting_after is only possible with stream=true. Leave it out, or stream.", param="starting_after"
             )
-        return _json(found.response if found.runs_until is None else json.dumps(found.describe()), api)
+        if found.runs_until is None:
+            return _json(found.response, api)
+        return _json(await _read(len(found.response), api, lambda: json.dumps(found.describe())), api)
     if not found.is_background:
         raise InvalidRequestError(
             "Only a response that was made with background: true can be streamed again. Leave out stream.",
             param="stream",
         )
-    _require_room(responses)
+    _require_room(responses, owner)
     return EventStream(api, responses.follow(found.id, owner, -1 if starting_after is None else starting_after))
 
 
