@@ -403,7 +403,8 @@ class GatewaySettings(Settings):
         512,
         ge=1,
         description="Sequences (choices) in flight in one gateway; more are answered with 429. So is a request for"
-        " several that needs more than half of the places that are free, unless nothing else is in flight.",
+        " several that needs more than half of the places that are free, unless nothing else is in flight. A tenant"
+        " that has less than a sixteenth of them finds room beyond, up to a quarter more.",
     )
     share_prefixes: bool = Field(
         False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import InitVar, dataclass, field
@@ -38,14 +39,20 @@ RESPONSES_SHARE: Final = 10  # files may take so many times what stored response
 
 
 class InFlight:
-    """Counts the sequences that this gateway is generating, and refuses more than it may."""
+    """Counts the sequences that this gateway is generating, and refuses more than it may.
+
+    A tenant that has few of them finds room beyond the limit. Else another one's, which wait for their turn, would keep
+    it from asking for its own: whose turn it is the scheduler says.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._few, self._beyond = limit // 16, limit // 4
         self._num = 0
+        self._of_tenants = Counter[str]()
 
-    def require_room(self, num_sequences: int) -> None:
-        """Check that there is room for so many sequences. Call it before anything is made ready for them.
+    def require_room(self, num_sequences: int, tenant: str = "") -> None:
+        """Check that there is room for so many sequences of a tenant. Call it before anything is made ready for them.
 
         Raises InvalidRequestError if there will never be room for them at once, OverloadedError if there is none now:
         several take at most half of what others leave, so that a few large requests do not shut out small ones.
@@ -57,9 +64,11 @@ class InFlight:
                 param="n",
             )
         left = self._limit - self._num
-        if num_sequences > (left if num_sequences == 1 or self._num == 0 else left // 2):
+        if num_sequences <= (left if num_sequences == 1 or self._num == 0 else left // 2):
+            return
+        if self._of_tenants[tenant] + num_sequences > self._few or num_sequences > left + self._beyond:
             raise OverloadedError(
-                f"{self._num} of at most {self._limit} sequences are in flight here. Try again shortly.",
+                f"{self._num} sequences are in flight here, where there is room for {self._limit}. Try again shortly.",
                 retry_after_s=1.0,
             )
 
@@ -68,23 +77,29 @@ class InFlight:
         return max(1, min(most, (self._limit - self._num) // 2))
 
     @contextmanager
-    def enter(self, num_sequences: int) -> Iterator[Callable[[], None]]:
-        """Hold room for that many sequences inside the block. Yields a function that gives back the room of one
-        sequence; what is left is given back at the end. Raises like `require_room`."""
-        self.require_room(num_sequences)
+    def enter(self, num_sequences: int, tenant: str = "") -> Iterator[Callable[[], None]]:
+        """Hold room for that many sequences of a tenant inside the block. Yields a function that gives back the room of
+        one sequence; what is left is given back at the end. Raises like `require_room`."""
+        self.require_room(num_sequences, tenant)
         held = num_sequences
-        self._num += held
+        self._count(held, tenant)
 
         def leave() -> None:
             nonlocal held
             assert held > 0, "more sequences end than have begun"
             held -= 1
-            self._num -= 1
+            self._count(-1, tenant)
 
         try:
             yield leave
         finally:
-            self._num -= held
+            self._count(-held, tenant)
+
+    def _count(self, num_sequences: int, tenant: str) -> None:
+        self._num += num_sequences
+        self._of_tenants[tenant] += num_sequences
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -507,6 +507,39 @@ def test_large_requests_leave_room_for_small_ones() -> None:
         pass
 
 
+def test_who_has_few_sequences_finds_room_beside_those_of_another_tenant(tokenizer: Tokenizer) -> None:
+    """Which wait for their turn in the scheduler, where tenants share: who is kept from asking there never shares."""
+    in_flight = InFlight(32)
+    with in_flight.enter(32, "many"):
+        with pytest.raises(OverloadedError), in_flight.enter(1, "many"):
+            pass
+        with ExitStack() as held:
+            for number in range(4):
+                held.enter_context(in_flight.enter(2, f"few {number}"))
+                with pytest.raises(OverloadedError), in_flight.enter(1, f"few {number}"):
+                    pass
+            with pytest.raises(OverloadedError), in_flight.enter(1, "a quarter more is there by now"):
+                pass
+    with in_flight.enter(32):
+        pass  # none is held any more
+    generator = ScriptedGenerator(tokenizer)
+    with running_server(generator, tokenizer, GatewaySettings(max_concurrent=16)) as target:
+        generator.script = Script(delay_s=HANGS_S)
+
+        async def come_second() -> list[int]:
+            async with httpx.AsyncClient(base_url=target.http.base_url, timeout=HANGS_S) as client:
+                many, few = ({"authorization": f"Bearer {key}"} for key in ("many", "few"))
+                first = asyncio.create_task(client.post("/v1/completions", json={**SHORT, "n": 16}, headers=many))
+                await eventually(lambda: generator.num_open == 16)
+                generator.script = Script()
+                answers = [await client.post("/v1/completions", json=SHORT, headers=key) for key in (many, few)]
+                first.cancel()
+                await asyncio.wait({first})
+                return [answer.status_code for answer in answers]
+
+        assert asyncio.run(come_second()) == [429, 200]
+
+
 def test_a_request_ends_at_the_deadline_and_makes_room(tokenizer: Tokenizer) -> None:
     settings = GatewaySettings(max_concurrent=4, request_deadline_s=0.3)
     generator = ScriptedGenerator(tokenizer)

@@ -182,7 +182,7 @@ class PoolingResponse(Answer):
         in_flight = self._api.in_flight
         num_readers = in_flight.share(min(len(specs), _AT_ONCE))
         try:
-            with in_flight.enter(num_readers):
+            with in_flight.enter(num_readers, self._timeline.terms.tenant):
                 async with asyncio.TaskGroup() as readers:
                     for _ in range(num_readers):
                         readers.create_task(self._read(left, found, outbox))
