@@ -198,8 +198,10 @@ class GenerationResponse(Answer):
 
     async def _generate(self, outbox: Outbox) -> None:
         """Generate all sequences into the outbox, as fast as the workers are. The first that fails ends the others."""
+        terms = self._timeline.terms
+        entering = self._api.in_flight.enter(len(self._job.choices), terms.tenant, has_time=terms.deadline is not None)
         try:
-            with self._api.in_flight.enter(len(self._job.choices), self._timeline.terms.tenant) as leave:
+            with entering as leave:
                 async with asyncio.TaskGroup() as readers:
                     for index in range(len(self._job.choices)):
                         if index and index % _STARTED_PER_TURN == 0:

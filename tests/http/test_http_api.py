@@ -513,6 +513,8 @@ def test_who_has_few_sequences_finds_room_beside_those_of_another_tenant(tokeniz
     with in_flight.enter(32, "many"):
         with pytest.raises(OverloadedError), in_flight.enter(1, "many"):
             pass
+        with pytest.raises(OverloadedError), in_flight.enter(1, "a batch", has_time=True):
+            pass
         with ExitStack() as held:
             for number in range(4):
                 held.enter_context(in_flight.enter(2, f"few {number}"))

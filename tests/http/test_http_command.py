@@ -240,9 +240,9 @@ def test_refusals_are_counted_apart(
     """Eight at a time are answered, and end only once somebody was refused beside them."""
     require_room, refusals = InFlight.require_room, list[int]()
 
-    def noted(in_flight: InFlight, num_sequences: int, tenant: str) -> None:
+    def noted(in_flight: InFlight, num_sequences: int, tenant: str, *, has_time: bool = False) -> None:
         try:
-            require_room(in_flight, num_sequences, tenant)
+            require_room(in_flight, num_sequences, tenant, has_time=has_time)
         except OverloadedError:
             refusals.append(num_sequences)
             raise
