@@ -269,8 +269,9 @@ class BatchService:
         answered = await self.batches.answered(batch)
 
         def left(line: BatchLine | LineError) -> BatchLine | None:
-            is_left = isinstance(line, BatchLine) and line.number not in answered and lane in (None, self._lane(line))
-            return line if is_left else None
+            if isinstance(line, LineError) or line.number in answered:
+                return None
+            return line if lane in (None, self._lane(line)) else None
 
         return map(left, read_lines(self._input(batch), batch.endpoint, self._longest_line))
 
