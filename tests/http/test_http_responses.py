@@ -637,7 +637,7 @@ def test_who_follows_many_leaves_room_for_others(
     generator.script = Script(reply="It rains.", until=lambda: goes_on)
     first = create(client, background=True, stream=True)
     response_id = next(iter(first)).response.id
-    second = client.responses.retrieve(response_id, stream=True)
+    second: Any = client.responses.retrieve(response_id, stream=True)
     assert next(iter(second)).response.id == response_id
     with pytest.raises(openai.RateLimitError, match="half of what others leave"):
         client.responses.retrieve(response_id, stream=True)

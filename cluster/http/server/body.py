@@ -235,7 +235,7 @@ def _in_pieces(message: Message) -> list[Message]:
     body = message.get("body", b"")
     if len(body) <= _STREAMED_BYTES:
         return [message]
-    pieces = [
+    pieces: list[Message] = [
         {**message, "body": body[start : start + _STREAMED_BYTES], "more_body": True}
         for start in range(0, len(body), _STREAMED_BYTES)
     ]
