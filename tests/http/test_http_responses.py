@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -607,7 +608,7 @@ def test_the_texts_of_a_turn_are_joined_once() -> None:
         body = ResponsesBody.model_validate({"model": MODEL, "input": items})
         (message,) = chat_of(body, []).messages
         assert {name: getattr(message, name) for name in expected} == expected
-        assert in_loop_turns(lambda body=body: chat_of(body, [])) < 10e6  # one by one: 40 million and more
+        assert in_loop_turns(partial(chat_of, body, [])) < 10e6  # one by one: 40 million and more
 
 
 def test_who_follows_them_is_bounded(
