@@ -15,7 +15,7 @@ from cluster.errors import DeadlineError, OverloadedError, UnavailableError
 from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
-from engine.kv.prefix import block_hashes
+from engine.kv.prefix import HASH_BYTES, block_hashes
 from kv_transfer.messages.fields import MAX_HASHES, Role
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
@@ -63,7 +63,9 @@ class Placer:
             infos = (info for info, _ in self._scheduler.workers.values() if info.serves(run.request.model))
             # A mean is taken over the whole prompt, so no cached prefix helps it.
             block_size = None if run.request.pooling == "mean" else naming_block_size(infos)
-            run.timeline.prefix_hashes = b"" if block_size is None else await name_prompt(run.request, block_size)
+            if block_size is not None:
+                run.timeline.prefix_hashes = await name_prompt(run.request, block_size)
+                run.timeline.prompt_hash = hash_prompt(run.request, block_size, run.timeline.prefix_hashes)
         placement = await self._ask(run)
         run.placed(placement)
         needed = {placement.decode} | ({placement.prefill} if placement.prefill else set())
@@ -124,3 +126,11 @@ async def name_prompt(request: RequestSpec, block_size: int) -> bytes:
     if len(tokens) <= _AT_ONCE:
         return b"".join(block_hashes(tokens, block_size, request.prefix_salt))
     return b"".join(await asyncio.to_thread(block_hashes, tokens, block_size, request.prefix_salt))
+
+
+def hash_prompt(request: RequestSpec, block_size: int, prefix_hashes: bytes) -> bytes:
+    """The hash of the whole prompt, whose full blocks have these `prefix_hashes`: of what is behind them, too, else all
+    who ask something short behind the same text would be one client."""
+    last = request.prompt_token_ids[-block_size:]
+    salt = f"{request.prefix_salt} {prefix_hashes[-HASH_BYTES:].hex()}"
+    return b"".join(block_hashes(last, max(1, len(last)), salt))

@@ -176,6 +176,7 @@ class RequestRun:
             gap_s=None if is_pooled else slo.gap_s,
             waited_s=max(0.0, time.monotonic() - self.terms.arrived_at),
             prefix_hashes=self.timeline.prefix_hashes,
+            prompt_hash=self.timeline.prompt_hash,
             adapter="" if self.request.adapter is None else self.request.adapter.digest,
             model=self.request.model,
         )

@@ -127,6 +127,7 @@ class SequenceTimeline:
         "num_prompt_tokens",
         "preemptions",
         "prefix_hashes",
+        "prompt_hash",
         "request_id",
         "sent_at",
         "terms",
@@ -139,6 +140,7 @@ class SequenceTimeline:
         self.num_prompt_tokens = 0 if request is None else len(request.prompt_token_ids)
         self.max_tokens = 0 if request is None else request.params.max_tokens
         self.prefix_hashes = b""  # of the prompt's blocks, as the workers compute them
+        self.prompt_hash = b""  # of all of it
         self.attempts: list[Attempt] = []
         self.drafts: dict[str, Drafts] = {}  # by drafter
         self.preemptions: list[int] = []  # tokens before which the KV had to be computed again

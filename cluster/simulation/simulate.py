@@ -26,7 +26,6 @@ from cluster.simulation.workers.worker import SimulatedDecode, SimulatedPrefill,
 from cluster.simulation.workload.prompts import ContentHasher, sequence_of
 from cluster.simulation.workload.traces import TraceRequest
 from cluster.slo.classes import SloClass, SloConfig
-from engine.kv.prefix import PrefixHasher
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 
@@ -98,7 +97,7 @@ class LiveRequest:
     """A request that is in the cluster, or whose client will come back."""
 
     request: TraceRequest
-    hasher: PrefixHasher
+    hasher: ContentHasher
     record: RequestRecord
     attempt: int = 0
     token_times: list[float] = field(default_factory=list)  # at the workers
@@ -431,6 +430,7 @@ class Simulation:
             gap_s=slo.gap_s,
             waited_s=self._clock.now - live.record.arrival_s,
             prefix_hashes=b"".join(live.hasher.hashes[:num_findable]),
+            prompt_hash=live.hasher.whole,
         )
 
     def _begin(self, live: LiveRequest, placement: Placement) -> None:

@@ -36,6 +36,7 @@ class Place(Message):
     gap_s: NonNegative | None = None
     waited_s: NonNegative = 0.0  # since the request arrived at its gateway
     prefix_hashes: Hashes = b""  # of the prompt's full blocks, as far as the last one may be cached
+    prompt_hash: Hashes = b""  # of the whole prompt; empty where nobody made one
     adapter: Text = ""  # its digest; "": the model alone
     model: Text = ""  # whose workers may take it; "": there is one
     stays: Flag = False  # this attempt goes on where it is, unless a worker that is not excluded has room for it now
@@ -66,12 +67,13 @@ class Place(Message):
     @property
     def question(self) -> Hashable:
         """A key that is the same whenever the same question is asked again, under whatever id."""
-        last = self.prefix_hashes[-HASH_BYTES:]
+        last = self.prompt_hash or self.prefix_hashes[-HASH_BYTES:]
         return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, last, self.adapter)
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether hardly another client has the same `question`. A prompt shorter than a block has no hash."""
+        """Whether hardly another client has the same `question`. Few tokens, less than a block, many may have in
+        common."""
         return bool(self.prefix_hashes)
 
 

@@ -15,15 +15,17 @@ TOKEN = 1  # that every simulated step samples
 
 
 class ContentHasher(PrefixHasher):
-    """Names the prompt's blocks by the trace's content names, and what follows by the request's own number."""
+    """Names the prompt's blocks by the trace's content names, and what follows by the request's own number. `whole`:
+    the name of all of the prompt."""
 
-    __slots__ = ("_block_size", "_owner")
+    __slots__ = ("_block_size", "_owner", "whole")
 
     def __init__(self, request: TraceRequest, number: int, block_size: int) -> None:
         super().__init__(block_size)
         self._block_size = block_size
         self._owner = number
         self.hashes = content_hashes(request, number, block_size)
+        self.whole = _whole(request, number)
 
     def extend(self, token_ids: TokenIds[int]) -> list[bytes]:
         first = len(self.hashes)
@@ -45,6 +47,12 @@ def content_hashes(request: TraceRequest, number: int, block_size: int) -> list[
         for block in range(named)
     ]
     return hashes + [_own(number, block) for block in range(named, num_blocks)]
+
+
+def _whole(request: TraceRequest, number: int) -> bytes:
+    runs, run_tokens = request.content, request.content_tokens
+    run = (request.prompt_tokens - 1) // run_tokens
+    return _own(number, run) if run >= len(runs) else runs[run].to_bytes(8, "little") + run.to_bytes(8, "little")
 
 
 def _own(number: int, block: int) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.gateway.placing import hash_prompt, name_prompt
 from cluster.gateway.request_state import TERMINAL, AttemptFailedError, RequestRun, RequestState
 from cluster.gateway.timeline import Drafts, SequenceTimeline
 from cluster.slo.classes import RequestTerms, SloConfig
@@ -298,3 +300,18 @@ def test_what_was_drafted_is_told_of_all_attempts_once() -> None:
         run.merge("decode", event)
     run.merge("decode", replace(_event(3, attempt=0), drafted=("lookup", 5, 5)))
     assert run.timeline.drafts == {"lookup": Drafts(drafted=4, accepted=1)}
+
+
+async def test_prompts_with_all_full_blocks_in_common_are_different_questions() -> None:
+    async def question(*last: int, salt: str = "", prompt: tuple[int, ...] = tuple(range(40))) -> Hashable:
+        run = _run()
+        run.request = replace(run.request, prompt_token_ids=[*prompt, *last], cache_salt=salt)
+        run.timeline.prefix_hashes = await name_prompt(run.request, 16)
+        run.timeline.prompt_hash = hash_prompt(run.request, 16, run.timeline.prefix_hashes)
+        return run.place_query(prefer_decode=None).question
+
+    assert await question(7, 8) == await question(7, 8)
+    assert await question(7, 8) != await question(8, 7)
+    assert await question(7, 8) != await question(7, 8, salt="another client's")
+    assert await question(7, 8, prompt=(1,)) != await question(8, 7, prompt=(1,)), "no block is full"
+    assert await question(*range(8)) != await question(*range(8), prompt=tuple(range(1, 41))), "the text before differs"

@@ -400,6 +400,17 @@ def test_clients_that_heed_no_retry_after_do_not_send_the_others_far_away() -> N
     assert cluster.met["returned"] >= 0.8 * len(cluster.told) > 0
 
 
+def test_who_asks_something_else_behind_the_same_text_is_another_client() -> None:
+    """Three times the capacity, prompts as long as each other, with all full blocks in common."""
+    cluster = _cluster()
+    for number in range(240):
+        ends = {"prefix_hashes": b"q" * 16, "prompt_hash": bytes([number]) * 16}
+        cluster.offer(f"r{number}", 0.1 * number, num_tokens=900, **ends)
+    cluster.run()
+    assert cluster.told
+    assert cluster.met["returned"] >= 0.8 * len(cluster.told)
+
+
 # --- shares ---
 
 
