@@ -250,8 +250,8 @@ def _first(score: Floats, count: int) -> list[int]:
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:
     """Choose among the decode workers with room for the prompt: who would have it first, and on whom fewest decode."""
     facts = table.facts[:, pool]
-    held = facts[Fact.BOOKED_CONTEXT] + facts[Fact.LENT_TOKENS] + facts[Fact.EXTRA_CONTEXT]
-    has_room = held + query.num_tokens <= facts[Fact.KV_TOKENS]
+    held = (1.0 - facts[Fact.SHARED]) * (facts[Fact.BOOKED_CONTEXT] + facts[Fact.EXTRA_CONTEXT])
+    has_room = held + facts[Fact.LENT_TOKENS] + query.num_tokens <= facts[Fact.KV_TOKENS]
     ready_s = np.where(has_room, ready_s[pool], np.inf)
     fewest = np.where(ready_s < np.inf, facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES], np.inf)
     return [pool.start + row for row in {*_first(ready_s, _NUM_IN_POOL), *_first(fewest, _NUM_IN_POOL)}]
@@ -261,10 +261,13 @@ def _coarse_step_s(table: WorkerTable, pool: slice, query: Place, policy: Decisi
     """A rough step's seconds on each worker, with everyone who is booked, whenever they come and go; late where the
     prompts alone fill the memory. In one pool some compute most prompts, which counts."""
     facts = table.facts[:, pool]
-    context = facts[Fact.BOOKED_CONTEXT] + facts[Fact.EXTRA_CONTEXT] + query.num_tokens
+    context = facts[Fact.BOOKED_CONTEXT] + facts[Fact.EXTRA_CONTEXT]
+    held = (1.0 - facts[Fact.SHARED]) * context + query.num_tokens
     decodes = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES] + 1
-    step_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * context
+    step_s = (
+        facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * (context + query.num_tokens)
+    )
     if policy.one_pool:
         step_s = step_s * facts[Fact.STRETCH]
-    coarse: Floats = np.where(context > facts[Fact.KV_TOKENS], 1000.0 * step_s, step_s)
+    coarse: Floats = np.where(held > facts[Fact.KV_TOKENS], 1000.0 * step_s, step_s)
     return coarse

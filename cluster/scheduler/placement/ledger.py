@@ -86,6 +86,16 @@ class BookedWorker:
         return used // self.info.layer_groups * self.info.block_size
 
     @property
+    def shared(self) -> float:
+        """The part of its decoding contexts that takes no memory, since a prefix that several have is held once: at
+        least so much, as some of its blocks are of prompts and reservations. Where some of those who decode rest in
+        host memory, nothing is known."""
+        context = self.snapshot.context_tokens
+        if not context or self.snapshot.num_paused:
+            return 0.0
+        return max(0.0, 1.0 - self.used_tokens / context)
+
+    @property
     def free_tokens(self) -> int:
         """The number of tokens that the worker's other blocks have room for, as it reported."""
         free = min(self.snapshot.blocks_available, self.info.num_blocks)
@@ -453,6 +463,7 @@ class Ledger:
             self.table.set_cost(row, cost or _ASSUMED_COST)
             worker.is_measured = cost is not None
         self.table.facts[Fact.DRAINING, row] = snapshot.draining
+        self.table.facts[Fact.SHARED, row] = worker.shared
         self.table.set_adapters(snapshot.worker_id, snapshot.adapters, snapshot.adapter_load_s)
         self.table.set_tokens_per_step(row, snapshot.tokens_per_step / max(1.0, snapshot.drafts_stretch))
         self._correct_queue(worker, now)

@@ -51,7 +51,7 @@ class DecodeForecast:
 class _CoBatched:
     """The sequences that a newcomer would decode beside. `[workers, slots]`: `live`, whether the slot is taken;
     `emitted`, `left`: tokens by now, and still to come; `ends`: its last one, in steps from now; `held`: with the
-    prompt's.
+    prompt's; `kept`: of these, those that take memory.
 
     `[moments, workers, slots]`, as they will be when the newcomer joins: `offset`, `shared`: its steps before they are
     there, and those that they share with it; `grown`: at most so many tokens come before it joins; `leaves_at`: its
@@ -63,6 +63,7 @@ class _CoBatched:
     left: Floats
     ends: Floats
     held: Floats
+    kept: Floats
     offset: Floats
     shared: Floats
     grown: Floats
@@ -166,13 +167,16 @@ def _co_batched(
     early_s = lead_s[:, None, None] - begins_s
     until_join_s = np.maximum(early_s, 0.0)
     until_lead_s = until_join_s - early_s
+    held = slots[Slot.TOKENS] + emitted
+    decodes = slots[Slot.JOINED_STEP] < np.inf  # what the worker reported is of these
     stays, offset = left - np.minimum(until_join_s / step_s, left), until_lead_s / step_s
     return _CoBatched(
         live=output > 0.0,
         emitted=emitted,
         left=left,
         ends=begins_s / step_s + left,
-        held=slots[Slot.TOKENS] + emitted,
+        held=held,
+        kept=held * (1.0 - facts[Fact.SHARED][:, None] * decodes),
         offset=offset,
         shared=np.maximum(np.minimum(stays, num_output - offset), 0.0),
         grown=np.minimum(until_join_s / fastest_s, left),
@@ -222,9 +226,10 @@ def _kv_share(facts: Floats, others: _CoBatched, num_tokens: int, num_output: fl
     their placement on, in whole blocks: half of one more than their tokens need."""
     half, at = facts[Fact.BLOCK_SIZE] / 2, np.array([0.0, num_output / 2, num_output])[:, None, None, None]
     grown = np.minimum(others.grown + np.maximum(at - others.offset, 0.0), others.left)
-    held = np.where(others.live & (others.leaves_at >= at), others.held + grown + half[:, None], 0.0)
+    held = np.where(others.live & (others.leaves_at >= at), others.kept + grown + half[:, None], 0.0)
     peak = (held.sum(axis=3) + num_tokens + at[..., 0] + half).max(axis=0)
-    share: Floats = (peak + facts[Fact.EXTRA_CONTEXT]) / np.maximum(facts[Fact.KV_TOKENS], 1.0)
+    extra = (1.0 - facts[Fact.SHARED]) * facts[Fact.EXTRA_CONTEXT]
+    share: Floats = (peak + extra) / np.maximum(facts[Fact.KV_TOKENS], 1.0)
     return share
 
 
@@ -233,10 +238,11 @@ def _room_s(facts: Floats, others: _CoBatched, num_tokens: int, now: float) -> F
     an empty worker has the room. Whole blocks, and for each one more, which a worker keeps for its growth. Prompts that
     the worker computes for others leave when its queue is done."""
     block = np.maximum(facts[Fact.BLOCK_SIZE], 1.0)
-    held = np.where(others.live, (np.ceil(others.held / block[:, None]) + 1.0) * block[:, None], 0.0)
+    held = np.where(others.live, (np.ceil(others.kept / block[:, None]) + 1.0) * block[:, None], 0.0)
     needed = np.ceil(num_tokens / block) * block
     lent = facts[Fact.LENT_TOKENS]
-    lacking = held.sum(axis=1) + lent + facts[Fact.EXTRA_CONTEXT] + needed - facts[Fact.KV_TOKENS]
+    extra = (1.0 - facts[Fact.SHARED]) * facts[Fact.EXTRA_CONTEXT]
+    lacking = held.sum(axis=1) + lent + extra + needed - facts[Fact.KV_TOKENS]
     too_many = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES] + 1.0 - facts[Fact.MAX_SEQUENCES]
     if max(lacking.max(), too_many.max()) <= 0.0:
         return np.zeros_like(lacking)

@@ -56,6 +56,7 @@ class _Facts(NamedTuple):
     TOKENS_PER_STEP: int = 26  # that a decoding sequence has in the time of a step without drafts: 1 and more
     ADAPTER_S: int = 27  # to load an adapter
     LENT_TOKENS: int = 28  # of prompts to be computed there for other workers: it keeps room for them until they are
+    SHARED: int = 29  # of the contexts that decode there, the part that takes no memory: prefixes are held once for all
 
 
 class _SlotFacts(NamedTuple):

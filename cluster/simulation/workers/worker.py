@@ -584,7 +584,7 @@ class SimulatedDecode(SimulatedWorker):
         self.steps.wake()
 
     def snapshot(self) -> WorkerSnapshot:
-        snapshot = super().snapshot()
+        snapshot = replace(super().snapshot(), context_tokens=self.scheduler.num_context_tokens)
         if self._speculation is None:
             return snapshot
         speculation = self._speculation.speculation

@@ -567,3 +567,15 @@ def test_roles_emerge_where_targets_are_tight_and_nothing_moves_where_they_are_n
 
     assert handed_over(10.0) == 0
     assert handed_over(0.008) > 0.2 * WORKLOAD.num_requests
+
+
+def test_nobody_is_refused_for_memory_that_a_prefix_in_common_does_not_take() -> None:
+    slo = SloConfig(classes=(SloClass(name="chat", ttft_s=2.0, tpot_s=0.1),), default="chat")
+    pool = replace(CONFIG, num_prefill=0, num_decode=1, decode=replace(SHAPE, kv_tokens=16_000), slo=slo)
+    asked = [replace(one(6100, 300, f"r{n}", 1.0 + 0.5 * n), content=tuple(range(11))) for n in range(40)]
+    records = simulate(pool, asked, LegatoRouter(DecisionPolicy(one_pool=True))).records
+    assert [record.request_id for record in records if not record.is_met] == []
+    begun = sorted(record.first_token_s for record in records if record.first_token_s is not None)
+    ended = sorted(record.end_s for record in records if record.end_s is not None)
+    most = max(number - sum(end < at for end in ended) for number, at in enumerate(begun, start=1))
+    assert most * 6100 > 16_000, f"{most} at a time would have had the room apart"

@@ -199,6 +199,24 @@ def test_where_there_is_no_room_it_comes_when_others_leave() -> None:
     assert _decode(ledger, num_tokens=5000).room_s[0] == math.inf
 
 
+def test_a_prefix_that_several_begin_with_takes_memory_once() -> None:
+    ledger = ledger_of("p1", "d1", num_blocks=250)  # 4000 tokens
+    for name in "abc":
+        decoding(ledger, name, prefill=None)
+    assert _decode(ledger, num_tokens=1900).room_s[0] > 0.0, "nothing is known of it yet"
+    reported = costed_snapshot("d1", 2, num_running=3, context_tokens=3000, blocks_available=250 - 75)  # 1200 tokens
+    ledger.heartbeat(reported, 0.0)
+    apart, peak = _decode(ledger, num_tokens=1900), (1200 + 3 * 100 + 1900 + 100 + 4 * 8) / 4000
+    assert apart.room_s[0] == 0.0
+    assert apart.kv_share[0] == pytest.approx(peak), "all put out 100 tokens more"
+    assert apart.tpot_s[0] == pytest.approx(0.010 + 4 * 0.001 + 1e-6 * (3000 + 150 + 1950), rel=0.01), "all is read"
+    book(ledger, "d", prefill=None)  # of which no report tells yet
+    assert _decode(ledger, num_tokens=1900).room_s[0] > 0.0
+    ledger.ended("d", 0.0)
+    ledger.heartbeat(replace(reported, sequence_number=3, num_paused=1), 0.0)
+    assert _decode(ledger, num_tokens=1900).room_s[0] > 0.0, "some of it rests in host memory"
+
+
 def test_there_is_room_again_once_prompts_are_computed_that_a_worker_computes_for_others() -> None:
     ledger = ledger_of("d1", "d2", num_blocks=100, block_size=16)
     for name in "ab":
