@@ -224,7 +224,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("ok", "C++ compiler", f"{find_compiler()}, for the CPU's kernels")
     except NativeUnavailableError:
         advice = f"Install one (apt-get install g++), or name one in CXX. {slower}"
-        yield Finding("warn", "C++ compiler", "there is none", advice)
+        yield Finding("warn", "C++ compiler", "there is none of GNU's", advice)
 
 
 def _gpus() -> Iterator[Finding]:

@@ -124,12 +124,27 @@ def _processor_flags() -> frozenset[str]:
 
 
 def find_compiler() -> str:
-    """The compiler that CXX names, or one of the usual ones. Raises NativeUnavailableError where there is none."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    raise NativeUnavailableError("there is no C++ compiler; install g++ and start again")
+    """The compiler that CXX names, or one of the usual ones, but for clang++. Raises NativeUnavailableError where there
+    is none."""
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    found = [path for name in names if name and (path := shutil.which(name))]
+    for compiler in found:
+        # Clang's loops are run by LLVM's OpenMP, and torch's would tell each of those threads that it is the first one:
+        # they would write to one place.
+        if "__clang__" not in _macros(compiler):
+            return compiler
+    lacking = f"{found[0]} is clang++, which does not share torch's threads" if found else "there is no C++ compiler"
+    raise NativeUnavailableError(f"{lacking}; install g++ and start again")
+
+
+@functools.cache
+def _macros(compiler: str) -> str:
+    """What a compiler defines by itself: who made it, and its version. Empty where it says nothing."""
+    command = [compiler, "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # compiling will say why
 
 
 def _sources() -> list[Path]:
@@ -137,8 +152,9 @@ def _sources() -> list[Path]:
 
 
 def _digest(compiler: str, instructions: Instructions) -> str:
-    """A digest of everything that the compiled file depends on."""
-    digest = hashlib.sha256("\0".join((compiler, *_OPTIONS, *instructions.options, *_openmp())).encode())
+    """A digest of everything that the compiled file depends on: machines of several kinds may share the folder."""
+    made_by = (compiler, _macros(compiler), *platform.libc_ver())
+    digest = hashlib.sha256("\0".join((*made_by, *_OPTIONS, *instructions.options, *_openmp())).encode())
     for path in sorted((*_sources(), *SOURCE_FOLDER.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -37,6 +37,34 @@ def test_without_a_compiler_torch_computes_and_the_log_says_why(tmp_path: Path) 
     assert "CPU kernels are torch's own" in log
 
 
+def write_compiler(path: Path, *macros: str) -> None:
+    """One that says these of itself."""
+    path.write_text("#!/bin/sh\n" + "".join(f"echo '#define {macro}'\n" for macro in macros))
+    path.chmod(0o755)
+    compiling._macros.cache_clear()
+
+
+def test_clang_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled by it with LLVM's OpenMP, threads wrote each other's rows."""
+    clang, gnus = tmp_path / "my-clang++", tmp_path / "g++"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", str(clang))
+    write_compiler(clang, "__GNUC__ 4", "__clang__ 1")
+    with pytest.raises(compiling.NativeUnavailableError, match=r"my-clang\+\+ is clang\+\+.*; install g\+\+"):
+        compiling.find_compiler()
+    write_compiler(gnus, "__GNUC__ 12")
+    assert compiling.find_compiler() == str(gnus)
+
+
+def test_another_compiler_of_the_same_name_compiles_anew(tmp_path: Path) -> None:
+    """That of another machine, with which the folder is shared, or after an upgrade."""
+    compiler, names = tmp_path / "g++", set()
+    for version in ("12.2.0", "13.3.0", "12.2.0"):
+        write_compiler(compiler, f'__VERSION__ "{version}"')
+        names.add(compiling._digest(str(compiler), compiling.AVX2))
+    assert len(names) == 2
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
