@@ -149,16 +149,20 @@ def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank
     import torch  # who replays a log has the schedulers, which import this module, and computes nothing
 
     from engine.checkpoint.adapters import AdapterFiles, AdapterReader
+    from kernels.cpu.thread_team import dissolve_team
 
     reader = AdapterReader(config, max_rank, model.dtype)
 
     def load(digest: str, folder: Path) -> Adapter:
         files = AdapterFiles.read(folder)
-        with ThreadPoolExecutor(1, "adapter-digest") as beside, torch.inference_mode():
-            read = beside.submit(files.digest)
-            adapter = model.adapter(reader.weights(files))
-            if read.result() != digest:
-                raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
+        try:
+            with ThreadPoolExecutor(1, "adapter-digest") as beside, torch.inference_mode():
+                read = beside.submit(files.digest)
+                adapter = model.adapter(reader.weights(files))
+                if read.result() != digest:
+                    raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
+        finally:
+            dissolve_team()  # beside it, those that compute steps would sleep between any two products
         return adapter
 
     return AdapterPool(load, max_loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +22,17 @@ from kernels import reference
 from kernels.adapters import Adapter
 from kernels.cpu import kernels as cpu
 from kernels.cpu.huge_pages import whole_pages
+from kernels.cpu.thread_team import set_team
 from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 from kernels.native.linear import NativeLinear
+from tests.kernels.test_thread_team import threads_of_process
 from tests.support.adapters import ALL, ATTENTION, is_what_the_model_says, merged_tokens, write_adapter
 from tests.support.model_families import WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import RecordingSampler, Stepper, recording_runner
+from tests.support.waiting import HANGS_S
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
 NATIVE = [NativeCpuKernels(library) for library in LIBRARIES]
@@ -114,6 +118,25 @@ def test_what_is_loaded_under_a_digest_is_what_that_is_of(
     with pytest.raises(ValueError, match="is another one by now"):
         pool.load(digest, folder)
     assert pool.load(digest, folder).num_bytes, "what is there again is loaded"
+
+
+@pytest.mark.parametrize("adapted", ["llama"], indirect=True)
+def test_who_loads_one_leaves_no_threads_behind(adapted: Adapted, tmp_path: Path) -> None:
+    """Those that compute steps look for each other no longer as soon as there are more threads than cores."""
+    config = ModelConfig.from_folder(adapted.folder)
+    model = recording_runner(adapted.folder)[0].model
+    assert isinstance(model, Model)
+    pool = adapter_pool(model, config, max_loaded=1, max_rank=512)
+    large = write_adapter(tmp_path / "large", adapted.folder, seed=1, rank=512)
+
+    def load(digest: str) -> set[str]:
+        set_team(3)
+        before = threads_of_process()
+        pool.load(digest, large)
+        return threads_of_process() - before
+
+    with ThreadPoolExecutor(1) as executor:
+        assert not executor.submit(load, adapter_digest(large)).result(HANGS_S)
 
 
 @pytest.mark.parametrize("adapted", ["llama", "phi-3", "mixtral"], indirect=True)
