@@ -10,9 +10,10 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge as RayGauge
 
-from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.autoscaling.serve_policy import autoscaling_config, present_sizes
 from cluster.batch.database import Database
 from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
@@ -73,18 +74,21 @@ def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.config.settings`). Raises ConfigError."""
     with starting("the application"):
         config = load_config(args)
+        present: dict[str, int] = {}
         if ray.is_initialized():  # `serve run cluster.app:build` builds first and starts Ray then
             require_room(config, live_nodes())
+            present = present_sizes(args)
         require_token(config)
         describe_start(config)
         for served in config.served:
             if served.model.ref in BUILTIN_MODELS:
                 resolve_model(served.model.ref)  # here, so that the download is seen, and once for all that start then
-        return build_application(config)
+        return build_application(config, present)
 
 
-def build_application(config: LegatoConfig) -> Application:
-    """Bind the deployments of a configuration: gateways, the scheduler and the pools of workers. Raises ConfigError."""
+def build_application(config: LegatoConfig, present: Mapping[str, int] = MappingProxyType({})) -> Application:
+    """Bind the deployments of a configuration: gateways, the scheduler and the pools of workers. `present`: how many
+    replicas there are now of what it takes the place of, by deployment. Raises ConfigError."""
     logging.basicConfig(level=config.log_level)
     drawn_secret = draw_secret()
     scheduler = Scheduler.options(  # type: ignore[attr-defined]
@@ -97,8 +101,8 @@ def build_application(config: LegatoConfig) -> Application:
     for served in config.served:
         others = [other for other in config.served if other.model.name != served.model.name]
         if not served.is_colocated:
-            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler))
-        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler))
+            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler, present))
+        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler, present))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -115,19 +119,21 @@ def worker_pool(
     others: Sequence[LegatoConfig],
     drawn_secret: SecretBytes | None,
     scheduler: Application,
+    present: Mapping[str, int],
 ) -> Application:
     """Bind the pool of workers of one model that are started in this role: how many there are, and each one's share of
-    the machine. `others`: a configuration for each other model."""
+    the machine. `others`: a configuration for each other model. `present`: see `build_application`."""
     suffix = f"-{quote(config.model.name, safe='')}" if others else ""
+    name = ("PrefillWorker" if role == "prefill" else "DecodeWorker") + suffix
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (
         {"num_replicas": settings.replicas}
         if scaling is None
-        else {"autoscaling_config": autoscaling_config(scaling, settings.replicas)}
+        else {"autoscaling_config": autoscaling_config(scaling, settings.replicas, present.get(name, 0))}
     )
     deployment = serve.deployment(WorkerDeployment).options(
-        name=("PrefillWorker" if role == "prefill" else "DecodeWorker") + suffix,
+        name=name,
         **size,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={

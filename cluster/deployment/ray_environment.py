@@ -44,8 +44,6 @@ SERVE_ENVIRONMENT: Final = {
     # given up after half a minute.
     "RAY_SERVE_HAPROXY_RETRY_ON": f"conn-failure\n    {_NO_SPLICING}\n    timeout http-request 30s",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
-    # Workers report every second what size their pool should have; by default Serve hears of it every ten.
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # Workers load beside the proxies: on a busy machine these take longer than Serve's 5 s, after which it kills them.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Nobody balances load over a laptop's one proxy: it need not linger half a minute before it stops.

@@ -8,10 +8,13 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
+from cluster.app import worker_pool
 from cluster.autoscaling.serve_policy import autoscaling_config, follow_advice
+from cluster.config.load import load_config
 from cluster.config.settings import AutoscalingSettings
 
 POOL = DeploymentID("PrefillWorker", "legato")
+SCHEDULER: Any = object()  # which pools are only bound to
 
 
 def context(reports: dict[str, list[list[tuple[float, float]]]], *, target: int = 2) -> AutoscalingContext:
@@ -65,3 +68,26 @@ def test_serve_takes_the_settings() -> None:
     assert config.upscale_delay_s == 0.0  # advice has waited already
     decide: Any = config.policy.get_policy()
     assert decide(context({"wanted": [[(99.0, 3.0)]]})) == (3, {})
+    assert config.metrics_interval_s == 1.0  # as often workers tell Serve what they were advised
+
+
+@pytest.mark.parametrize(("present", "first"), [(0, 2), (1, 2), (3, 3), (9, 4)])
+def test_a_pool_that_has_grown_begins_anew_as_large_as_it_is(present: int, first: int) -> None:
+    """Serve would stop all beyond `initial_replicas` at once."""
+    scaling = AutoscalingSettings(max_replicas=4)
+    assert AutoscalingConfig(**autoscaling_config(scaling, 2, present)).initial_replicas == first
+
+
+def test_only_a_pool_that_scales_keeps_its_size() -> None:
+    """By its own name, of several models."""
+    own = {"prefill": {"replicas": 0}, "decode": {"autoscaling": {"max_replicas": 8}}}
+    config = load_config({"models": [{"model": name, **own} for name in ("x/a", "b")]})
+    first, second = config.served
+    present = {"DecodeWorker-x%2Fa": 5}
+    for served, other, size in ((first, second, 5), (second, first, 1)):
+        pool = worker_pool("decode", served, [other], None, SCHEDULER, present)
+        scaled = pool._bound_deployment._deployment_config.autoscaling_config
+        assert scaled.initial_replicas == size
+    fixed = load_config({"decode": {"replicas": 2}})
+    pool = worker_pool("decode", fixed, [], None, SCHEDULER, {"DecodeWorker": 5})
+    assert pool._bound_deployment.num_replicas == 2

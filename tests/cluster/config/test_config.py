@@ -564,9 +564,9 @@ QUICKSTART = (ROOT / "ray_configs" / "quickstart.yaml").read_text()
         (
             "    args:\n",
             "    decode: {replicas: 2}\n    args:\n",
-            ("line 26: applications[0].decode is", "put it below `args` of the application"),
+            ("line 25: applications[0].decode is", "put it below `args` of the application"),
         ),
-        ("applications:\n", "model: {ref: other}\napplications:\n", ("line 22: model is no", "put it below `args`")),
+        ("applications:\n", "model: {ref: other}\napplications:\n", ("line 21: model is no", "put it below `args`")),
         ("    args:\n", "    args:\n    envs:\n", ("applications[0].args is empty", "envs is no option of Serve's")),
     ],
 )
@@ -595,7 +595,7 @@ def test_the_rest_of_a_file_is_told_with_its_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_document(path)
     first, second = str(caught.value).splitlines()
-    assert "line 5: http_options.prt" in first and "line 29: kvs is no setting" in second
+    assert "line 5: http_options.prt" in first and "line 28: kvs is no setting" in second
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_legato_is_found_beside_other_applications(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_document(path)
     first, second = str(caught.value).splitlines()
-    assert "line 27: applications[1].envs is no option" in first and "line 31: kvs is no setting" in second
+    assert "line 26: applications[1].envs is no option" in first and "line 30: kvs is no setting" in second
     path.write_text(f"applications:\n{OTHER}{OTHER}")
     with pytest.raises(ConfigError, match="line 2: `applications` must be a list of exactly one application, Legato"):
         load_document(path)

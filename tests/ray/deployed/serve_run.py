@@ -86,15 +86,19 @@ class ServeRun:
 
     def delete(self) -> None:
         """End what is served; returns when none of its processes is left."""
-        answer = httpx.put(
-            f"{self._dashboard()}/api/serve/applications/",
-            json={"applications": []},
-            headers={"authorization": f"Bearer {token_path().read_text().strip()}"},
-            timeout=HANGS_S,
-        )
-        answer.raise_for_status()
+        self._applications("PUT", json={"applications": []})
         self.deployed = None
         wait_until(lambda: not self._replicas(), HANGS_S, "replicas are left")
+
+    def pool(self, name: str) -> dict[str, Any]:
+        """What Serve says of a deployment."""
+        told: dict[str, Any] = self._applications("GET").json()["applications"]["legato"]["deployments"][name]
+        return told
+
+    def _applications(self, method: str, **options: Any) -> httpx.Response:
+        token = {"authorization": f"Bearer {token_path().read_text().strip()}"}
+        url = f"{self._dashboard()}/api/serve/applications/"
+        return httpx.request(method, url, headers=token, timeout=HANGS_S, **options).raise_for_status()
 
     @contextlib.contextmanager
     def cluster(self, args: dict[str, Any], folder: Path) -> Iterator[ServedCluster]:

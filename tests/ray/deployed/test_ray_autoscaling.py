@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from tests.ray.deployed.serve_run import ServeRun
+from tests.ray.deployed.serve_run import PORT, ServeRun
 from tests.ray.http_generation import Answer, complete, greedy_body, http_client
-from tests.ray.served_cluster import MODEL, ServedCluster
+from tests.ray.served_cluster import MODEL, ServedCluster, config_file
 from tests.support.exactness import LONGEST, exactness_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
@@ -55,6 +55,26 @@ def test_the_prefill_pool_follows_the_demand(newcomer: ServeRun, tmp_path: Path,
         assert [answer.error for answer in answers] == [None] * len(answers)
         assert len({tuple(answer.token_ids) for answer in answers}) == 1
         cluster.wait_idle()
+
+
+def test_a_changed_file_makes_no_pool_smaller_than_it_is(newcomer: ServeRun, tmp_path: Path, tiny_folder: Path) -> None:
+    """Serve would begin anew with `replicas`, and stop all beyond that at once."""
+    args: dict[str, Any] = {
+        "model": {"ref": str(tiny_folder), "dtype": "float32"},
+        "kv": {"decode": {"memory": "16MiB", "host_memory": 0}},
+        "prefill": {"replicas": 0},
+        "decode": {"replicas": 2, "num_cpus": 0.2, "autoscaling": {"max_replicas": 2, "downscale_delay_s": 600.0}},
+        "tuning": {"DecodeWorkerConfig": {"calibration_s": 0.0}},
+        "gateway": {"num_cpus": 0.1},
+    }
+    with newcomer.cluster(args, tmp_path) as cluster:
+        cluster.wait_for_workers(decode=2)
+        changed = {**args, "decode": {**args["decode"], "replicas": 1}}
+        folder = tmp_path / "changed"
+        folder.mkdir()
+        newcomer.serve(config_file(folder, changed, PORT))
+        pool = newcomer.pool("DecodeWorker")
+        assert pool["deployment_config"]["autoscaling_config"]["initial_replicas"] == 2
 
 
 async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> list[Answer]:
