@@ -47,7 +47,7 @@ from cluster.deployment.local_cluster import (
     wait_until_ready,
 )
 from cluster.deployment.ray_access import require_token
-from cluster.deployment.ray_environment import free_port, tune_environment
+from cluster.deployment.ray_environment import free_port, free_ports, tune_environment
 
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _STOP_S: Final = 15.0
@@ -156,12 +156,16 @@ class LocalNodes:
             if plan.is_head
             else [f"--address={self.address}", "--num-cpus=0"]
         )
+        # Where another Ray has the dashboard's usual port, a head without a dashboard does not come up. Ray's client
+        # server, which nobody needs here, has the same port on every head.
+        own_ports = ("--dashboard-port", "--ray-client-server-port") if plan.is_head else ()
         command = [
             str(Path(sys.executable).with_name("ray")),
             "start",
             "--block",
             "--disable-usage-stats",
             *where,
+            *(f"{option}={own}" for option, own in zip(own_ports, free_ports(len(own_ports)), strict=True)),
             f"--node-ip-address={plan.address}",
             f"--node-name={plan.name}",
             f"--temp-dir={self._folder / plan.name}",
@@ -173,7 +177,8 @@ class LocalNodes:
             self._processes.append(
                 subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             )
-        shown = [word for word in command[1:] if not word.startswith(("--block", "--disable", "--object", "--temp"))]
+        hidden = ("--block", "--dashboard", "--disable", "--object", "--ray-client", "--temp")
+        shown = [word for word in command[1:] if not word.startswith(hidden)]
         print("  ray", *shown, flush=True)
 
     def _wait(self, holds: Callable[[], bool], what: str, interrupted: Interruption) -> None:
@@ -238,7 +243,7 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
                 print("Ray listens on all of this machine's addresses, for whoever has its token (~/.ray/auth_token).")
                 start_serve(http, document.get("controller_options"), document.get("logging_config"))
                 print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-                run_application(application, config)
+                run_application(application, config, document.get("logging_config"))
                 wait_until_ready(StartStates(application.get("name", "legato"), url, config), interrupted)
             if not interrupted.is_set():
                 print(f"\n{describe(nodes, ask(url, '/cluster')['workers'])}", flush=True)

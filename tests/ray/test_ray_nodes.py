@@ -6,8 +6,10 @@ cluster has been stopped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +54,23 @@ def host_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@contextlib.contextmanager
+def another_dashboard() -> Iterator[None]:
+    """Somebody has the port of Ray's dashboard, as another Ray on the machine would: this one, or whoever had it."""
+    with socket.socket() as sock:
+        with contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", 8265))
+            sock.listen()
+        yield
+
+
 def test_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
     prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
     command = [sys.executable, "-m", "cluster.deployment.local_nodes", "--nodes", "3"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     config = {**CONFIG, "tuning": {**CONFIG["tuning"], "TiersConfig": {"host_folder": str(host_folder)}}}
-    with served_cluster(config, tmp_path, command=command, env=env) as cluster:
+    with another_dashboard(), served_cluster(config, tmp_path, command=command, env=env) as cluster:
         # It asks a question of its own first, and tells which way that went.
         cluster.wait_until(lambda: "Serving on" in cluster.log.read_text(), "it has shown an answer")
         cluster.wait_idle()
