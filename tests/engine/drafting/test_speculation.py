@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -143,6 +143,19 @@ def test_beside_prompts_a_draft_costs_a_prompts_token_whatever_rows_were_seen_to
     alone = bench.speculation.plan(candidates, work, most=64)
     beside = bench.speculation.plan(candidates, work, most=64, beside_prompts=True)
     assert 1 <= sum(map(len, beside.values())) < sum(map(len, alone.values()))
+
+
+def test_beside_prompts_each_draft_reads_what_is_before_it_anew() -> None:
+    bench = Workbench(1, free_rows=100)
+    bench.costs.seed(replace(COST, prefill_pair_s=4e-6))
+    for _ in range(100):
+        bench.step(15)
+    work, candidates = StepWork(decodes=1, context_tokens=1_000), [Candidate(bench.seqs[0], 15)]
+    cost = bench.costs.recent_cost()
+    assert cost is not None
+    longest_s = cost.step_s(work) + 4.5 * (cost.prefill_token_s + 1_000 * cost.prefill_pair_s)
+    drafts = bench.speculation.plan(candidates, work, most=64, longest_s=longest_s, beside_prompts=True)
+    assert [len(drafts[seq]) for seq in bench.seqs] == [4]
 
 
 @pytest.mark.parametrize(("pass_s", "num_drafts"), [(0.0005, range(3, 16)), (0.003, range(1, 3)), (0.02, range(1))])
