@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,13 @@ async def _server(
     period_s: float = 0.05,
     decision_log: LineLog | None = None,
     pools: PoolsPlan | None = None,
+    unsized: Collection[str] = (),
     **policy: object,
 ) -> AsyncIterator[SchedulerServer]:
+    """`pools`: of each model but those that are `unsized`."""
     rules = ModelRules(policy=SchedulerPolicy(**{"stale_after_s": HANGS_S, **policy}), pools=pools)  # type: ignore[arg-type]
-    server = SchedulerServer(
-        dict.fromkeys(models, rules), _identity("scheduler"), broadcast_period_s=period_s, decision_log=decision_log
-    )
+    of_models = {name: replace(rules, pools=None) if name in unsized else rules for name in models}
+    server = SchedulerServer(of_models, _identity("scheduler"), broadcast_period_s=period_s, decision_log=decision_log)
     await server.start("127.0.0.1")
     try:
         yield server
@@ -394,6 +396,20 @@ async def test_a_worker_of_a_pool_that_scales_keeps_its_model() -> None:
         await client.change_role("d1", "prefill", 90.0)
         await client.change_role("d3", "decode", 90.0, "b")
         await client.change_role("p1", "decode", 90.0, "b")
+
+
+async def test_a_worker_that_is_with_another_model_is_still_of_its_own_ones_pool() -> None:
+    plan = PoolsPlan(prefill=PoolRules(max_workers=4), decode=PoolRules(max_workers=4))
+    async with _server(["a", "b", "c"], pools=plan, unsized=["a"]) as server, _client(server) as client:
+        links: list[Connection] = []
+        for name, home_model in (("d1", "a"), ("d2", "a"), ("d3", "b")):
+            links.append(await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S))
+            info = small_info(name, model="a", models=["b", "c"], home_model=home_model)
+            await links[-1].send(Register(info=info, snapshot=small_snapshot(name)))
+        await eventually(lambda: len(client.workers) == 3)
+        with pytest.raises(ConflictError, match="d3 is of a pool with autoscaling"):
+            await client.change_role("d3", "decode", 90.0, "c")
+        await client.change_role("d1", "decode", 90.0, "c")
 
 
 async def test_who_orders_a_worker_to_change_hears_that_it_may_not() -> None:

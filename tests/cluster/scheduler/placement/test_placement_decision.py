@@ -137,6 +137,24 @@ def test_only_what_fits_together_is_paired() -> None:
     ledger.register(worker_info("p2", max_model_len=999), costed_snapshot("p2"), 0.0)
     assert _where(_decide(ledger)) == (None, "d1")
     assert _decide(ledger, num_tokens=9_990, max_new_tokens=11).action is Action.IMPOSSIBLE
+    ledger.register(worker_info("p3", max_model_len=1_000), costed_snapshot("p3"), 0.0)
+    assert _where(_decide(ledger, num_tokens=1_000)) == ("p3", "d1")
+    assert _where(_decide(ledger, num_tokens=1_001)) == (None, "d1")
+
+
+def test_an_adapter_is_worth_a_queue_as_long_as_loading_it_takes() -> None:
+    """Of who computes the prompt: who decodes has that time to load it."""
+    ledger = ledger_of("p1", "p2", "d1", "d2")
+    for worker_id in ("p1", "p2", "d1", "d2"):
+        adapters = ["known"] if worker_id == "p2" else []
+        ledger.heartbeat(costed_snapshot(worker_id, 2, adapters=adapters, adapter_load_s=0.5), 0.0)
+    plain, unknown = _decide(ledger), _decide(ledger, adapter="unknown")
+    assert _where(plain) == _where(unknown) == ("p1", "d1")
+    assert unknown.best.ttft_s == pytest.approx(plain.best.ttft_s + 0.5)
+    book(ledger, "a", prefill="p2", prefill_s=0.4)
+    assert _where(_decide(ledger, adapter="known"))[0] == "p2"
+    book(ledger, "b", prefill="p2", prefill_s=0.2)
+    assert _where(_decide(ledger, adapter="known"))[0] == "p1"
 
 
 def test_who_cannot_meet_its_targets_anywhere_is_not_placed() -> None:
@@ -353,6 +371,12 @@ def test_decode_workers_compute_for_each_other_only_in_one_pool() -> None:
     _, pairs = _ranked_in_one_pool(ledger)
     assert sorted(pairs) == [(i, j) for i in ids for j in ids]
     assert pairs[0][0] == pairs[0][1], "nothing moves for nothing"
+
+
+def test_a_worker_of_the_pool_that_has_become_a_prefill_worker_computes_for_those_that_are_left() -> None:
+    ledger = ledger_of("p1", "d1", "d2")
+    _, pairs = _ranked_in_one_pool(ledger)
+    assert sorted(pairs) == [(i, j) for i in ("d1", "d2", "p1") for j in ("d1", "d2")]
 
 
 def test_a_prompt_computed_for_another_takes_longer_beside_decodes_and_without_targets_costs_them_chances() -> None:
