@@ -13,7 +13,7 @@ from kv_transfer.connections import handshake as auth
 from kv_transfer.connections.connection import Connection, ConnectionConfig, Server, connect
 from kv_transfer.connections.frames import frame_head
 from kv_transfer.connections.sockets import dial, listening_socket
-from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.messages import PROTOCOL_VERSION, Message
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.requests import Cancel, Endpoint
 from kv_transfer.messages.scheduling import Ended
@@ -250,6 +250,34 @@ def test_a_receiver_that_is_busy_does_not_take_its_peer_for_dead(run: Run) -> No
             for number in range(20):
                 assert await connection.receive() == Ended(request_id=str(number))
             connection.close("done")
+
+    run(scenario())
+
+
+def test_what_was_held_back_does_not_come_after_the_end_was_told(run: Run) -> None:
+    """A link has given its buffers back by then."""
+    hasty = ConnectionConfig(ping_interval_s=0.1, inbox_bytes=1)
+    first_is_here = asyncio.Event()
+
+    def note(message: Message) -> bool:
+        first_is_here.set()
+        return False
+
+    async def leave(connection: Connection) -> None:
+        for number in range(5):
+            await connection.send(Ended(request_id=str(number)))
+        await first_is_here.wait()  # or the end of the connection might be quicker than what it has brought
+        connection.abort()
+
+    async def scenario() -> None:
+        async with serving(leave) as server:
+            peer = await dial(server.endpoint, GATEWAY, purpose="gateway", timeout_s=HANGS_S)
+            connection = Connection(peer, hasty, intercept=note)
+            await connection.start()
+            await connection.wait_closed()  # which shows as it pings: it does not read
+            assert await connection.receive() == Ended(request_id="0")
+            with pytest.raises(LinkClosedError):
+                await connection.receive()
 
     run(scenario())
 

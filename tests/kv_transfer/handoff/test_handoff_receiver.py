@@ -87,6 +87,8 @@ def test_repeated_commit_is_answered_again(receiver: ScriptedReceiver) -> None:
     receiver.admit()
     assert receiver.hear(commit(), peer="prefill-a/2") == [Send("prefill-a/2", VERIFIED.message)]
     assert receiver.hear(KeepAlive(fences=[("r", FENCE)])) == [VERIFIED]
+    assert receiver.machine.cancel(SequenceKey("r", 1)) == []
+    assert receiver.hear(commit()) == [VERIFIED], "the hand-off has not failed because nobody wants the tokens any more"
 
 
 def test_other_commit_after_admission_is_rejected(receiver: ScriptedReceiver) -> None:

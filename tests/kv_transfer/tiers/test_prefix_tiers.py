@@ -327,6 +327,25 @@ async def test_one_who_leaves_does_not_take_the_load_from_the_others() -> None:
         assert await stayer == 4
 
 
+async def test_one_who_leaves_as_another_one_is_called_is_called_no_more() -> None:
+    """Both have waited for the same load. Which of them is the first is nobody's matter."""
+    digests = hashes(4)
+    below = ScriptedSource(digests)
+    called: list[int] = []
+    async with opened(Tiers(below)) as bench:
+
+        def leave(_: int) -> None:
+            called.append(len(called))
+            for promotion in promotions:
+                promotion.cancel()
+
+        below.go.clear()
+        promotions = [bench.tiers.promote(digests, leave) for _ in range(2)]
+        below.go.set()
+        await bench.settled()
+        assert called == [0]
+
+
 async def test_a_full_host_takes_what_fits_and_evicts_nothing_of_the_prefix() -> None:
     digests = hashes(8)
     below = ScriptedSource(digests[2:])
