@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -67,15 +68,17 @@ async def read_nothing(gateway: Connection) -> None:
 
 
 @asynccontextmanager
-async def gateway_of(**workers: Callable[[Connection], Awaitable[None]]) -> AsyncIterator[Orchestrator]:
+async def gateway_of(
+    config: OrchestratorConfig | None = None, /, **workers: Callable[[Connection], Awaitable[None]]
+) -> AsyncIterator[Orchestrator]:
     """Decode workers by name. The first is idle, the others are busy, so that it is the first to be asked."""
 
     async def nowhere() -> Endpoint:
         raise OSError("there is no scheduler")
 
-    orchestrator = Orchestrator(identity("gateway"), OrchestratorConfig(), nowhere)
-    config = ConnectionConfig(inbox_bytes=1024)
-    servers = {name: Server("127.0.0.1", identity(name), work, config=config) for name, work in workers.items()}
+    orchestrator = Orchestrator(identity("gateway"), config or OrchestratorConfig(), nowhere)
+    narrow = ConnectionConfig(inbox_bytes=1024)
+    servers = {name: Server("127.0.0.1", identity(name), work, config=narrow) for name, work in workers.items()}
     infos = [worker_info(name, endpoint=server.endpoint, max_model_len=2 * LONGEST) for name, server in servers.items()]
     for number, info in enumerate(infos):
         snapshot = worker_snapshot(info.worker_id, queued_prefill_tokens=number)
@@ -188,6 +191,31 @@ async def test_a_silent_worker_is_counted_once_for_all_whom_it_kept_waiting(monk
             await orchestrator._prepare_retry(run, AttemptFailedError("the worker is silent", "d1", "silent"))
         assert sorted(asked_for) == sorted(orchestrator.runs)
         assert len(orchestrator._quarantine) == 4
+
+
+async def test_who_only_waits_at_a_worker_that_is_lost_is_not_suspected() -> None:
+    async with gateway_of(d1=read_nothing, d2=read_nothing) as orchestrator, asyncio.timeout(HANGS_S):
+        begun, waiting = (RequestRun(asked(name, len(name)), deadline=math.inf) for name in ("begun", "waiting"))
+        for run in (begun, waiting):
+            run.placed(Placement(request_id=run.request_id, attempt=0, prefill=None, decode="d1"))
+            run.state = RequestState.PREFILLING
+            orchestrator.runs[run.request_id] = run
+        orchestrator._note_computing("d1", [("begun", 0)], alone=False)
+        await orchestrator._prepare_retry(begun, AttemptFailedError("the worker is silent", "d1", "silent"))
+        assert not orchestrator._quarantine.allows(begun) and orchestrator._quarantine.allows(waiting)
+
+
+async def test_the_second_attempt_begins_at_once_and_the_third_one_does_not() -> None:
+    unhurried = OrchestratorConfig(retry_delay_s=10 * HANGS_S)
+    async with gateway_of(unhurried, d1=read_nothing) as orchestrator, asyncio.timeout(HANGS_S):
+        run = RequestRun(asked("r", 10), deadline=math.inf)
+        await orchestrator._prepare_retry(run, AttemptFailedError("the worker is gone", "d1"))
+        third = asyncio.create_task(orchestrator._prepare_retry(run, AttemptFailedError("so is this one", "d1")))
+        await eventually(lambda: run.attempt == 2)
+        await asyncio.sleep(0)
+        assert not third.done()
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
 
 
 @pytest.mark.parametrize("num_tokens", [10, LONG])
