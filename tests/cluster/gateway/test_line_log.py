@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from array import array
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -26,6 +28,24 @@ def test_it_may_lie_in_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path
     LineLog(Path("~/logs/lines")).append(["one"])
     assert (tmp_path / "logs" / "lines").read_text() == "one\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+
+
+def test_a_full_file_is_put_aside_once_though_two_processes_find_it_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "log", fcntl.flock
+    log, faster = LineLog(path, max_bytes=100), LineLog(path, max_bytes=100)
+    log.append(["a" * 60])
+
+    def lock_second(file: IO[bytes], operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        faster.append(["b" * 50])
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_second)
+    log.append(["c" * 45])
+    assert (tmp_path / "log.1").read_text().split() == ["a" * 60]
+    assert path.read_text().split() == ["b" * 50, "c" * 45]
 
 
 def test_streams_do_not_wait_for_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

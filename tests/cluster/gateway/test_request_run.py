@@ -315,3 +315,10 @@ async def test_prompts_with_all_full_blocks_in_common_are_different_questions() 
     assert await question(7, 8) != await question(7, 8, salt="another client's")
     assert await question(7, 8, prompt=(1,)) != await question(8, 7, prompt=(1,)), "no block is full"
     assert await question(*range(8)) != await question(*range(8), prompt=tuple(range(1, 41))), "the text before differs"
+
+
+def test_how_long_an_attempt_waited_comes_with_its_first_token() -> None:
+    run = _run()
+    run.merge("prefill", replace(_event(0), waited_s=0.5))
+    run.merge("decode", _event(1))
+    assert [attempt.waited_s for attempt in run.timeline.attempts] == [0.5]

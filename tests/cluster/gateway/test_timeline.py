@@ -23,9 +23,10 @@ from cluster.errors import (
 from cluster.gateway.timeline import MAX_GAPS, PARTS, Attempt, RequestTimeline, SequenceEnd, SequenceTimeline
 from cluster.slo.account import SloAccount, slo_outcome_of
 from cluster.slo.classes import RequestTerms, SloClass, SloConfig
-from cluster.slo.report import Metric, SeriesKey, SloOutcome
+from cluster.slo.report import Counts, Metric, SeriesKey, SloOutcome, SloReport
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.scheduling import Placement
 
 CLASSES = SloConfig()
 ARRIVED = 1_000.0
@@ -317,6 +318,24 @@ def test_whether_it_kept_its_promise(slo_outcome: SloOutcome | None, ended_s: fl
 # What `/slo` counts.
 
 
+def test_an_exposed_hand_off_is_of_its_own_attempt() -> None:
+    one = SequenceTimeline(TERMS)
+    for number in range(3):
+        one.placed(Placement(request_id="r", attempt=number, prefill="p0", decode="d0"))
+    one.handed_off(1, 0.2)
+    assert [attempt.handoff_s for attempt in one.attempts] == [None, 0.2, None]
+
+
+def test_how_long_a_prompt_was_queued_is_not_known_before_it_was_sent_to_a_worker() -> None:
+    one = SequenceTimeline(TERMS)
+    assert one.queue_s is None
+    one.placed(Placement(request_id="r", attempt=0, prefill="p0", decode="d0"))
+    assert one.queue_s is None
+    one.started()
+    one.waited(0.5)
+    assert one.queue_s is not None and one.queue_s > 0.5
+
+
 class World:
     """An account that follows one request."""
 
@@ -432,6 +451,26 @@ def rejected(
     account.follow(timeline)
     account.ended(timeline)
     return timeline
+
+
+def test_who_asks_for_what_is_wrong_misses_nothing() -> None:
+    account = SloAccount(CLASSES, models=["m"])
+    for error in (InvalidRequestError("Wrong."), FailedError("Lost.")):
+        with pytest.raises(ApiError), account.admitting(TERMS):
+            raise error
+    assert Counts.total(account.counts().values()) == Counts(missed=1, failed=1)
+
+
+async def test_what_is_new_is_told_to_the_others_once() -> None:
+    account, told = SloAccount(CLASSES, models=["m"]), list[SloReport]()
+    account.start(told.append)
+    account.publish_news()
+    assert not told, "there is none"
+    rejected(account)
+    for _ in range(2):
+        account.publish_news()
+    assert len(told) == 1
+    await account.stop()
 
 
 def test_a_client_that_does_not_wait_to_be_served_uses_up_no_more_of_the_budget() -> None:
