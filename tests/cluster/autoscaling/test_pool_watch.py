@@ -87,6 +87,22 @@ def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> 
         assert demand(watch, now) == before
 
 
+@pytest.mark.parametrize(("late_s", "is_new"), [(59.0, False), (61.0, True)])
+def test_a_client_may_be_late_for_a_minute(late_s: float, is_new: bool) -> None:
+    ledger = ledger_of("p1", "d1")
+    watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+    door = Door(ledger, watch)
+    for name, prefill in (("queued", "p1"), ("local", None)):
+        book(ledger, name, prefill=prefill, prefill_s=60.0)
+    query = query_of("r", prefix_hashes=b"q" * 16)
+    retry_after_s = door.ask(query, 0.0).retry_after_s
+    assert retry_after_s is not None
+    now = retry_after_s + late_s
+    before = demand(watch, now)
+    door.ask(replace(query, request_id="again"), now)
+    assert (demand(watch, now) > before) == is_new
+
+
 def test_a_client_that_is_turned_away_after_it_waited_and_comes_back_asks_for_nothing_new() -> None:
     scheduler = measured("p1", "d1", admission=AdmissionPolicy(max_wait_s=5.0))
     watch = DemandMonitor(scheduler.ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
