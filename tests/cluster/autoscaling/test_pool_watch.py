@@ -19,10 +19,11 @@ from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.slo.classes import SloClass, SloConfig
 from cluster.slo.report import Served, SloOutcome, SloReport
 from cluster.slo.tracker import SloTracker
+from engine.cost_model.step_cost import StepWork
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import Place, Queued, Unplaceable
 from kv_transfer.messages.workers import ChangeRole, PoolTarget
-from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, decoding, ledger_of, query_of
 from tests.cluster.scheduler.scheduler_world import measured, place
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
@@ -62,6 +63,19 @@ def test_demand_is_what_is_asked_for_whether_or_not_it_is_served() -> None:
     prefill, decode = watch.views(100.0, BurnAlerts())
     assert prefill.demand + decode.demand > 2.5  # some prompts are computed by the decode worker
     assert (prefill.live, decode.live) == (1, 1)
+
+
+def test_a_prompt_is_as_much_work_as_its_step_takes() -> None:
+    """With the pairs of its tokens, and none with tokens that are not there."""
+    works = []
+    for cost in (COST, replace(COST, prefill_pair_s=1e-6)):
+        ledger = ledger_of("p1", "d1", cost=cost)
+        watch = DemandMonitor(ledger, PoolsPlan(prefill=SCALING, decode=SCALING), 0.0)
+        assert Door(ledger, watch).ask(query_of("r"), 0.0).decision.best.prefill == "p1"
+        works.append((watch.forecasts(0.1)[0], cost.step_s(StepWork.of_prefill(1000))))
+    (plain, plain_s), (paired, paired_s) = works
+    assert paired / plain == pytest.approx(paired_s / plain_s, rel=0.01)
+    assert paired_s > 1.4 * plain_s
 
 
 def test_a_client_that_comes_back_when_it_was_told_to_asks_for_nothing_new() -> None:
