@@ -73,6 +73,16 @@ def test_schemas_that_describe_an_object_together_stay_open(llg: LLTokenizer) ->
         assert takes(grammar, llg, {"name": "x", "age": 3}) or takes(grammar, llg, {"age": 3, "name": "x"})
 
 
+@pytest.mark.parametrize("word", ["$ref", "anyOf", "allOf"])
+def test_definitions_beside_what_refers_to_them_describe_no_object_with_it(llg: LLTokenizer, word: str) -> None:
+    """As pydantic writes a model that refers to itself, or a union."""
+    reference = {"$ref": "#/$defs/p"}
+    schema = {"$defs": {"p": PERSON}} | (reference if word == "$ref" else {word: [reference]})
+    grammar = _compiled(with_an_end(enforceable(schema), 256), llg)
+    assert takes(grammar, llg, {"name": "x"})
+    assert not takes(grammar, llg, {"name": "x", "age": 3}), "it is open, and a small model writes on for ever"
+
+
 def test_bounds_that_are_said_stay(llg: LLTokenizer) -> None:
     properties = {
         "text": {"type": "string", "maxLength": 5000},
@@ -352,6 +362,20 @@ def test_definitions_that_one_place_refers_to_are_written_out(llg: LLTokenizer) 
         instance = [instance]
     assert takes(grammar, llg, instance)
     assert not takes(grammar, llg, [instance])
+
+
+def test_a_definition_that_is_deep_itself_is_not_written_out(llg: LLTokenizer) -> None:
+    """Two texts of JSON that the library reads would be one that it does not."""
+
+    def nested(within: Any, levels: int) -> Any:
+        for _ in range(levels):
+            within = {"type": "object", "properties": {"a": within}, "required": ["a"]}
+        return within
+
+    schema = nested({"$ref": "#/$defs/deep"}, 12) | {"$defs": {"deep": nested({"type": "null"}, 54)}}
+    grammar = _compiled(schema, llg)
+    assert takes(grammar, llg, json.loads('{"a":' * 66 + "null" + "}" * 66))
+    assert not takes(grammar, llg, json.loads('{"a":' * 65 + "null" + "}" * 65))
 
 
 JOINED: Final = [  # each was refused with its definitions written out, as a circle with a sibling

@@ -111,7 +111,9 @@ def test_what_is_held_up_goes_elsewhere_only_where_there_is_room() -> None:
     scheduler.ended("other", 0.6)
     scheduler.heartbeat(small_snapshot(homes["other"], 2, blocks_available=40), 0.7)
     refused(scheduler, "held up", now=0.7, **asked)  # the worker knows better: it is not done with it
-    scheduler.heartbeat(small_snapshot(homes["other"], 3), 0.8)
+    scheduler.heartbeat(small_snapshot(homes["other"], 3, blocks_available=50), 0.75)
+    refused(scheduler, "held up", now=0.75, **asked | {"num_tokens": 800})  # for its tokens, and for no other one
+    scheduler.heartbeat(small_snapshot(homes["other"], 4), 0.8)
     num_logged, heard = len(scheduler.log), list[int]()
     scheduler.on_verdict = lambda query, verdict, now, has_waited: heard.append(query.attempt)
     assert placed(scheduler, "held up", now=0.8, **asked).decode == homes["other"]
