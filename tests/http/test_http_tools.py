@@ -18,16 +18,16 @@ from openai.lib.streaming.chat import ChunkEvent
 from cluster.errors import InvalidRequestError
 from cluster.http.endpoints.messages import MessagesBody
 from cluster.http.endpoints.messages import chat_of as messages_chat
-from cluster.http.openai.events import Reading
+from cluster.http.openai.events import Reading, new_call_id
 from cluster.http.openai.responses import ResponsesBody
 from cluster.http.openai.responses import chat_of as responses_chat
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
-from cluster.http.openai.tools import constrained, told_tools
+from cluster.http.openai.tools import constrained, told_calls, told_tools
 from cluster.http.parse import chat_token_ids, prepare_chat
 from engine.sampling.grammar import GrammarMasks, allowed_by, grammar_tokenizer
 from engine.sequence import Sequence
-from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats, ReasoningFormat
 from engine.text.output import OutputParser
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
@@ -781,6 +781,21 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
         assert (len(seq.output_token_ids) == 3) == (allowed.tolist() == [closing])
         assert (len(seq.output_token_ids) >= 8) == (line not in allowed and closing not in allowed)
         seq.output_token_ids.append(token_id)
+
+
+def test_mistrals_templates_are_told_of_calls_by_the_end_of_their_ids() -> None:
+    """They take nine letters and digits; what ids begin with is the same for all."""
+    ids = [new_call_id() for _ in range(2)]
+    calls = [{"id": call_id, "type": "function", "function": {"name": "time", "arguments": "{}"}} for call_id in ids]
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "now"} for call_id in ids]
+    body = ChatBody.model_validate({"model": MODEL, "messages": [{"role": "assistant", "tool_calls": calls}, *results]})
+    for name in ("mistral", "hermes"):
+        formats = OutputFormats(tools=TOOL_FORMATS[name], in_template=True, apart=False, reasoning=None)
+        said, *answers = (told_calls(message, formats, dict.fromkeys(ids, "time")) for message in body.messages)
+        told = [call["id"] for call in said["tool_calls"]]
+        assert told == [answer["tool_call_id"] for answer in answers]
+        assert told == ([call_id[-9:] for call_id in ids] if name == "mistral" else ids)
+        assert name == "hermes" or all(call_id.isalnum() for call_id in told)
 
 
 def test_a_call_that_must_be_made_leaves_no_room_for_a_format(target: Target, generator: ScriptedGenerator) -> None:

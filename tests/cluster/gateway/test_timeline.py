@@ -327,10 +327,11 @@ def test_an_exposed_hand_off_is_of_its_own_attempt() -> None:
 
 
 def test_how_long_a_prompt_was_queued_is_not_known_before_it_was_sent_to_a_worker() -> None:
-    one = SequenceTimeline(TERMS)
-    assert one.queue_s is None
+    one, known = SequenceTimeline(TERMS), list[float | None]()
+    known.append(one.queue_s)
     one.placed(Placement(request_id="r", attempt=0, prefill="p0", decode="d0"))
-    assert one.queue_s is None
+    known.append(one.queue_s)
+    assert known == [None, None]
     one.started()
     one.waited(0.5)
     assert one.queue_s is not None and one.queue_s > 0.5
