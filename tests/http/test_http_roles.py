@@ -66,6 +66,10 @@ def test_what_the_scheduler_says_is_passed_on(target: Target, generator: Scripte
         assert "p-1 is a teapot" in error["message"]
 
 
+def test_how_many_workers_are_wanted_is_told_without_the_name_of_the_only_model(target: Target) -> None:
+    assert target.http.get("/cluster").json()["wanted"] == {"decode": 3}
+
+
 def test_no_layout_is_studied_without_a_log_of_requests(target: Target) -> None:
     assert target.http.get("/cluster").json()["layout"] is None
     answer = target.http.get("/cluster/layout")

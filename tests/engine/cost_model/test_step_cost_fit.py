@@ -105,6 +105,15 @@ def test_a_lasting_change_of_speed_is_followed_within_a_hundred_steps(draw: Draw
     assert held_out(fit, slower, draw) < 0.06
 
 
+@pytest.mark.parametrize("num_steps", [7, 8])
+def test_a_change_of_speed_is_believed_after_eight_steps_and_no_sooner(num_steps: int) -> None:
+    """A usual step before them is none of these."""
+    fit = Worker().run(StepCostFit(TRUTH), 200, decode)
+    Worker(cost=scaled(TRUTH, 3), noise=0.0).run(fit, num_steps, decode)
+    work = decode(random.Random(5))
+    assert (fit.cost().step_s(work) > 2.5 * TRUTH.step_s(work)) == (num_steps == 8)
+
+
 def test_an_outlier_among_the_first_steps_moves_little() -> None:
     fit, rng = StepCostFit(dataclasses.replace(TRUTH, relative_error=0.1)), random.Random(0)
     for work in (decode(rng), prefill(rng), mixed(rng)):
