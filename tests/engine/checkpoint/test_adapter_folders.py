@@ -175,6 +175,14 @@ def test_tensors_of_anything_else_are_refused(tmp_path: Path, old: str, new: str
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_half_of_a_projection_is_refused(tmp_path: Path, part: str) -> None:
+    path, name = write(tmp_path) / WEIGHTS_NAME, f"base_model.model.{V}.lora_{part}.weight"
+    save_file({known: tensor for known, tensor in load_file(path).items() if known != name}, path)
+    with pytest.raises(ValueError, match=f"the adapter in .* lacks {name}"):
+        check_adapter(tmp_path, MODEL, 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
 def test_weights_of_another_type_are_refused_where_the_adapter_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
     path = write(tmp_path) / WEIGHTS_NAME
