@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.model.architectures import REFUSED, SERVED, models_table
 from engine.model.config import Backend, ModelConfig, read_config
 from engine.model.hugging_face import HuggingFaceConfig
-from engine.steps.loading import EngineConfig, kv_fingerprint, served_config
+from engine.steps.loading import EngineConfig, kv_fingerprint, model_fingerprint, served_config
 from tests.support.decoders import VOCAB_SIZE, build_decoder, greedy_tokens, small_config
 from tests.support.model_families import build_oracle
 from tests.support.stepping import Stepper, recording_runner
@@ -101,6 +101,7 @@ def test_native_and_transformers_give_the_same_tokens(llama_folder: Path) -> Non
 
 def test_the_native_model_is_taken_where_it_can(llama_folder: Path, tmp_path: Path) -> None:
     assert isinstance(read_config(llama_folder), ModelConfig)
+    assert isinstance(read_config(llama_folder, "native"), ModelConfig)
     with pytest.raises(ValueError, match="supported are LlamaForCausalLM"):
         read_config(saved(tmp_path, small_config("stablelm")), "native")
     for config in (
@@ -116,6 +117,19 @@ def test_keys_in_another_order_are_not_taken_for_the_others(family: str, alike: 
     build_oracle(family, tmp_path)
     engines = (EngineConfig(model_ref=str(tmp_path), model_name="small", backend=backend) for backend in BACKENDS)
     assert (len({kv_fingerprint(tmp_path, engine) for engine in engines}) == 1) == alike
+
+
+def test_a_checkpoint_is_told_by_samples_from_all_over_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    size, num_samples = 2**22, 16
+    found = []
+    for changed in (None, *range(num_samples)):
+        weights = bytearray(size)
+        if changed is not None:
+            weights[size // num_samples * changed + 5] = 1
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        found.append(model_fingerprint(tmp_path, None, num_samples=num_samples))
+    assert len(set(found)) == 1 + num_samples
 
 
 def saved(folder: Path, config: Any, **changes: Any) -> Path:

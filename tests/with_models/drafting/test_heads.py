@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -187,6 +189,21 @@ def test_without_the_state_of_the_newest_token_nothing_is_proposed(known: Known)
     assert len(draft.token_ids) == 2
     seq.output_token_ids.append(5)  # by somebody else, as behind a hand-off
     assert drafter.propose(seq, 3) is None
+
+
+def test_what_drawing_takes_is_told_for_each_draft(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = itertools.count()  # a second between any two
+    monkeypatch.setattr("engine.drafting.heads.time", SimpleNamespace(perf_counter=lambda: float(next(readings))))
+    drafting = engine(known.model, known.folder)
+    assert drafting.speculation is not None
+    [drafter] = drafting.speculation.drafters
+    seq = Sequence(request_id="r", attempt=0, params=greedy(NUM_TOKENS), prompt_token_ids=PROMPT)
+    drafting.add(seq)
+    while len(seq.output_token_ids) < 12:
+        drafting.step()
+    draft = drafter.propose(seq, 3)
+    assert isinstance(draft, Draft) and draft.drawing is not None
+    assert (draft.drawing.once_s, draft.drawing.each_s) == (1.0, pytest.approx(1 / 3))
 
 
 def test_no_sequence_holds_the_states_of_others(known: Known) -> None:
