@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cluster.gateway.timeline import RequestTimeline
 from cluster.http.api import Api, HttpLimits
 from cluster.http.app import create_app
-from cluster.http.server.connection import SO_TIMESTAMPNS, TimedProtocol, prepare_server
+from cluster.http.server.connection import SO_TIMESTAMPNS, TimedProtocol, by_monotonic, prepare_server
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import LIMITS, MODEL, scripted_api
 from tests.support.openai_conformance import PROMPT
@@ -238,3 +238,9 @@ async def _handed_over(gateway: _Gateway) -> list[RequestTimeline]:
 async def _read(client: socket.socket) -> None:
     while await asyncio.get_running_loop().sock_recv(client, 2**16):
         pass
+
+
+def test_a_stamp_from_the_future_is_now() -> None:
+    """The clock of the day was set back since. Nothing may have come after it is answered."""
+    assert by_monotonic(time.time_ns() + 3600 * 10**9) <= time.monotonic()
+    assert by_monotonic(time.time_ns() - 3600 * 10**9) < time.monotonic() - 3599

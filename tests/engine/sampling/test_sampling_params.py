@@ -55,7 +55,8 @@ def test_limits_are_allowed() -> None:
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_each_penalty_is_one_by_itself(name: str) -> None:
     plain: dict[str, Any] = {"max_tokens": 10, "seed": 0}
-    assert SamplingParams(**plain, **{name: 0.5}).has_penalties and not SamplingParams(**plain).has_penalties
+    assert not SamplingParams(**plain).has_penalties
+    assert SamplingParams(**plain | {name: 0.5}).has_penalties
 
 
 def test_another_seed_changes_nothing_else() -> None:

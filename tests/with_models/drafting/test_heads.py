@@ -203,7 +203,7 @@ def test_what_drawing_takes_is_told_for_each_draft(known: Known, monkeypatch: py
         drafting.step()
     draft = drafter.propose(seq, 3)
     assert isinstance(draft, Draft) and draft.drawing is not None
-    assert (draft.drawing.once_s, draft.drawing.each_s) == (1.0, pytest.approx(1 / 3))
+    assert draft.drawing.once_s == 1.0 and draft.drawing.each_s == pytest.approx(1 / 3)
 
 
 def test_no_sequence_holds_the_states_of_others(known: Known) -> None:
