@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,15 @@ def is_valid(line: dict[str, Any], instance: Any) -> bool:
     """Whether an instance follows the schema of such a line, by the draft that this names, or its folder does."""
     schema = line["schema"]
     default = _DRAFTS.get(line["path"].split("/")[1], jsonschema.Draft202012Validator)
-    return bool(jsonschema.validators.validator_for(schema, default=default)(schema).is_valid(instance))
+    validator = jsonschema.validators.validator_for(schema, default=default)
+    exact = jsonschema.validators.extend(validator, {"multipleOf": _is_multiple})  # type: ignore[no-untyped-call]
+    return bool(exact(schema).is_valid(instance))
+
+
+def _is_multiple(validator: Any, step: Any, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """In decimals, as both are written: by floats -31.0022 is no multiple of 0.0001."""
+    if validator.is_type(instance, "number") and Fraction(str(instance)) % Fraction(str(step)):
+        yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {step}")
 
 
 def drawn_answer(
