@@ -218,8 +218,11 @@ def _fetch_from_hub(
     import httpx2  # both take half a second, which processes that fetch nothing need not spend
     from huggingface_hub import get_session, snapshot_download
 
-    if _limit_silence not in (hooks := get_session().event_hooks["request"]):
-        hooks.append(_limit_silence)
+    # Certificates or a proxy may let no client be made: who asks the hub is told so then, and nobody is asked for a
+    # commit that is there.
+    with contextlib.suppress(OSError, ImportError, ValueError):
+        if _limit_silence not in (hooks := get_session().event_hooks["request"]):
+            hooks.append(_limit_silence)
     ref = name if revision is None else f"{name}@{revision}"
     fetch = partial(snapshot_download, name, cache_dir=cache_dir and cache_dir / "hub")
     all_files = [*_SMALL_HUB_FILES, _HUB_WEIGHTS]
@@ -236,7 +239,8 @@ def _fetch_from_hub(
     except (OSError, httpx2.HTTPError) as error:
         raise ModelUnavailableError(
             f"{ref!r} {failed}. Check the name, the network, and for a gated model that HF_TOKEN is set; "
-            f"HF_HUB_OFFLINE=1 takes what is on this machine and asks nobody. The hub's client says: {error}"
+            "HF_HUB_OFFLINE=1 takes what is on this machine and asks nobody, HF_HUB_ETAG_TIMEOUT=60 waits longer for a "
+            f"slow hub. The hub's client says: {error}"
         ) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -426,6 +426,22 @@ def test_a_hub_that_is_silent_holds_no_start(tmp_path: Path) -> None:
         finally:
             is_over.set()
     assert not lasted.is_set()
+    assert (there.returncode, there.stdout) == (0, online.stdout)
+    assert other.returncode == 1 and "HF_HUB_OFFLINE=1 takes what is on this machine" in other.stderr
+    assert "HF_HUB_ETAG_TIMEOUT=60 waits longer" in other.stderr  # of a hub that is only slow
+
+
+def test_a_commit_that_is_there_starts_where_the_hub_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a client can be made; who needs one is told so."""
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}"}
+    with serve_repository("owner/name", files) as endpoint:
+        online = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+        close_session()
+        pinned = f"owner/name@{Path(online.stdout.strip()).name}"
+        there, other = (hub_call(endpoint, tmp_path, "engine.checkpoint.store", ref) for ref in (pinned, "owner/other"))
     assert (there.returncode, there.stdout) == (0, online.stdout)
     assert other.returncode == 1 and "HF_HUB_OFFLINE=1 takes what is on this machine" in other.stderr
 
