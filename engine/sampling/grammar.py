@@ -54,9 +54,10 @@ _LIMITS: Final = LLParserLimits(verbose_errors=False)
 # what was followed by then is followed anew in half a second (docs/log/grammars.md), less than a step may be late; a
 # right-recursive list of 500 items, or a schema of 120 optional properties, has room.
 _LIMITS_OF_A_CLIENT: Final = LLParserLimits(max_items_in_row=600, verbose_errors=False)
-# No count of the library's tells what a mask of a client's rules costs: up to 0.4 s within these limits, where the
-# dearest honest ones take 13 ms. So a few that take long end their sequences by the clock: that of this thread on a
-# processor, which goes no faster on a busy machine. Of a step they take less than it may be late.
+# No count of the library's tells what a mask of a client's rules costs: up to 0.4 s within these limits, where honest
+# ones take 13 ms, and 32 behind 550 characters that rules recur with. So a few that take long end their sequences by
+# the clock: that of this thread on a processor, which goes no faster on a busy machine. Of a step they take less than
+# it may be late.
 _DEAR_S: Final = 0.05
 _MOST_OF_A_STEP_S: Final = 0.3
 _MOST_OF_A_SEQUENCE_S: Final = 3.0
