@@ -260,7 +260,8 @@ class Orchestrator:
         # has taken over (what was lost is prefill's token) it would decode on beside the next attempt.
         computing = None if run.placement is None else run.placement.prefill
         ended, took_over = run.attempt, run.decode_took_over
-        run.next_attempt(worker_id, failure.cause)
+        is_gone = worker_id is not None and not self.connections.is_up(worker_id)
+        run.next_attempt(worker_id, failure.cause, is_gone)
         for touched in list(run.touched):
             if not self._placer.is_decode(touched) or touched in (*run.excluded, computing) or took_over:
                 self.connections.post(touched, Cancel(request_id=run.request_id, attempt=ended))

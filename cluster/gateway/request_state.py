@@ -239,14 +239,14 @@ class RequestRun:
         self.computing_on.discard(worker_id)
         return self.state is RequestState.PREFILLING
 
-    def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault") -> None:
-        """Go on to the next attempt: forget the last one, but keep its tokens."""
+    def next_attempt(self, failed_worker: str | None, cause: AttemptEnd = "fault", is_gone: bool = False) -> None:
+        """Go on to the next attempt: forget the last one, but keep its tokens. `is_gone`: the worker that failed is."""
         if len(self.emitted) > self._num_before + 1:  # progress: one token each comes of computing the prompt again
             self.num_faults = self.num_stumbles = 0
             self._could_not_hand_over.clear()
         self.num_faults += cause in ("fault", "raised", "broke", "adapter")
         self.num_stumbles += 1
-        self.excluded = self._to_exclude(failed_worker, cause)
+        self.excluded = self._to_exclude(failed_worker, cause, is_gone)
         self.attempt += 1
         self.state = RequestState.PLACING
         self.placement = None
@@ -256,10 +256,11 @@ class RequestRun:
         self.inbox.clear()
         self._early.clear()
 
-    def _to_exclude(self, failed_worker: str | None, cause: AttemptEnd) -> set[str]:
+    def _to_exclude(self, failed_worker: str | None, cause: AttemptEnd, is_gone: bool) -> set[str]:
         """Workers that should not have the next attempt. If decode reports a failed hand-off, the prefill worker is one
         of them, since it may be at fault. If prefill does, it alone is, as decode keeps a reservation for another one;
-        where that one fails as well, decode is too, which may take KV from nobody, and all who tried are."""
+        where that one fails as well, decode is too, which may take KV from nobody, and all who tried are. The death of
+        prefill says nothing of decode."""
         if failed_worker is None:
             return set()
         started = self.state in (RequestState.PREFILLING, RequestState.DECODING) and not self.decode_took_over
@@ -268,6 +269,8 @@ class RequestRun:
         prefill, decode = self.placement.prefill, self.placement.decode
         if failed_worker != prefill:
             return {failed_worker, prefill}
+        if is_gone:
+            return {prefill}
         tried = self._could_not_hand_over.setdefault(decode, set())
         tried.add(prefill)
         return {decode, *tried} if len(tried) > 1 else {prefill}

@@ -262,6 +262,15 @@ def test_a_decode_to_which_two_in_a_row_can_hand_nothing_over_is_avoided_with_bo
     assert run.place_query(prefer_decode=None).exclude == ["prefill"], "it went on since"
 
 
+def test_a_decode_keeps_its_reservation_however_many_prefills_die() -> None:
+    run = _run()
+    for attempt, prefill in enumerate(("p1", "p2", "p3")):
+        run.placed(replace(_placement(attempt), prefill=prefill))
+        run.state = RequestState.PREFILLING
+        run.next_attempt(prefill, is_gone=True)
+        assert run.place_query(prefer_decode=None).exclude == [prefill]
+
+
 def test_a_decode_that_fails_on_its_own_casts_no_doubt_on_prefill() -> None:
     run = _run()
     run.state = RequestState.PREFILLING

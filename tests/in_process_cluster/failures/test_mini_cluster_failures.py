@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -330,6 +331,32 @@ async def test_a_decode_that_nobody_can_hand_kv_to_fails_no_request(llama: Small
             await cluster.retire(other)
             found.append(await asyncio.wait_for(cluster.generate("alone", PROMPT, greedy()), HANGS_S))
             assert {tuple(tokens_of(events)) for events in found} == {tuple(llama.local(PROMPT, greedy()).tokens)}
+
+
+async def test_a_reservation_outlives_every_prefill_that_dies(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has computed the prompt, and is handing it over. None has said that decode takes nothing."""
+    copies_in = threading.Event()
+    config = DecodeWorkerConfig(lease_ttl_s=HANGS_S)
+    async with cluster_of(llama, num_prefill=3, num_decode=2, decode=config) as cluster, AsyncExitStack() as stack:
+        stack.callback(copies_in.set)
+        for worker in cluster.decodes:
+            monkeypatch.setattr(worker.reservations.receiver, "_mark_queued", lambda: copies_in)
+        request = asyncio.create_task(cluster.generate("r", PROMPT, greedy()))
+        await eventually(lambda: "r" in cluster.orchestrator.runs)
+        going = cluster.orchestrator.runs["r"]
+        reserved_on: list[str] = []
+        while len(reserved_on) < 3:
+            await eventually(lambda: len(going.emitted) > len(reserved_on))
+            assert going.attempt == len(reserved_on) and going.placement is not None
+            reserved_on.append(going.placement.decode)
+            if len(reserved_on) < 3:
+                prefill = going.placement.prefill
+                await cluster.remove(next(w for w in cluster.prefills if w.info.worker_id == prefill))
+        assert len(set(reserved_on)) == 1, "its blocks were given up"
+        copies_in.set()
+        assert tokens_of(await asyncio.wait_for(request, HANGS_S)) == llama.local(PROMPT, greedy()).tokens
 
 
 async def test_a_request_ends_at_its_deadline(llama: SmallModel) -> None:
