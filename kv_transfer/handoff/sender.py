@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -111,8 +112,9 @@ class _Peer:
         self.worker_id = worker_id
         self._sender = sender
         self._endpoint = endpoint
-        self._slabs: asyncio.Queue[_SlabJob] = asyncio.Queue()  # those that were recalled as well
-        self._unfilled: dict[_SlabJob, None] = {}  # accepted, and neither begun nor recalled, in their order
+        self._queued: OrderedDict[_SlabJob, None] = OrderedDict()  # neither begun nor recalled
+        self._slab_comes = asyncio.Event()
+        self._unfilled: dict[SequenceKey, dict[_SlabJob, None]] = {}  # those, and those that wait for a slab to fill
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._ended = False
 
@@ -122,13 +124,15 @@ class _Peer:
         elif self._ended:
             self._report_failed(job, "the link is down")
         else:
-            self._unfilled[job] = None
-            self._slabs.put_nowait(job)
+            self._unfilled.setdefault(job.action.key, {})[job] = None
+            self._queued[job] = None
+            self._slab_comes.set()
 
-    def recall(self, key: SequenceKey) -> None:
+    def recall(self, key: SequenceKey, reason: str = "its hand-off is over") -> None:
         """Slabs of this attempt that are not being filled need not be: they are reported as failed."""
-        for job in [job for job in self._unfilled if job.action.key == key]:
-            self._give_up(job, "its hand-off is over")
+        for job in self._unfilled.pop(key, ()):
+            self._queued.pop(job, None)
+            self._report_failed(job, reason)
 
     async def run(self) -> None:
         reason = "the sender stops"
@@ -152,8 +156,8 @@ class _Peer:
             reason = str(error) or type(error).__name__
         finally:
             self._ended = True
-            for job in list(self._unfilled):
-                self._give_up(job, reason)
+            for key in list(self._unfilled):
+                self.recall(key, reason)
             self._sender.home.run(self._sender.on_peer_lost, self, reason)
 
     async def _read(self, link: Link) -> None:
@@ -168,21 +172,17 @@ class _Peer:
 
     async def _send_slabs(self, link: Link) -> None:
         while True:
-            await self._send_slab(link, await self._slabs.get())
+            while not self._queued:
+                self._slab_comes.clear()
+                await self._slab_comes.wait()
+            await self._send_slab(link, self._queued.popitem(last=False)[0])
 
     async def _send_slab(self, link: Link, job: _SlabJob) -> None:
-        if job not in self._unfilled:
-            return
         action = job.action
-        try:
-            slab = await link.acquire(action.num_tokens * self._sender.kv_cache.layout.bytes_per_token_layer)
-        except BaseException as error:
-            self._give_up(job, str(error))
-            raise
-        if job not in self._unfilled:  # recalled while no slab was free
+        slab = await link.acquire(action.num_tokens * self._sender.kv_cache.layout.bytes_per_token_layer)
+        if not self._may_fill(job):
             slab.discard()
             return
-        del self._unfilled[job]
         try:
             digest = await self._sender.fill(job, slab.view)
             await link.send(action.header(digest), slab)
@@ -191,11 +191,16 @@ class _Peer:
             raise
         self._sender.home.run(self._sender.on_slab_sent, action, digest)
 
-    def _give_up(self, job: _SlabJob, reason: str) -> None:
-        """A slab will not be filled; harmless if that was said before."""
-        if job in self._unfilled:
-            del self._unfilled[job]
-            self._report_failed(job, reason)
+    def _may_fill(self, job: _SlabJob) -> bool:
+        """Whether a slab was not recalled while none was free; from now on it cannot be."""
+        key = job.action.key
+        unfilled = self._unfilled.get(key, {})
+        if job not in unfilled:
+            return False
+        del unfilled[job]
+        if not unfilled:
+            del self._unfilled[key]
+        return True
 
     def _report_failed(self, job: _SlabJob, reason: str) -> None:
         self._sender.home.run(self._sender.on_slab_failed, job.action, reason)

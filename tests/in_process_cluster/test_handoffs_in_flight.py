@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -68,10 +70,10 @@ class HandOff:
         self.close_decode = close_decode
         self.stored = [Gate() for _ in range(NUM_LAYERS)]
 
-    def begin(self, key: SequenceKey = KEY) -> None:
+    def begin(self, key: SequenceKey = KEY, lease: int = LEASE) -> None:
         params = SamplingParams(max_tokens=2, seed=1)
         spec = RequestSpec(**key._asdict(), prompt_token_ids=list(range(NUM_TOKENS)), params=params)
-        self.ticket: Ticket = self.receiver.reserve(spec, LEASE)
+        self.ticket: Ticket = self.receiver.reserve(spec, lease)
         seq = Sequence(**key._asdict(), params=spec.params, prompt_token_ids=spec.prompt_token_ids)
         seq.block_table = BlockTable(self.source.table.shape[0])
         seq.block_table.append(self.source.table)
@@ -234,6 +236,33 @@ async def test_blocks_do_not_wait_for_a_peer_that_takes_no_slabs(end: str) -> No
         await eventually(lambda: told.words.count("source released") == 2)
         assert [(timeline.key, timeline.num_slabs) for timeline in told.timelines] == [(following, NUM_LAYERS)]
         assert all(handoff.arrived()) and free.num_waiting == 1, "what was recalled was never sent"
+
+
+async def test_nothing_is_kept_of_what_was_recalled_from_a_peer_that_takes_no_slabs() -> None:
+    """Its link lives on, and for as long as it does requests come for it and go."""
+    told, free = Told(), Gate()
+    told.free = free
+    async with handing_over(told, "shm", num_slabs=1) as handoff:
+        for gate in handoff.stored:
+            gate.come()
+        handoff.begin()
+        handoff.compute()
+        await eventually(lambda: free.num_waiting == 1)
+        following = [SequenceKey(f"s{number}", 1) for number in range(3)]
+        events: list[weakref.ref[Gate]] = []
+        for number, key in enumerate(following):
+            handoff.stored = [Gate() for _ in range(NUM_LAYERS)]
+            events += map(weakref.ref, handoff.stored)
+            handoff.begin(key, LEASE + 1 + number)
+            handoff.compute(key)
+        for key in following:
+            handoff.sender.cancel(key, "nobody waits any more")
+        await eventually(lambda: told.words.count("source released") == len(following))
+        handoff.stored = []
+        gc.collect()
+        kept = [event for event in events if event() is not None]
+        free.come()
+        assert kept == []
 
 
 async def test_a_lease_is_kept_until_every_copy_in_has_ended() -> None:
