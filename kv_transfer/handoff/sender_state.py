@@ -39,9 +39,9 @@ worker is known, so that nothing else can be.
 
 OVER is no state, but the end: `ReleaseSource`, and nothing is known of the attempt any more. DRAINING with nothing in
 flight is OVER at once. [1] Once all is computed. [2] While slabs are in flight the time starts again with each that
-gets through, and goes on for as long as slabs of others do that were ordered before them; while this worker itself has
-yet to compute, nothing is awaited from decode and no time runs. A keep-alive goes to each decode worker
-`KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
+gets through, and goes on while slabs of others do that were ordered before them, for `kept_s` at most; while this
+worker itself has yet to compute, nothing is awaited from decode and no time runs. A keep-alive goes to each decode
+worker `KEEP_ALIVES_PER_TTL` times per ttl, for all live hand-offs with it.
 
 The rules:
 
@@ -75,6 +75,7 @@ class _Outgoing:
     coverage: Coverage
     state: SenderState = SenderState.SENDING
     deadline: float | None = None  # for what is awaited from decode; None while this worker itself has yet to compute
+    awaited_since: float = 0.0  # when that began, or was put off last by what decode took of this one
     is_computed: bool = False
     first_token: tuple[int, int] | None = None  # (token id, index); None also where decode is to sample it
     num_cached_tokens: int = 0
@@ -93,6 +94,10 @@ class _Outgoing:
     @property
     def reference(self) -> tuple[str, Fence]:
         return self.ticket.request_id, self.ticket.fence
+
+    def await_decode(self, now: float) -> None:
+        """From now on decode has one ttl."""
+        self.awaited_since, self.deadline = now, now + self.ticket.ttl_s
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +128,8 @@ class HandoffSender:
     What happens goes in, with the time in seconds where it matters, on any clock that does not go back. Out comes what
     the driver has to do, in order.
 
-    A prompt without a ticket is kept for `kept_s` after it was computed: no less than reservations wait for room.
+    A prompt without a ticket is kept for `kept_s` after it was computed: no less than reservations wait for room. One
+    with a ticket waits for as long while others are sent to its decode worker that were ready before it.
     """
 
     def __init__(self, digest_kind: DigestKind = "xxh3_64", *, kept_s: float = KEPT_S) -> None:
@@ -184,7 +190,7 @@ class HandoffSender:
         out.in_flight[layer, token_start] = num_tokens, queue.num_ordered
         queue.num_ordered += 1
         if out.deadline is None:
-            out.deadline = now + out.ticket.ttl_s
+            out.await_decode(now)
         ticket = out.ticket
         kind = agreed_kind(self._digest_kind, ticket.digest_kind)
         return [SendSlab(ticket.worker_id, key.request_id, ticket.fence, layer, token_start, num_tokens, kind)]
@@ -198,7 +204,10 @@ class HandoffSender:
         queue = self._queues[out.ticket.worker_id]
         queue.last_through, queue.through_at = place, now
         out.coverage.complete(layer, num_tokens, digest)
-        out.deadline = now + out.ticket.ttl_s if out.in_flight else None
+        if out.in_flight:
+            out.await_decode(now)
+        else:
+            out.deadline = None
         return self._commit_if_whole(out, now)
 
     def on_slab_failed(self, key: SequenceKey, layer: int, token_start: int, reason: str) -> list[Action]:
@@ -272,7 +281,7 @@ class HandoffSender:
                 if waits_until > now:
                     out.deadline = waits_until
                 else:
-                    actions += self._fail(out, _overdue(out))
+                    actions += self._fail(out, _overdue(out, now))
         for peer_id in [peer_id for peer_id, at in self._keep_alive_at.items() if at <= now]:
             actions += self._keep_alive(peer_id, now)
         return actions
@@ -284,12 +293,14 @@ class HandoffSender:
 
     def _waits_until(self, out: _Outgoing) -> float:
         """Until when its slabs may wait for others', which were ordered before them: one ttl from when decode took one
-        of those. In the past where it takes none of them any more."""
+        of those, but for no longer than a prompt waits for room. In the past where it takes none of them any more."""
         if not out.in_flight:
             return -math.inf
         _, oldest = next(iter(out.in_flight.values()))
         queue = self._queues[out.ticket.worker_id]
-        return queue.through_at + out.ticket.ttl_s if -1 < queue.last_through < oldest + _UNDER_WAY else -math.inf
+        if not -1 < queue.last_through < oldest + _UNDER_WAY:
+            return -math.inf
+        return min(queue.through_at + out.ticket.ttl_s, out.awaited_since + self._kept_s)
 
     def _live(self, key: SequenceKey) -> _Outgoing | None:
         out = self._outgoing.get(key)
@@ -299,7 +310,7 @@ class HandoffSender:
         if not out.is_computed or not out.coverage.is_complete or out.state is not SenderState.SENDING:
             return []
         out.state = SenderState.COMMITTED
-        out.deadline = now + out.ticket.ttl_s
+        out.await_decode(now)
         token_id, index = out.first_token or (None, None)
         commit = Commit(
             request_id=out.ticket.request_id,
@@ -345,8 +356,8 @@ def _abort(out: _Outgoing, reason: str) -> Send:
     return Send(out.ticket.worker_id, Abort(request_id=out.ticket.request_id, fence=out.ticket.fence, reason=reason))
 
 
-def _overdue(out: _Outgoing) -> str:
-    worker_id, ttl_s = out.ticket.worker_id, out.ticket.ttl_s
+def _overdue(out: _Outgoing, now: float) -> str:
+    worker_id, waited_s = out.ticket.worker_id, now - out.awaited_since
     if out.state is SenderState.COMMITTED:
-        return f"{worker_id} did not answer the commit within {ttl_s:g} s"
-    return f"{worker_id} took no slab of it for {ttl_s:g} s"
+        return f"{worker_id} did not answer the commit within {waited_s:.3g} s"
+    return f"{worker_id} took no slab of it for {waited_s:.3g} s"

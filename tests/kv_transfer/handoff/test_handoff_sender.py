@@ -9,6 +9,7 @@ import pytest
 from engine.sequence import SequenceKey
 from kv_transfer.digest import combine
 from kv_transfer.handoff.actions import Fail, ReleaseSource, Send, SenderState, SendSlab
+from kv_transfer.handoff.sender_state import KEPT_S
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.handoff import Abort, Commit, KeepAlive, Rejected, Verified
 from tests.kv_transfer.handoff.handoff_world.model import DECODE, NUM_LAYERS, TTL_S
@@ -154,8 +155,8 @@ def test_stalled_slabs_fail_after_the_ttl_but_slow_compute_does_not(sender: Scri
     assert "took no slab" in only(sender.machine.tick(sender.now), Fail).reason
 
 
-def test_slabs_that_stand_behind_others_wait_for_as_long_as_those_get_through(sender: ScriptedSender) -> None:
-    """On a slow link, of prompts that were computed before. Slabs of prompts computed later do not count."""
+def _three_in_a_row(sender: ScriptedSender) -> None:
+    """Each slab of "before" is ordered before those of "r", and these are before those of "later"."""
     for request_id in ("before", "r", "later"):
         sender.begin(replace(TICKET, request_id=request_id))
         key = SequenceKey(request_id, 1)
@@ -163,18 +164,34 @@ def test_slabs_that_stand_behind_others_wait_for_as_long_as_those_get_through(se
             for start in range(NUM_TOKENS):
                 sender.machine.on_layer_ready(key, layer, start, 1, sender.now)
 
-    def through(request_id: str) -> list[str]:
-        failed: list[str] = []
-        for layer in range(NUM_LAYERS):
-            for start in range(NUM_TOKENS):
-                sender.now += TTL_S - 1
-                actions = sender.machine.tick(sender.now)
-                failed += [action.key.request_id for action in actions if isinstance(action, Fail)]
-                sender.machine.on_slab_sent(SequenceKey(request_id, 1), layer, start, 0, sender.now)
-        return failed
 
-    assert through("before") == []
-    assert through("later") == ["r"]
+def _through(sender: ScriptedSender, request_id: str, every_s: float) -> list[tuple[str, float]]:
+    """One by one its slabs get through. Returns whose hand-offs failed meanwhile, and when, from now on."""
+    failed: list[tuple[str, float]] = []
+    began = sender.now
+    for layer in range(NUM_LAYERS):
+        for start in range(NUM_TOKENS):
+            sender.now += every_s
+            actions = sender.machine.tick(sender.now)
+            failed += [(action.key.request_id, sender.now - began) for action in actions if isinstance(action, Fail)]
+            sender.machine.on_slab_sent(SequenceKey(request_id, 1), layer, start, 0, sender.now)
+    return failed
+
+
+def test_slabs_that_stand_behind_others_wait_while_those_get_through(sender: ScriptedSender) -> None:
+    """On a slow link, of prompts that were computed before. Slabs of prompts computed later do not count."""
+    every_s = (TTL_S + KEPT_S) / 2 / (NUM_LAYERS * NUM_TOKENS)
+    _three_in_a_row(sender)
+    assert _through(sender, "before", every_s) == []
+    assert [request_id for request_id, _ in _through(sender, "later", every_s)] == ["r"]
+
+
+def test_slabs_do_not_stand_for_ever_behind_those_of_a_peer_that_takes_hardly_any(sender: ScriptedSender) -> None:
+    """One in almost a ttl: whoever is behind goes elsewhere, when it has waited for as long as others do for room."""
+    _three_in_a_row(sender)
+    failed = _through(sender, "before", TTL_S - 1)
+    assert [request_id for request_id, _ in failed] == ["r", "later"]
+    assert all(KEPT_S <= after_s < KEPT_S + TTL_S for _, after_s in failed)
 
 
 def test_ticket_for_another_number_of_tokens_fails_at_once(sender: ScriptedSender) -> None:
