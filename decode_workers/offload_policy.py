@@ -70,8 +70,8 @@ class OffloadPolicy:
         """The host groups of a newcomer of so many tokens: none, if the device has room beside everyone's growth; all,
         if the host has; None if neither, or if nobody on the device can go on."""
         # They wait for each other's blocks, and for room in the host or its end, which newcomers there would always put
-        # off: by taking the room, and by going on.
-        holders = [seq for seq in running if self._num_device_groups(seq)]
+        # off: by taking the room, and by going on. Who lacks its adapter would not go on with blocks either.
+        holders = [seq for seq in running if self._num_device_groups(seq) and seq.has_adapter]
         if holders and all(map(self._waits_for_device, holders)):
             return None
         # Who can only go on from the device has been waiting for its blocks, and newcomers would always take them.

@@ -87,6 +87,22 @@ def test_what_outgrew_the_ring_and_who_is_on_the_device_do_not_wait_for_each_oth
     assert newcomers.num_taken > 20
 
 
+def test_who_lacks_its_adapter_on_a_full_device_keeps_nobody_from_host_memory() -> None:
+    bench = Bench(columns=12, host_columns=40, staging_columns=4)
+    device = bench.hand_over("device", [2] * 15, max_tokens=20)
+    awaited = sequence("its KV is on the way", [3] * 27, 2)
+    assert bench.scheduler.can_reserve(awaited.num_tokens)
+    bench.scheduler.reserve(awaited)
+    host = bench.hand_over("host", [4] * 4, max_tokens=11)
+    assert host.host_groups and not (device.host_groups or awaited.host_groups)
+    while _computes(bench.step(), device):
+        pass
+    assert bench.scheduler.state(device.key) is DecodeState.RUNNING and not device.host_groups
+    assert not bench.scheduler.can_reserve(4), "it waits for a block"
+    device.adapter = AdapterSlot("digest", Path("folder"))
+    assert bench.scheduler.can_reserve(4), "it waits for its adapter"
+
+
 def test_a_prompt_that_waits_for_blocks_has_room_beside_the_columns_that_newcomers_will_take() -> None:
     """The device holds the prompt and a newcomer, and no column for the growth of that one, which it is to have."""
     bench = Bench(columns=7, host_columns=1)
