@@ -441,14 +441,14 @@ class StopChecker:
             while True:
                 if following[state] == character:
                     state += 1
-                elif (branch := branches.get((state, character))) is not None:
+                elif state in branches and (branch := branches[state].get(character)) is not None:
                     state = branch
                 elif state != _NOTHING:
                     state = fallback[state]
                     continue
                 break
-            if found := met[state]:
-                self.matched, self._held = found, ""
+            if state in met:
+                self.matched, self._held = (found := met[state]), ""
                 return text[: index + 1 - (0 if self._include else len(found))], True
         self._state = state
         self._held = text[len(text) - num_matched[state] :]
@@ -468,49 +468,76 @@ class _Machine(NamedTuple):
     step or two however many strings there are: a client may send 64, and have 128 choices with long tokens.
 
     A state is a beginning of some string: the longest one that the text ends with. Nearly all are followed by the next
-    one, so that a machine takes little memory.
+    one, so that a machine takes little memory. Where a string is met nothing follows, and so no state is behind that.
     """
 
-    following: list[str]  # the character that leads from each state to the next one; "": none
-    branches: dict[tuple[int, str], int]  # where other characters lead
+    following: str  # the character that leads from each state to the next one; `_NONE`: none
+    branches: dict[int, dict[str, int]]  # where other characters lead
     fallback: array[int]  # the longest beginning that each state ends with, but for itself
-    met: list[str]  # the longest string that each state ends with; "": none
+    met: dict[int, str]  # the longest string that a state ends with
     num_matched: array[int]  # characters of each state
 
-    def after(self, state: int, character: str) -> int | None:
-        """The state that is one character longer; None: there is none."""
-        return state + 1 if self.following[state] == character else self.branches.get((state, character))
+
+_NONE: Final = "\ud800"  # in no text: half of a surrogate pair
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # each may have a megabyte
 def _machine(strings: tuple[str, ...]) -> _Machine:
-    """The machine of these strings. All choices of a request share it."""
-    machine = _Machine([""], {}, array("l", [_NOTHING]), [""], array("l", [0]))
-    shortest_first: list[tuple[int, int, str, int]] = []  # length, the state before, a character, the state behind it
+    """The machine of these strings. All choices of a request share it. It is made on a gateway's loop, of 64 strings of
+    1,024 characters at most."""
+    following, num_matched = [_NONE], array("i", [0])
+    branches: dict[int, dict[str, int]] = {}
+    met: dict[int, str] = {}
+    added: dict[int, list[tuple[int, int, str]]] = {}  # by length: a state, the one before it, whose beginning it is
     for string in strings:
-        state = _NOTHING
-        for length, character in enumerate(string, 1):
-            after = machine.after(state, character)
-            if after is None:
-                after = len(machine.following)
-                if after == state + 1:
-                    machine.following[state] = character
-                else:
-                    machine.branches[state, character] = after
-                machine.following.append("")
-                machine.fallback.append(_NOTHING)
-                machine.met.append("")
-                machine.num_matched.append(length)
-                shortest_first.append((length, state, character, after))
-            state = after
-        machine.met[state] = string
-    for length, before, character, state in sorted(shortest_first):
-        fallback = machine.fallback[before]
-        while length > 1:
-            found = machine.after(fallback, character)
-            if found is not None or fallback == _NOTHING:
-                machine.fallback[state] = found or _NOTHING
+        state = length = _NOTHING
+        while state not in met and length < len(string):
+            if following[state] == string[length]:
+                state += 1
+            elif state in branches and (branch := branches[state].get(string[length])) is not None:
+                state = branch
+            else:
                 break
-            fallback = machine.fallback[fallback]
-        machine.met[state] = machine.met[state] or machine.met[machine.fallback[state]]
-    return machine
+            length += 1
+        if state in met:  # as soon as this one begins another one is met
+            continue
+        if length < len(string):
+            first = len(following)
+            added.setdefault(length, []).append((first, state, string))
+            if first == state + 1:
+                following[state] = string[length]
+            else:
+                branches.setdefault(state, {})[string[length]] = first
+            following += [*string[length + 1 :], _NONE]
+            num_matched.extend(range(length + 1, len(string) + 1))
+            state = len(following) - 1
+        met[state] = string
+    fallback = array("i", bytes(num_matched.itemsize * len(num_matched)))
+    # What grows, the shortest first, as a state falls back to a shorter one: how far its states are from their lengths,
+    # its string, and what the one before falls back to.
+    ends: list[tuple[int, str, int]] = []
+    for length in range(max(map(len, strings), default=0)):
+        for first, before, string in added.get(length, ()):
+            ends.append((first - length, string, fallback[before] if before else _NOTHING - 1))
+        going: list[tuple[int, str, int]] = []
+        for offset, string, shorter in ends:
+            character, state = string[length], offset + length
+            while shorter >= _NOTHING:
+                if following[shorter] == character:
+                    shorter += 1
+                elif shorter in branches and (branch := branches[shorter].get(character)) is not None:
+                    shorter = branch
+                elif shorter != _NOTHING:
+                    shorter = fallback[shorter]
+                    continue
+                break
+            else:
+                shorter = _NOTHING  # than one character
+            if shorter:
+                fallback[state] = shorter
+                if shorter in met:
+                    met.setdefault(state, met[shorter])
+            if state not in met:
+                going.append((offset, string, shorter))
+        ends = going
+    return _Machine("".join(following), branches, fallback, met, num_matched)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import tracemalloc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -376,6 +378,22 @@ def test_many_stop_strings_cost_no_more_than_one() -> None:
 
     check_all()
     assert in_loop_turns(check_all) < 1e6  # each by itself: millions
+
+
+def test_stop_strings_of_any_length_are_made_ready_soon_and_kept_small() -> None:
+    """Which happens on a gateway's loop. A client may send 64 of 1,024 characters, and others with each request."""
+    draw = random.Random(0)
+    lists = [["".join(draw.choices("abcdefghé", k=1_024)) for _ in range(64)] for _ in range(20)]
+    tracemalloc.start()
+    try:
+        for stop in lists:
+            StopChecker(stop)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 12 * 2**20  # 2 MiB of each were 40
+    ready = iter(lists)  # of which the first ones are held no more
+    assert in_loop_turns(lambda: StopChecker(next(ready)), rounds=3) < 3.5e6
 
 
 def test_text_after_a_stop_string_is_dropped() -> None:
