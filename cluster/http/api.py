@@ -56,7 +56,8 @@ class InFlight:
         Who `has_time`, as a line of a batch, leaves what is beyond the limit to others.
 
         Raises InvalidRequestError if there will never be room for them at once, OverloadedError if there is none now:
-        several take at most half of what others leave, so that a few large requests do not shut out small ones.
+        several take at most half of what others leave, within the limit and beyond, so that a few large requests do not
+        shut out small ones.
         """
         if num_sequences > self._limit:
             raise InvalidRequestError(
@@ -68,7 +69,8 @@ class InFlight:
         if num_sequences <= (left if num_sequences == 1 or self._num == 0 else left // 2):
             return
         has_few = self._of_tenants[tenant] + num_sequences <= self._few
-        if has_time or not has_few or num_sequences > left + self._beyond:
+        left += self._beyond
+        if has_time or not has_few or num_sequences > (left if num_sequences == 1 else left // 2):
             raise OverloadedError(
                 f"{self._num} sequences are in flight here, where there is room for {self._limit}. Try again shortly.",
                 retry_after_s=1.0,

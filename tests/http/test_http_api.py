@@ -8,7 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -516,14 +516,20 @@ def test_who_has_few_sequences_finds_room_beside_those_of_another_tenant(tokeniz
         with pytest.raises(OverloadedError), in_flight.enter(1, "a batch", has_time=True):
             pass
         with ExitStack() as held:
-            for number in range(4):
-                held.enter_context(in_flight.enter(2, f"few {number}"))
-                with pytest.raises(OverloadedError), in_flight.enter(1, f"few {number}"):
+            for number, size in enumerate((2, 2, 2, 1, 1)):
+                held.enter_context(in_flight.enter(size, f"few {number}"))
+                with pytest.raises(OverloadedError), in_flight.enter(3 - size, f"few {number}"):
                     pass
             with pytest.raises(OverloadedError), in_flight.enter(1, "a quarter more is there by now"):
                 pass
     with in_flight.enter(32):
         pass  # none is held any more
+    with ExitStack() as held:
+        for number in range(32 + 8):
+            with suppress(OverloadedError):
+                held.enter_context(in_flight.enter(2, f"several {number}"))
+        with in_flight.enter(1, "a small one"):  # several at a time do not take what is beyond, either
+            pass
     generator = ScriptedGenerator(tokenizer)
     with running_server(generator, tokenizer, GatewaySettings(max_concurrent=16)) as target:
         generator.script = Script(delay_s=HANGS_S)
