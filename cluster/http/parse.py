@@ -132,10 +132,18 @@ class Job:
 
 
 async def prepare_chat(
-    body: ChatBody, asked: Asked, service_tier: str, prefix_salt: str, *, tenant: str = "", job_id: str | None = None
+    body: ChatBody,
+    asked: Asked,
+    service_tier: str,
+    prefix_salt: str,
+    *,
+    tenant: str = "",
+    has_time: bool = False,
+    job_id: str | None = None,
 ) -> Job:
-    """Make the job of a chat, for a tenant. `job_id` None: a new one. Raises ApiError."""
-    _check_common(body, 1, asked, tenant)
+    """Make the job of a chat, for a tenant. `has_time`: as in `RequestTerms`. `job_id` None: a new one. Raises
+    ApiError."""
+    _check_common(body, 1, asked, tenant, has_time)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body.offered_tools()))
     token_ids = _truncated(token_ids, body, max_tokens, asked)
@@ -158,6 +166,7 @@ async def prepare_chat(
         service_tier,
         prefix_salt,
         tenant=tenant,
+        has_time=has_time,
         param="messages",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -169,10 +178,16 @@ async def prepare_chat(
 
 
 async def prepare_completion(
-    body: CompletionBody, asked: Asked, service_tier: str, prefix_salt: str, *, tenant: str = ""
+    body: CompletionBody,
+    asked: Asked,
+    service_tier: str,
+    prefix_salt: str,
+    *,
+    tenant: str = "",
+    has_time: bool = False,
 ) -> Job:
-    """Make the job of a text completion, for a tenant. Raises ApiError."""
-    _check_common(body, len(body.prompt), asked, tenant)
+    """Make the job of a text completion, for a tenant. `has_time`: as in `RequestTerms`. Raises ApiError."""
+    _check_common(body, len(body.prompt), asked, tenant, has_time)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
@@ -196,6 +211,7 @@ async def prepare_completion(
         service_tier,
         prefix_salt,
         tenant=tenant,
+        has_time=has_time,
         param="prompt",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -526,9 +542,9 @@ def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | Non
     return token_ids if len(token_ids) <= limit else token_ids[-limit:]
 
 
-def _check_common(body: GenerationBody, num_prompts: int, asked: Asked, tenant: str) -> None:
+def _check_common(body: GenerationBody, num_prompts: int, asked: Asked, tenant: str, has_time: bool) -> None:
     """Check what chats and text completions have in common, before anything is tokenised. Raises ApiError."""
-    asked.api.in_flight.require_room(num_prompts * (body.n or 1), tenant)
+    asked.api.in_flight.require_room(num_prompts * (body.n or 1), tenant, has_time=has_time)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError(
             "prompt_logprobs come with an answer that is not streamed. Leave out stream, or use echo with logprobs.",
@@ -575,6 +591,7 @@ def _job(
     prefix_salt: str,
     *,
     tenant: str,
+    has_time: bool,
     param: str,
     max_tokens: int | None,
     grammar: str | None,
@@ -590,7 +607,8 @@ def _job(
     `max_tokens` None: as many as fit."""
     num_choices = body.n or 1
     _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
-    asked.api.in_flight.require_room(len(prompts) * num_choices, tenant)  # others may have begun since it came
+    # Others may have begun since it came.
+    asked.api.in_flight.require_room(len(prompts) * num_choices, tenant, has_time=has_time)
     max_model_len = asked.model.require_limits().max_model_len
     sampling = {**_sampling(body, asked), **thinking, "grammar": grammar}
     sampling |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}

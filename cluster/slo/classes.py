@@ -174,6 +174,11 @@ class RequestTerms:
     arrived_at: float = field(default_factory=time.monotonic)
     deadline: float | None = None
 
+    @property
+    def has_time(self) -> bool:
+        """Whether it gives way to others, as a line of a batch does: its deadline is hours away."""
+        return self.deadline is not None
+
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(words)

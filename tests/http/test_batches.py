@@ -40,6 +40,7 @@ from cluster.errors import FailedError, NotFoundError, OverloadedError, Unavaila
 from cluster.http.api import HttpLimits
 from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
+from cluster.http.internal_requests import BatchClient, post_inside
 from cluster.http.parse import prepare_chat
 from cluster.http.server.body import BodyLimit
 from cluster.json_text import MAX_VALUES
@@ -452,6 +453,25 @@ def test_a_line_that_makes_the_server_fail_does_not_hold_up_others(
     assert ended.status == "completed" and ended.request_counts is not None
     assert (ended.request_counts.completed, ended.request_counts.failed) == (10, 1)
     assert answers(target, ended.error_file_id)["bad"]["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_a_line_that_finds_no_room_is_not_read_first(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, tmp_path: Path, url: str
+) -> None:
+    """It comes back each second, for as long as a gateway is full. What is beyond the limit is for others."""
+    api = scripted_api(generator, tokenizer, GatewaySettings(max_concurrent=32), storage=tmp_path)
+    assert api.batches is not None
+    whose = BatchClient("few", "", "o", time.monotonic() + HANGS_S)
+    long = {"prompt": "x " * 10_000, "input": "x " * 10_000, "messages": [{"role": "user", "content": "x " * 10_000}]}
+    name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(url, "messages")
+    body = {"model": MODEL, name: long[name]}
+    app = create_app(api)
+    assert (await post_inside(app, url, body, {}, whose)).status == 400  # it is too long, which is seen once it is read
+    with api.in_flight.enter(32, "many"):
+        answer = await post_inside(app, url, body, {}, whose)
+    api.batches.database.close()
+    assert answer.status == 429 and answer.headers["retry-after"] == "1"
 
 
 def test_lines_that_a_batch_keeps_count_although_their_file_is_deleted(

@@ -183,7 +183,7 @@ class PoolingResponse(Answer):
         num_readers = in_flight.share(min(len(specs), _AT_ONCE))
         terms = self._timeline.terms
         try:
-            with in_flight.enter(num_readers, terms.tenant, has_time=terms.deadline is not None):
+            with in_flight.enter(num_readers, terms.tenant, has_time=terms.has_time):
                 async with asyncio.TaskGroup() as readers:
                     for _ in range(num_readers):
                         readers.create_task(self._read(left, found, outbox))
