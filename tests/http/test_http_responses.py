@@ -835,7 +835,9 @@ def test_a_large_event_in_the_background_is_read_once(tmp_path: Path) -> None:
         assert found.status == "completed" and len(found.response) > 2**25
         database.close()
 
-    assert in_loop_turns(lambda: asyncio.run(scenario())) < 20e6
+    # 8 million, and three times as many where others use the memory that all of it is copied to some times. Each piece
+    # looked at with all before it: 290 million.
+    assert in_loop_turns(lambda: asyncio.run(scenario())) < 80e6
 
 
 async def test_a_disk_that_is_full_for_a_moment_costs_nothing_in_the_background(
