@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -42,6 +43,7 @@ from cluster.http.app import create_app
 from cluster.http.endpoints import batches, generation
 from cluster.http.internal_requests import BatchClient, post_inside
 from cluster.http.parse import prepare_chat
+from cluster.http.server import body as bodies
 from cluster.http.server.body import BodyLimit
 from cluster.json_text import MAX_VALUES
 from cluster.slo.classes import SloClass, SloConfig
@@ -569,6 +571,38 @@ async def test_of_files_that_come_at_once_each_turn_of_the_loop_takes_a_piece(
     assert {b"".join(mine) for mine in pieces.values()} == {content + content[7:]} and len(pieces) == 3
     assert max(len(piece) for mine in pieces.values() for piece in mine) <= 2**15
     assert max(num_in_turn.values()) == 1
+
+
+async def test_a_file_may_wait_for_its_turns(
+    generator: ScriptedGenerator, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has thousands, of which each may take milliseconds where others have much to say: its client is not slow."""
+    content, now, got = os.urandom(200_000), 0.0, bytearray()
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["more_body"]:
+            got.extend(message["body"])
+        got.extend(message["body"])
+
+    messages = [{"type": "http.request", "body": content, "more_body": more} for more in (True, True, False)]
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)  # or no time is ever over
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    async def waited(work: Any) -> None:
+        nonlocal now
+        now += 100.0
+
+    app = create_app(scripted_api(generator, tokenizer))
+    monkeypatch.setattr(app.state.api.turns, "on_loop", waited)
+    monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: now))
+    scope: Scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [], "app": app}
+    await BodyLimit(read, 10, 10, HANGS_S, {"/v1/files": 10**7})(scope, receive, send)
+    assert bytes(got) == content * 3
 
 
 def upload_fits(target: Target, lines: list[Any]) -> bool:
