@@ -71,6 +71,11 @@ class Place(Message):
         return (self.tenant, self.slo_class, self.num_tokens, self.max_new_tokens, last, self.adapter)
 
     @property
+    def has_name(self) -> bool:
+        """Whether `question` names the prompt, so that who asks something else has another one."""
+        return bool(self.prompt_hash or self.prefix_hashes)
+
+    @property
     def is_told_apart(self) -> bool:
         """Whether hardly another client has the same `question`. Few tokens, less than a block, many may have in
         common."""

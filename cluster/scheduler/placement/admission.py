@@ -252,7 +252,7 @@ class Admission:
             come_back = max(MIN_RETRY_AFTER_S, self._ledger.or_joined(now + later_s, now) - now)
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         bind(self._ledger, decision)
-        self._calendar.served(query.question, now, told_apart=query.is_told_apart)
+        self._calendar.served(query.question, now, told_apart=query.has_name)
         self._calendar.placed(self._work_s(decision))
         expected = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         self._shares.serve(query.tenant, decision.uncached_tokens, expected)
@@ -291,7 +291,7 @@ class Admission:
             pool = self._ledger.table.pools()[self._ledger.table.decodes(decision.best.computing)]
             num_workers = max(1, int(pool.stop - pool.start))
             retry_at = self._calendar.reserve(
-                *(query.question, retry_at, self._work_s(decision), num_workers, now), told_apart=query.is_told_apart
+                *(query.question, retry_at, self._work_s(decision), num_workers, now), told_apart=query.has_name
             )
         return Verdict(
             outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)

@@ -67,7 +67,7 @@ class RetryAfterCalendar:
         self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float, *, told_apart: bool = True
     ) -> float:
         """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
-        worker's time; `num_workers`: that do such work; `told_apart`: hardly another client has this key."""
+        worker's time; `num_workers`: that do such work; `told_apart`: the key names what is asked."""
         self._forget(now)
         self._work.forget(now)
         self._pace.turned_away(now)

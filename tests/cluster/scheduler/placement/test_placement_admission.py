@@ -388,13 +388,17 @@ def test_those_who_are_placed_meet_their_targets_and_those_who_return_too() -> N
     assert cluster.met["returned"] >= 0.8 * len(cluster.told)
 
 
-def test_clients_that_heed_no_retry_after_do_not_send_the_others_far_away() -> None:
+@pytest.mark.parametrize(
+    "hashed", [("prefix_hashes", "prompt_hash"), ("prompt_hash",)], ids=["blocks", "no full block"]
+)
+def test_clients_that_heed_no_retry_after_do_not_send_the_others_far_away(hashed: tuple[str, ...]) -> None:
     """Three times the capacity. Nine of ten clients try again after half a second and a second, and then give up."""
     cluster = _cluster()
     for number in range(240):
         if number % 10:
             cluster.give_up_after[f"r{number}"] = (0.5, 1.0)
-        cluster.offer(f"r{number}", 0.1 * number, num_tokens=900 + number, prefix_hashes=bytes([number]) * 16)
+        hashes = dict.fromkeys(hashed, bytes([number]) * 16)
+        cluster.offer(f"r{number}", 0.1 * number, num_tokens=900, **hashes)
     cluster.run()
     assert max(cluster.waits_s) < 60.0
     assert cluster.met["returned"] >= 0.8 * len(cluster.told) > 0
