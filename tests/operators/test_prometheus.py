@@ -267,8 +267,9 @@ def test_a_killed_worker_is_seen_to_go_and_to_come_back(watched: Watched) -> Non
     pending = 'ALERTS{alertname="LegatoWorkerGone", alertstate="pending", pool="decode"}'
     patiently(lambda: list(prometheus.ask(serving).values()) == [2], lambda: str(prometheus.ask(serving)))
     load = watched.load
-    load.max_tokens = 200
-    with load.running():
+    load.max_tokens = 2000  # so that the one that is seen to decode still does when it is killed
+    watched.cluster.wait_idle()  # else what is seen may be of a request that has ended since
+    with load.running(streams=1):
         patiently(lambda: bool(_decoding(watched.cluster)), lambda: "nothing is decoded")
         os.kill(_decoding(watched.cluster)[0], signal.SIGKILL)
         patiently(lambda: bool(prometheus.ask(pending)), lambda: "nobody notices")
