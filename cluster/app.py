@@ -32,7 +32,7 @@ from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
 from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, say, starting
-from cluster.deployment.capacity import live_nodes, require_room
+from cluster.deployment.capacity import live_nodes, pool_name, require_room, sizes_at_start
 from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
 from cluster.deployment.worker import WorkerDeployment, locator, resolve_host
@@ -74,21 +74,22 @@ def build(args: dict[str, Any]) -> Application:
     """The Serve application for a configuration tree (see `cluster.config.settings`). Raises ConfigError."""
     with starting("the application"):
         config = load_config(args)
-        present: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         if ray.is_initialized():  # `serve run cluster.app:build` builds first and starts Ray then
-            require_room(config, live_nodes())
-            present = present_sizes(args)
+            nodes = live_nodes()
+            require_room(config, nodes)
+            sizes = sizes_at_start(config, nodes, present_sizes(args))
         require_token(config)
-        describe_start(config)
+        describe_start(config, sizes)
         for served in config.served:
             if served.model.ref in BUILTIN_MODELS:
                 resolve_model(served.model.ref)  # here, so that the download is seen, and once for all that start then
-        return build_application(config, present)
+        return build_application(config, sizes)
 
 
-def build_application(config: LegatoConfig, present: Mapping[str, int] = MappingProxyType({})) -> Application:
-    """Bind the deployments of a configuration: gateways, the scheduler and the pools of workers. `present`: how many
-    replicas there are now of what it takes the place of, by deployment. Raises ConfigError."""
+def build_application(config: LegatoConfig, sizes: Mapping[str, int] = MappingProxyType({})) -> Application:
+    """Bind the deployments of a configuration: gateways, the scheduler and the pools of workers. `sizes`: how many
+    workers pools that scale begin with (see `sizes_at_start`), where it is not `replicas`. Raises ConfigError."""
     logging.basicConfig(level=config.log_level)
     drawn_secret = draw_secret()
     scheduler = Scheduler.options(  # type: ignore[attr-defined]
@@ -101,8 +102,8 @@ def build_application(config: LegatoConfig, present: Mapping[str, int] = Mapping
     for served in config.served:
         others = [other for other in config.served if other.model.name != served.model.name]
         if not served.is_colocated:
-            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler, present))
-        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler, present))
+            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler, sizes))
+        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler, sizes))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -119,18 +120,17 @@ def worker_pool(
     others: Sequence[LegatoConfig],
     drawn_secret: SecretBytes | None,
     scheduler: Application,
-    present: Mapping[str, int],
+    sizes: Mapping[str, int],
 ) -> Application:
     """Bind the pool of workers of one model that are started in this role: how many there are, and each one's share of
-    the machine. `others`: a configuration for each other model. `present`: see `build_application`."""
-    suffix = f"-{quote(config.model.name, safe='')}" if others else ""
-    name = ("PrefillWorker" if role == "prefill" else "DecodeWorker") + suffix
+    the machine. `others`: a configuration for each other model. `sizes`: see `build_application`."""
+    name = pool_name(role, config.model.name if others else "")
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (
         {"num_replicas": settings.replicas}
         if scaling is None
-        else {"autoscaling_config": autoscaling_config(scaling, settings.replicas, present.get(name, 0))}
+        else {"autoscaling_config": autoscaling_config(scaling, sizes.get(name, settings.replicas))}
     )
     deployment = serve.deployment(WorkerDeployment).options(
         name=name,

@@ -37,15 +37,13 @@ def follow_advice(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return int(min(max(round(newest.value), fewest), most)), {}
 
 
-def autoscaling_config(scaling: AutoscalingSettings, replicas: int, present: int = 0) -> dict[str, Any]:
+def autoscaling_config(scaling: AutoscalingSettings, replicas: int) -> dict[str, Any]:
     """The autoscaling settings of a pool, for Serve. Advice is followed at once: the scheduler has already waited where
-    waiting is due.
-
-    `present`: how many replicas there are now. Whenever a pool is deployed anew Serve gives it
-    `initial_replicas`, and stops at once all beyond that: a changed file makes no pool smaller than it has become."""
+    waiting is due. `replicas`: how many there are at first, also where the pool is deployed anew: Serve stops at once
+    all beyond that."""
     return {
         "min_replicas": scaling.min_replicas,
-        "initial_replicas": min(max(replicas, present), scaling.max_replicas),
+        "initial_replicas": replicas,
         "max_replicas": scaling.max_replicas,
         "metrics_interval_s": _REPORTED_EVERY_S,
         "look_back_period_s": _REPORTED_OVER_S,

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TextIO
 
 import ray
@@ -45,10 +46,10 @@ def starting(what: str) -> Iterator[None]:
         raise
 
 
-def describe_start(config: LegatoConfig) -> None:
-    """Say what is about to be started, and what this Ray lacks.
+def describe_start(config: LegatoConfig, sizes: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Say what is about to be started, and what this Ray lacks. `sizes`: see `needs`.
     Call it on the cluster, where the application is built."""
-    wanted = needs(config)
+    wanted = needs(config, sizes)
     parts = ", ".join(f"{need.replicas} {need.what}{'s' * (need.replicas > 1)}" for need in wanted)
     say(f"starts {config.names}: {parts}.")
     if not config.models and "model" not in config.model_fields_set:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from urllib.parse import quote
 
 from cluster.config.load import ConfigError
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
+from kv_transfer.messages.fields import Role
 
 Resources = Mapping[str, float]
 
@@ -30,18 +33,55 @@ class ProcessNeed:
         return self.replicas * self.each.get(resource, 0.0)
 
 
-def needs(config: LegatoConfig) -> list[ProcessNeed]:
-    """The processes that are started with the application. Pools that grow later get what is there then."""
+def pool_name(role: Role, model: str = "") -> str:
+    """The name of a pool's deployment. `model`: whose pool it is, where there are several."""
+    return ("PrefillWorker" if role == "prefill" else "DecodeWorker") + (f"-{quote(model, safe='')}" if model else "")
+
+
+def needs(config: LegatoConfig, sizes: Mapping[str, int] = MappingProxyType({})) -> list[ProcessNeed]:
+    """The processes that are started with the application. Pools that grow later get what is there then. `sizes`: how
+    many workers pools begin with, by their deployments' names, where it is not `replicas`."""
     found = []
     for index, served in enumerate(config.served):
         where, whose = (f"models.{index}.", f"{served.model.name} ") if config.models else ("", "")
         for name, pool in served.pools.items():
             if pool.replicas and not (name == "prefill" and served.is_colocated):
                 each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
-                found.append(ProcessNeed(f"{whose}{name} worker", f"{where}{name}", pool.replicas, each))
+                replicas = sizes.get(pool_name(name, _one_of_several(config, served)), pool.replicas)
+                found.append(ProcessNeed(f"{whose}{name} worker", f"{where}{name}", replicas, each))
     found.append(ProcessNeed("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
     found.append(ProcessNeed("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
     return found
+
+
+def sizes_at_start(config: LegatoConfig, nodes: Sequence[Resources], present: Mapping[str, int]) -> dict[str, int]:
+    """How many workers each pool that scales begins with, by its deployment's name: as many as there are (`present`),
+    where that is more than `replicas`, but not more than there may be or than the nodes have room for. Serve goes on
+    replacing workers only when all new ones have found a place: where one never does, it waits for good.
+
+    Call it where `require_room` raises nothing."""
+    least, sizes = dict[str, int](), dict[str, int]()
+    for served in config.served:
+        for role, pool in served.pools.items():
+            if pool.autoscaling is not None:
+                name = pool_name(role, _one_of_several(config, served))
+                least[name] = pool.replicas
+                sizes[name] = min(max(pool.replicas, present.get(name, 0)), pool.autoscaling.max_replicas)
+    while sizes != least and not _has_room(config, nodes, sizes):
+        sizes[max(sizes, key=lambda name: sizes[name] - least[name])] -= 1
+    return sizes
+
+
+def _one_of_several(config: LegatoConfig, served: LegatoConfig) -> str:
+    return served.model.name if len(config.served) > 1 else ""
+
+
+def _has_room(config: LegatoConfig, nodes: Sequence[Resources], sizes: Mapping[str, int]) -> bool:
+    try:
+        require_room(config, nodes, sizes)
+    except ConfigError:
+        return False
+    return True
 
 
 def live_nodes() -> list[Resources]:
@@ -51,13 +91,16 @@ def live_nodes() -> list[Resources]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def require_room(config: LegatoConfig, nodes: Sequence[Resources]) -> None:
+def require_room(
+    config: LegatoConfig, nodes: Sequence[Resources], sizes: Mapping[str, int] = MappingProxyType({})
+) -> None:
     """Check that the nodes can hold what the configuration starts, and that it reaches itself there. `nodes`: what each
-    live node has in all. Raises ConfigError with one sentence if they cannot, unless the configuration says to wait for
-    nodes. What passes may still not fit: which processes share a node is Ray's to say."""
+    live node has in all. `sizes`: see `needs`. Raises ConfigError with one sentence if they cannot, unless the
+    configuration says to wait for nodes. What passes may still not fit: which processes share a node is Ray's to say.
+    """
     if config.wait_for_nodes:
         return
-    wanted = needs(config)
+    wanted = needs(config, sizes)
     for resource in dict.fromkeys(resource for need in wanted for resource in need.each):
         shares = [need for need in wanted if need.total(resource)]
         needed = math.fsum(need.total(resource) for need in shares)

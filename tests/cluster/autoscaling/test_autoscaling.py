@@ -71,21 +71,14 @@ def test_serve_takes_the_settings() -> None:
     assert config.metrics_interval_s == 1.0  # as often workers tell Serve what they were advised
 
 
-@pytest.mark.parametrize(("present", "first"), [(0, 2), (1, 2), (3, 3), (9, 4)])
-def test_a_pool_that_has_grown_begins_anew_as_large_as_it_is(present: int, first: int) -> None:
-    """Serve would stop all beyond `initial_replicas` at once."""
-    scaling = AutoscalingSettings(max_replicas=4)
-    assert AutoscalingConfig(**autoscaling_config(scaling, 2, present)).initial_replicas == first
-
-
 def test_only_a_pool_that_scales_keeps_its_size() -> None:
     """By its own name, of several models."""
     own = {"prefill": {"replicas": 0}, "decode": {"autoscaling": {"max_replicas": 8}}}
     config = load_config({"models": [{"model": name, **own} for name in ("x/a", "b")]})
     first, second = config.served
-    present = {"DecodeWorker-x%2Fa": 5}
+    sizes = {"DecodeWorker-x%2Fa": 5}
     for served, other, size in ((first, second, 5), (second, first, 1)):
-        pool = worker_pool("decode", served, [other], None, SCHEDULER, present)
+        pool = worker_pool("decode", served, [other], None, SCHEDULER, sizes)
         scaled = pool._bound_deployment._deployment_config.autoscaling_config
         assert scaled.initial_replicas == size
     fixed = load_config({"decode": {"replicas": 2}})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.config.load import ConfigError, load_config
-from cluster.deployment.capacity import needs, require_room
+from cluster.deployment.capacity import needs, require_room, sizes_at_start
 from tests.cluster.config.test_config import FILES
 
 CPU_FILES = [path for path in FILES if not path.name.startswith("gpu")]
@@ -122,3 +122,31 @@ def test_loopback_is_one_node() -> None:
     with pytest.raises(ConfigError, match=r"network\.host is 127\.0\.0\.1, .* has 2 nodes .* Set network\.host: node"):
         require_room(config, [node, node])
     room({"network": {"host": "node"}}, {"CPU": 2.0}, {"CPU": 2.0})
+
+
+@pytest.mark.parametrize(("present", "first"), [(0, 2), (1, 2), (3, 3), (9, 4)])
+def test_a_pool_that_has_grown_begins_anew_as_large_as_it_is(present: int, first: int) -> None:
+    """Serve would stop all beyond `initial_replicas` at once."""
+    config = load_config({"decode": {"replicas": 2, "autoscaling": {"max_replicas": 4}}})
+    assert sizes_at_start(config, [{"CPU": 64}], {"DecodeWorker": present}) == {"DecodeWorker": first}
+
+
+@pytest.mark.parametrize(("num_cpus", "sizes"), [(1, (3, 5)), (2, (2, 2))])
+def test_no_pool_begins_with_more_than_there_is_room_for(num_cpus: int, sizes: tuple[int, int]) -> None:
+    """Each may take more now. Serve, which replaces no old worker while a new one waits for a place, would wait for
+    good."""
+    pool = {"num_cpus": num_cpus, "autoscaling": {"max_replicas": 8}}
+    tree = {"prefill": pool, "decode": pool, "network": {"host": "node"}}
+    present = {"PrefillWorker": 3, "DecodeWorker": 5}
+    kept = dict(zip(present, sizes, strict=True))
+    nodes = [{"CPU": 5}, {"CPU": 5}]
+    assert sizes_at_start(load_config(tree), nodes, present) == kept
+    waits = load_config({**tree, "wait_for_nodes": True})
+    assert sizes_at_start(waits, nodes, present) == present, "Ray adds nodes"
+
+
+def test_of_several_models_each_pool_keeps_its_own_size() -> None:
+    own = {"workers": 1, "decode": {"autoscaling": {"max_replicas": 8}, "num_cpus": 1}}
+    models = [{"model": {"ref": "tiny", "served_name": name}, **own} for name in ("x/a", "b")]
+    sizes = sizes_at_start(load_config({"models": models}), [{"CPU": 5.6}], {"DecodeWorker-x%2Fa": 7})
+    assert sizes == {"DecodeWorker-x%2Fa": 4, "DecodeWorker-b": 1}
