@@ -437,16 +437,7 @@ class StopChecker:
         following, branches, fallback, met, num_matched = self._machine
         state = self._state
         for index in range(num_before, len(text)):
-            character = text[index]
-            while True:
-                if following[state] == character:
-                    state += 1
-                elif state in branches and (branch := branches[state].get(character)) is not None:
-                    state = branch
-                elif state != _NOTHING:
-                    state = fallback[state]
-                    continue
-                break
+            state = _after(state, text[index], following, branches, fallback)
             if state in met:
                 self.matched, self._held = (found := met[state]), ""
                 return text[: index + 1 - (0 if self._include else len(found))], True
@@ -479,6 +470,24 @@ class _Machine(NamedTuple):
 
 
 _NONE: Final = "\ud800"  # in no text: half of a surrogate pair
+
+
+def _after(
+    state: int,
+    character: str,
+    following: Sequence[str],
+    branches: Mapping[int, Mapping[str, int]],
+    fallback: Sequence[int],
+) -> int:
+    """The state that a machine with these members is in after one more character."""
+    while True:
+        if following[state] == character:
+            return state + 1
+        if state in branches and (branch := branches[state].get(character)) is not None:
+            return branch
+        if state == _NOTHING:
+            return _NOTHING
+        state = fallback[state]
 
 
 @lru_cache(maxsize=8)  # each may have a megabyte
@@ -517,22 +526,12 @@ def _machine(strings: tuple[str, ...]) -> _Machine:
     # its string, and what the one before falls back to.
     ends: list[tuple[int, str, int]] = []
     for length in range(max(map(len, strings), default=0)):
-        for first, before, string in added.get(length, ()):
-            ends.append((first - length, string, fallback[before] if before else _NOTHING - 1))
+        ends += [(first - length, string, fallback[before]) for first, before, string in added.get(length, ())]
         going: list[tuple[int, str, int]] = []
         for offset, string, shorter in ends:
-            character, state = string[length], offset + length
-            while shorter >= _NOTHING:
-                if following[shorter] == character:
-                    shorter += 1
-                elif shorter in branches and (branch := branches[shorter].get(character)) is not None:
-                    shorter = branch
-                elif shorter != _NOTHING:
-                    shorter = fallback[shorter]
-                    continue
-                break
-            else:
-                shorter = _NOTHING  # than one character
+            state = offset + length
+            if length:  # one character falls back to nothing
+                shorter = _after(shorter, string[length], following, branches, fallback)
             if shorter:
                 fallback[state] = shorter
                 if shorter in met:
