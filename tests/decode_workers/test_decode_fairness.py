@@ -45,14 +45,20 @@ def _longest_wait(bench: Bench, seq: Sequence, come: Callable[[], None], num_ste
     raise AssertionError(f"{seq.request_id} has not ended in {num_steps} steps")
 
 
-def test_a_prompt_that_waits_for_blocks_comes_before_new_reservations() -> None:
-    bench = Bench(columns=8, host_columns=1)
+def _prompt_behind_newcomers(bench: Bench, max_tokens: int) -> Newcomers:
+    """Have a prompt computed that comes behind the first of newcomers without an end, and check that it need not wait
+    long."""
     newcomers = Newcomers(bench)
     newcomers.come()
-    prompt = sequence("prompt", [5] * 20, 4)
+    prompt = sequence("prompt", [5] * 20, max_tokens)
     bench.scheduler.add(prompt)
     assert _longest_wait(bench, prompt, newcomers.come, 60) <= 12
-    assert newcomers.num_taken > 2
+    return newcomers
+
+
+def test_a_prompt_that_waits_for_blocks_comes_before_new_reservations() -> None:
+    bench = Bench(columns=8, host_columns=1)
+    assert _prompt_behind_newcomers(bench, max_tokens=4).num_taken > 2
 
 
 def test_a_preempted_sequence_comes_before_new_reservations() -> None:
@@ -106,11 +112,7 @@ def test_who_lacks_its_adapter_on_a_full_device_keeps_nobody_from_host_memory() 
 def test_a_prompt_that_waits_for_blocks_has_room_beside_the_columns_that_newcomers_will_take() -> None:
     """The device holds the prompt and a newcomer, and no column for the growth of that one, which it is to have."""
     bench = Bench(columns=7, host_columns=1)
-    newcomers = Newcomers(bench)
-    newcomers.come()
-    prompt = sequence("prompt", [5] * 20, 2)
-    bench.scheduler.add(prompt)
-    assert _longest_wait(bench, prompt, newcomers.come, 60) <= 12
+    _prompt_behind_newcomers(bench, max_tokens=2)
 
 
 def test_a_prompt_in_host_memory_is_computed_beside_an_endless_stream_of_short_ones() -> None:

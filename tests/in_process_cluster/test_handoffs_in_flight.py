@@ -209,6 +209,15 @@ async def test_blocks_are_read_until_every_copy_out_has_ended(end: str) -> None:
         assert handoff.sender.num_handing_over == 0
 
 
+async def hand_over_to_who_takes_nothing(handoff: HandOff, free: Gate) -> None:
+    """Compute all of a hand-off over a link of one slab, until its peer holds that: `free` gives it back."""
+    for gate in handoff.stored:
+        gate.come()
+    handoff.begin()
+    handoff.compute()
+    await eventually(lambda: free.num_waiting == 1)
+
+
 @pytest.mark.parametrize("end", ["cancelled", "rejected"])
 async def test_blocks_do_not_wait_for_a_peer_that_takes_no_slabs(end: str) -> None:
     """It holds the only slab: of the two others one waits for that, the last one behind it. Both are recalled, and the
@@ -216,11 +225,7 @@ async def test_blocks_do_not_wait_for_a_peer_that_takes_no_slabs(end: str) -> No
     told, free, following = Told(), Gate(), SequenceKey("s", 1)
     told.free = free
     async with handing_over(told, "shm", num_slabs=1) as handoff:
-        for gate in handoff.stored:
-            gate.come()
-        handoff.begin()
-        handoff.compute()
-        await eventually(lambda: free.num_waiting == 1)
+        await hand_over_to_who_takes_nothing(handoff, free)
         await eventually(lambda: len(handoff.sender.machine._outgoing[KEY].in_flight) == NUM_LAYERS - 1)
         (handoff.sender.cancel(KEY, "nobody waits any more") if end == "cancelled" else handoff.receiver.cancel(KEY))
         await eventually(lambda: "source released" in told.words, what="its blocks wait for the link")
@@ -243,11 +248,7 @@ async def test_nothing_is_kept_of_what_was_recalled_from_a_peer_that_takes_no_sl
     told, free = Told(), Gate()
     told.free = free
     async with handing_over(told, "shm", num_slabs=1) as handoff:
-        for gate in handoff.stored:
-            gate.come()
-        handoff.begin()
-        handoff.compute()
-        await eventually(lambda: free.num_waiting == 1)
+        await hand_over_to_who_takes_nothing(handoff, free)
         following = [SequenceKey(f"s{number}", 1) for number in range(3)]
         events: list[weakref.ref[Gate]] = []
         for number, key in enumerate(following):
