@@ -1,13 +1,14 @@
 """The endpoints for operators: the cluster's workers, its decisions, requests, how promises are kept, and metrics.
 
-Those of clients are beside it: `generation` for what generates, `service` for models, tokens and health; a route there
-is one too in `docs/guide/http-api.md`, and in `cluster.http.app` where the module is new.
+Those of clients are beside it: `generation` for what generates, `service` for models, tokens and health, which says
+what belongs to another one.
 
 Each asks the `ClusterView` or the SLO account of its gateway. For one that asks the scheduler something new: a route
 here, a method of `ClusterView` (`cluster.gateway.generator`), its implementation in `SchedulerClient` and in the two
 that stand in for it (`tests/support/scripted_generator.py`, `benchmarks/serving/gateway_server.py`), messages in
 `kv_transfer.messages.scheduling` (with `PROTOCOL_VERSION`), what `cluster.scheduler.server` answers, and a line in
-`docs/guide/http-api.md`. Tests: `test_http_api.py`, `test_placed_records.py`.
+`docs/guide/http-api.md`; what does not begin with `/cluster` is also a row of what proxies keep from clients
+(`docs/guide/security.md`). Tests: `test_http_api.py`, `test_placed_records.py`.
 """
 
 from __future__ import annotations
