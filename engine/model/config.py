@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 # Another family is named here; its sizes and choices are read below; `engine.checkpoint.weights` knows the names and
 # shapes of its tensors, and `engine.model.shards` how ranks cut those that they do; `tests/support/model_families.py`
-# makes a small one; the README and docs/guide/configuration.md list it. Many need no more: norms in other places,
-# projections that are stored as one, or pairs that rotate otherwise are data. What no family has computed yet is also
+# makes a small one, which `test_models.py` compares with transformers, while `test_compilation.py` asks whether kernels
+# for GPUs are shipped for the family's own sizes (`_ALSO_SAID`); the README and docs/guide/configuration.md list it.
+# Many need no more: norms in other places, projections that are stored as one, or pairs that rotate otherwise are data;
+# what may differ from layer to layer is `LayerConfig`. What no family has computed yet is also
 # `engine.model.transformer` and `kernels.interface.Layer`. The fused layers in C++ leave out unheard what they do not
 # know: until `kernels/native/layers.py` (`_NORMS`) and `kernels/native/src/layers.cpp` compute it, have `_fuse` of the
 # transformer give None for it, and leave the family out of `WITH_FUSED_LAYERS`.

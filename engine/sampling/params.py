@@ -41,8 +41,9 @@ class SamplingParams:
     A new one is heeded on a CPU by `logits`, where `is_adjusted` or `is_filtered` must know of it (who is neither takes
     a shortcut in C++); on a GPU by `device_sampler`, by `kernels.triton.sampling.rows`, which brings it there, and by
     the kernel beside it that edits or filters; by `engine.sequence.finish_reason` if it ends the sequence. Clients
-    reach it by `cluster.http.openai.schemas` and `cluster.http.parse`, and read of it in `docs/guide/http-api.md`;
-    `sampling_twin.py`, beside the tests, says once more what it does. After a change of a Triton kernel run
+    reach it by `cluster.http.openai.schemas` and `cluster.http.parse`, and read of it in `docs/guide/http-api.md`; a
+    checkpoint may recommend what is in `_OF_CHECKPOINTS`. `sampling_twin.py`, beside the tests, says once more what it
+    does; `test_sampler.py` and `test_sampling_kernels.py` draw with it. After a change of a Triton kernel run
     `python -m benchmarks.gpu.compilation`.
 
     Raises ValueError with advice on any value outside its range, NaN included.
