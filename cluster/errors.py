@@ -17,7 +17,9 @@ This file knows HTTP status codes, and nothing of FastAPI, workers or Ray.
 
 To add an error, write a class here and say in `cluster.slo.account.slo_outcome_of` whether it breaks a promise. Explain
 its code in `docs/guide/http-api.md` and `docs/guide/troubleshooting.md`, try it in `test_timeline.py` and
-`test_http_api.py`, and raise it where it is found out:
+`test_http_api.py`. A status that no other class has is also a word of other APIs (`_ANTHROPIC_KINDS` here, `told_error`
+of `cluster.http.background`), and says to batches whether to try again (`_NOT_NOW` of `cluster.batch.service`). Raise
+it where it is found out:
 
 * A field of the body is wrong: in `cluster.http.openai.fields`. List a code of ours in `_OUR_CODES` of
   `cluster.http.error_responses`, or clients get `invalid_value`.
