@@ -44,7 +44,10 @@ class Carrier(ABC):
     can have it; `python -m cluster.config.table` prints the guide's table). Words of its own are messages
     (`kv_transfer.messages`). Its tests are a class in `test_transports.py`, a kind in
     `tests/processes/transport_child.py` and in `KINDS` of `test_transport_processes.py`;
-    `test_distributed_transport.py` lists all names.
+    `test_distributed_transport.py` lists all names, and `docs/architecture.md` all ways.
+
+    No carrier is told when its transport begins to listen: what dialers look for beside the common listener is there
+    from the constructor on.
     """
 
     purpose: str
