@@ -123,7 +123,8 @@ class PagedAttention(Protocol):
         """`q [T, Q, D]` over the context in `cache_rows`, which already hold this step's `k [T, H, D]` and
         `v [T, H, Dv]`.
 
-        Returns `[T, Q, Dv]`, contiguous. Query head i reads key/value head `i // (Q / H)`.
+        Returns `[T, Q, Dv]`, contiguous. Query head i reads key/value head `i // (Q / H)`. `cache_rows`: of one layer,
+        as `CacheGeometry` says; `group`: that layer's, whose line of each block table is read.
         `sinks [Q]`, float32, contiguous: a logit of each head that takes part in its softmax, and of which nothing
         comes (arXiv:2309.17453, section 3.3).
         """

@@ -164,7 +164,7 @@ class PrefillScheduler:
         admitted: list[Sequence] = []
         for seq in self._running:
             if not step.admits(seq):
-                break
+                break  # it is to compute alone, or another one is: nobody else enters
             step.add(seq)
         else:
             admitted = self._admit(step)

@@ -44,7 +44,8 @@ PLAIN: Final = Reading(tools=None, functions=frozenset(), single=False, reasonin
 
 class ChoiceEvents:
     """Makes the events of one choice out of its deltas. Takes them in order, or the sum of all at once. `one_text`: all
-    texts of the choice are told as one, and all of its reasoning, in which those behind the first begin a new line."""
+    texts of the choice are told as one, and all of its reasoning as one; in either, what follows something else begins
+    a new line."""
 
     def __init__(self, reading: Reading, *, one_text: bool = False) -> None:
         self._parser = output_parser(

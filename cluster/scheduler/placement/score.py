@@ -108,7 +108,8 @@ def _predict_pooled(
     ledger: Ledger, query: Place, computing: Rows, prompt: PromptForecast, later_s: Floats, now: float
 ) -> PlacementForecast:
     """Predict the placement of an embedding: nobody decodes, and no memory is held beyond the prompt's computation.
-    Where that is in a decode worker, others there wait for it."""
+    Where that is in a decode worker, others there wait for it, which only a request without targets is charged with, as
+    in `predict`."""
     table, in_decode_pool = ledger.table, computing >= ledger.table.num_prefills
     is_decode_alone = np.ones_like(in_decode_pool)
     nothing = np.zeros((len(later_s), len(computing)))

@@ -187,9 +187,12 @@ def _co_batched(
 def _tpot_loss(
     facts: Floats, slots: Floats, others: _CoBatched, before_s: Floats, own_s: Floats, added_s: Floats, now: float
 ) -> Floats:
-    """How much the log-probabilities of the others' TPOT targets fall. Not the probabilities: their loss would
-    vanish where everyone is late already, and a worker in trouble must never look like the place for more. Each is
-    weighed by how good its chance was once."""
+    """How much the log-probabilities of the others' TPOT targets fall, by moment and worker. Not the probabilities:
+    their loss would vanish where everyone is late already, and a worker in trouble must never look like the place for
+    more. Each is weighed by how probable it was, when it was placed, that it meets its targets (`Slot.WEIGHT`).
+
+    `before_s`, by moment and worker: of each token, without the newcomer. By worker: `own_s`, what it adds to each that
+    it shares; `added_s`, what its prompt adds once to those who are there by then."""
     target_s = np.where(others.live, slots[Slot.TPOT_TARGET_S], np.inf)
     if not (target_s < np.inf).any():
         return np.zeros_like(before_s)
