@@ -163,8 +163,8 @@ class PrefillScheduler:
         )
         admitted: list[Sequence] = []
         for seq in self._running:
-            if not step.admits(seq):
-                break  # it is to compute alone, or another one is: nobody else enters
+            if not step.may_share(seq):
+                break
             step.add(seq)
         else:
             admitted = self._admit(step)
@@ -243,7 +243,7 @@ class PrefillScheduler:
         admitted = []
         ready = [e for e in self._waiting.values() if e.state is PrefillState.WAITING and e.seq.has_adapter]
         for entry in ready:
-            if step.is_full or not step.admits(entry.seq):
+            if step.is_full or not step.may_share(entry.seq):
                 break
             if not (entry.is_reserved or self._may_keep(entry.seq)):
                 continue
@@ -337,8 +337,8 @@ class StepFilling:
     def is_full(self) -> bool:
         return not self._room.is_open
 
-    def admits(self, seq: Sequence) -> bool:
-        """Whether the step may be shared by this one and those that it has."""
+    def may_share(self, seq: Sequence) -> bool:
+        """Whether this one may be computed in the step beside those that it has: a suspect is computed alone."""
         return not self._items or not (seq.num_alone or self._items[0].seq.num_alone)
 
     @property

@@ -5,6 +5,8 @@ Knows no worker and no Ray: `cluster.app` runs it inside a Serve replica, tests 
 
 from __future__ import annotations
 
+from typing import Final
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -16,6 +18,9 @@ from cluster.http.other_gateways import OtherGateways
 from cluster.http.server.body import BodyLimit
 from cluster.slo.classes import CLASS_HEADER
 
+MODULES: Final = (generation, messages, responses, pooling, batches, adapters, operators, service, board)
+"""Of endpoints: each has a `router`."""
+
 
 def create_app(api: Api) -> FastAPI:
     """Make the application of a gateway, whose endpoints use what `api` holds."""
@@ -26,7 +31,7 @@ def create_app(api: Api) -> FastAPI:
     app.state.api = api
     app.state.board = board.Board(api)
     app.state.others = OtherGateways(api)
-    for module in (generation, messages, responses, pooling, batches, adapters, operators, service, board):
+    for module in MODULES:
         app.include_router(module.router)
     install_error_handlers(app)
     api.metrics.watch_unread(lambda: api.unread.num_bytes)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from cluster.config.table import setting_rows
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
+from cluster.http.app import MODULES
 from cluster.http.openai.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).parent.parent.parent
@@ -272,6 +274,20 @@ def test_variables_that_legato_sets_are_listed() -> None:
     """For clusters that others start."""
     text = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
     assert [name for name in RAY_ENVIRONMENT | SERVE_ENVIRONMENT if name not in text] == []
+
+
+def test_endpoints_are_listed() -> None:
+    """Those of the server's schema, of which others are spellings. Files and batches have one row."""
+    text = (ROOT / "docs/guide/http-api.md").read_text(encoding="utf-8")
+    told = {re.sub(r"\{[^}]*\}", "{}", name) for name in re.findall(r"`([A-Z]+ /[^?`]*)[^`]*`", text)}
+    made = {
+        f"{method} {re.sub(r'{[^}]*}', '{}', route.path)}"
+        for module in MODULES
+        for route in module.router.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in route.methods or ()
+    }
+    assert {name for name in made - told if not re.search("/v1/(files|batches)", name)} == set()
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ChatMessage, StreamOptions])

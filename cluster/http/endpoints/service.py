@@ -1,8 +1,8 @@
 """The endpoints beside generation that clients use: models, tokens, health, load.
 
 A new one is a route here, or in a module of its own that `cluster.http.app` names, and a row of
-`docs/guide/http-api.md`, which no test asks for. The proxy of `docs/guide/security.md` lets through what begins with
-`/v1/`, and by name what does not. Tests: `test_http_api.py`, `tests/support/openai_conformance.py`.
+`docs/guide/http-api.md`. The proxy of `docs/guide/security.md` lets through what begins with `/v1/`, and by name what
+does not. Tests: `test_http_api.py`, `tests/support/openai_conformance.py`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,16 @@ def predict(
     if not query.has_targets:
         idle_share = _idle_shares(table, in_decode_pool, later_s, now)
     return PlacementForecast(
-        later_s, computing, decode, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
+        later_s=later_s,
+        computing=computing,
+        decode=decode,
+        is_decode_alone=is_decode_alone,
+        in_decode_pool=in_decode_pool,
+        prompt=prompt,
+        start_s=start_s,
+        forecast=forecast,
+        slo_loss=slo_loss,
+        idle_share=idle_share,
     )
 
 
@@ -119,11 +128,22 @@ def _predict_pooled(
         slo_loss[:, in_decode_pool] = forecast_delay(
             table, computing[in_decode_pool], prompt.added_s[in_decode_pool], lead_s, now
         )
-    forecast = DecodeForecast(nothing, nothing, np.zeros(len(computing)), nothing, slo_loss)
+    forecast = DecodeForecast(
+        tpot_s=nothing, gap_s=nothing, room_s=np.zeros(len(computing)), kv_share=nothing, slo_loss=slo_loss
+    )
     start_s = np.maximum(later_s[:, None], prompt.wait_s)
     idle_share = _UNASKED if query.has_targets else _idle_shares(table, in_decode_pool, later_s, now)
     return PlacementForecast(
-        later_s, computing, computing, is_decode_alone, in_decode_pool, prompt, start_s, forecast, slo_loss, idle_share
+        later_s=later_s,
+        computing=computing,
+        decode=computing,
+        is_decode_alone=is_decode_alone,
+        in_decode_pool=in_decode_pool,
+        prompt=prompt,
+        start_s=start_s,
+        forecast=forecast,
+        slo_loss=slo_loss,
+        idle_share=idle_share,
     )
 
 

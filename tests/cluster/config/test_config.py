@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import inspect
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import ray
@@ -19,7 +21,10 @@ from ray import cloudpickle
 from ray.serve import Application
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from cluster import app
 from cluster.app import build, build_application
+from cluster.config import build as build_workers
+from cluster.config import build_scheduler
 from cluster.config.build import (
     decode_worker,
     engine_config,
@@ -42,7 +47,7 @@ from cluster.config.load import (
     load_config,
     load_document,
 )
-from cluster.config.settings import NOT_TUNABLE
+from cluster.config.settings import NOT_TUNABLE, TUNABLE
 from cluster.config.table import setting_rows, settings_table
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.plan.worker_memory import predict_memory
@@ -50,7 +55,7 @@ from cluster.slo.classes import NO_TARGETS, SloConfig
 from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape
 from engine.drafting.speculation import SpeculationConfig, drafters_of
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.transports.choose import TransferConfig
+from kv_transfer.transports.choose import TransferConfig, TransportKind
 from kv_transfer.worker.replica import ReplicaSite
 
 ROOT = Path(__file__).parents[3]
@@ -788,6 +793,33 @@ def test_what_tuning_refuses_are_fields_and_settings() -> None:
             load_config({"tuning": {name: changes}})
 
 
+def _handed_on(call: ast.Call, path: str) -> Iterator[str]:
+    """The fields of a component's config that are filled from settings, by the names of `NOT_TUNABLE`."""
+    for keyword in call.keywords:
+        field = f"{path}.{keyword.arg}"
+        if isinstance(keyword.value, ast.Call) and keyword.value.keywords:  # a config within it
+            yield from _handed_on(keyword.value, field)
+        elif any(isinstance(node, ast.Attribute) for node in ast.walk(keyword.value)):
+            yield field
+
+
+# What follows from settings and from constants, which `tuning` may overrule.
+_FOLLOWS = {"PrefillWorkerConfig.max_slab_bytes", "PrefillWorkerConfig.kept_s", "DecodeWorkerConfig.max_slab_bytes"}
+_FOLLOWS |= {"EngineConfig.decode_graphs", "LayerKvConfig.max_in_flight"}
+
+
+def test_what_settings_say_is_not_to_be_tuned() -> None:
+    """Or a setting would be overruled unheard."""
+    calls = [
+        node
+        for module in (build_workers, build_scheduler, app)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TUNABLE
+    ]
+    handed_on = {path for call in calls for path in _handed_on(call, ast.unparse(call.func))}
+    assert handed_on - NOT_TUNABLE.keys() == _FOLLOWS
+
+
 @pytest.mark.parametrize("config", [OrchestratorConfig(), transfer_config(load_config({}))])
 def test_nobody_who_is_well_counts_as_silent(config: OrchestratorConfig | TransferConfig) -> None:
     """A peer pings every half second: with less than that every worker would be left by every request."""
@@ -817,6 +849,10 @@ def test_who_loads_a_draft_model() -> None:
 
 
 CHOICES = [(path, choice) for path, kind, _, _ in setting_rows() for choice in re.findall(r"`([^`]+)`", kind)]
+
+
+def test_each_transport_there_is_can_be_chosen() -> None:
+    assert {choice for path, choice in CHOICES if path == "transfer.transport"} == set(get_args(TransportKind))
 
 
 @pytest.mark.parametrize(("path", "choice"), CHOICES)
