@@ -8,11 +8,12 @@ which says how much of a step prompts may have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine.cost_model.step_room import StepRoom
 from engine.kv.allocation import BlockAllocator
+from engine.model.adapters import AdapterSlot
 from engine.sequence import BlockCopy, ScheduledSequence, Sequence
 
 
@@ -43,9 +44,9 @@ class LocalPrefill:
         return len(self._waiting)
 
     @property
-    def num_lacking_adapters(self) -> int:
-        """The number of those whose adapter is being loaded."""
-        return len(self._waiting) - len(self._startable)
+    def num_keeping_no_place(self) -> int:
+        """The number of those whose adapter is not loaded, and that are not next when it is."""
+        return len(self._waiting) - len(self._keeping_room)
 
     @property
     def oldest_wait_s(self) -> float:
@@ -54,9 +55,10 @@ class LocalPrefill:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """The number of tokens that those need room for who lack nothing else, in whole columns."""
+        """The number of tokens that those need room for who lack nothing else, or an adapter that is overdue, in whole
+        columns."""
         size = self._allocator.block_size
-        return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._startable)
+        return sum(self._allocator.num_columns_for(seq.num_tokens) * size for seq in self._keeping_room)
 
     @property
     def num_uncomputed(self) -> int:
@@ -98,6 +100,25 @@ class LocalPrefill:
         return [seq for seq in self._waiting if seq.has_adapter]
 
     @property
+    def _keeping_room(self) -> list[Sequence]:
+        """Those, and the first of each adapter that is overdue."""
+        overdue = {seq.adapter: seq for seq in reversed(self._waiting) if seq.adapter and seq.adapter.is_overdue}
+        return [*self._startable, *overdue.values()]
+
+    def may_begin(self) -> Iterator[Sequence]:
+        """Of those that have no blocks, the first of each adapter, as far as it would find some now if its adapter were
+        loaded. Nobody begins before an earlier one that lacks nothing but blocks."""
+        seen: set[AdapterSlot | None] = set()
+        for seq in self._waiting:
+            if seq.adapter in seen:
+                continue
+            seen.add(seq.adapter)
+            if self._groups_to_begin(seq) is not None:
+                yield seq
+            elif seq.has_adapter:
+                return
+
+    @property
     def suspects(self) -> list[Sequence]:
         """The prompts with blocks that share no step."""
         return [seq for seq in self._computing if seq.num_alone and seq.has_adapter]
@@ -135,9 +156,9 @@ class LocalPrefill:
         for seq in self._startable:
             if not room.is_open or len(chunks.started) >= num_places:
                 break
-            host_groups = self._host_groups_for(seq.num_tokens)
-            if host_groups is None or (host_groups and any(other.host_groups for other in self._computing)):
-                break  # one prompt at a time has the ring
+            host_groups = self._groups_to_begin(seq)
+            if host_groups is None:
+                break
             copies = self._allocator.open(seq, use_cache=seq.skips_prefix, host_groups=host_groups)
             grown = self._allocator.grow(seq, seq.num_tokens)
             assert grown, "the pool had room for the whole sequence, so it has for what a prefix hit leaves"
@@ -153,6 +174,13 @@ class LocalPrefill:
         chunks = Chunks(ring_left=ring_left)
         self._add(seq, room, chunks)
         return chunks.items
+
+    def _groups_to_begin(self, seq: Sequence) -> frozenset[int] | None:
+        """The layer groups that it would keep in host memory if it began now; None: there is no room for it, or another
+        prompt has the ring."""
+        host_groups = self._host_groups_for(seq.num_tokens)
+        is_taken = bool(host_groups) and any(other.host_groups for other in self._computing)
+        return None if is_taken else host_groups
 
     def _add(self, seq: Sequence, room: StepRoom, chunks: Chunks) -> None:
         num_columns = self._staged_columns(seq)

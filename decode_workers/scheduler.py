@@ -205,17 +205,20 @@ class DecodeScheduler:
             DecodeState.PREFILLING: Need.NOW,
             DecodeState.RUNNING: Need.NOW,
         }
+        has_places = self.num_running < self.tiers.max_in_flight
+        may_begin = {seq.key for seq in self._local.may_begin()} if has_places else set[SequenceKey]()
         for entry in self._entries.values():
             if (need := needs.get(entry.state)) is not None:
-                yield entry.seq, need
+                yield entry.seq, Need.NOW if entry.seq.key in may_begin else need
 
     def can_reserve(self, num_tokens: int) -> bool:
         """Whether a hand-over of `num_tokens` tokens fits now, with room for its first decode step.
 
         Sequences that wait here for blocks come first, or newcomers would starve them: while there are any, the device
-        must have room for all of these, too. Those that lack their adapter keep neither room nor a place.
+        must have room for all of these, too. Those that lack their adapter keep neither room nor a place, but for the
+        first one of an adapter that has waited for long: it would have to wait for these again.
         """
-        if len(self._entries) - self._local.num_lacking_adapters >= self.tiers.max_in_flight:
+        if len(self._entries) - self._local.num_keeping_no_place >= self.tiers.max_in_flight:
             return False
         waited_for = self._local.num_waiting_tokens
         if waited_for:  # beside whoever runs, each with a column more: this one will, and so will those that are coming

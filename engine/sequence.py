@@ -142,8 +142,8 @@ class Sequence:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether what it is computed with is loaded, if there is something."""
-        return self.adapter is None or self.adapter.loaded is not None
+        """Whether what it is computed with is loaded, and for it, if there is something."""
+        return self.adapter is None or self.adapter.serves(self)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -179,8 +179,8 @@ class WorkerSnapshot:
     num_failed_handoffs: Count = 0  # that came to nothing here, since its start
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
-    adapters: Items[Text] = field(default_factory=list)  # digests of those that are loaded
-    adapter_load_s: NonNegative = 0.0  # that the last one took to load
+    adapters: Items[Text] = field(default_factory=list)  # digests of those that are loaded and drain for no other
+    adapter_load_s: NonNegative = 0.0  # that the last one took to load, and what there is to wait for a place now
     stopping: Flag = False
 
 

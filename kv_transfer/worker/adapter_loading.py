@@ -1,6 +1,7 @@
 """What a worker does with the adapters of its model: brings those that its sequences are computed with.
 
-The pool decides which; here one at a time is read in a thread. Both roles' workers have one.
+The pool decides which; here one at a time is read in a thread, and who has waited too long for a place is told so. Both
+roles' workers have one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from engine.model.adapters import AdapterPool, AdapterSlot, Need
 from engine.sequence import Sequence
+from kv_transfer.connections.event_loops import DeadlineTimer
 from kv_transfer.messages.requests import AdapterRef
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 class AdapterLoading:
     """`users()`: all sequences that are to be computed, and how much each needs its adapter. `on_loaded()`: those of
-    one can be computed. `on_failed(slot, reason)`: those of that one cannot be.
+    one can be computed. `on_failed(slot, reason)`: those of that one cannot be. `on_late(seq, retry_after_s)`: this one
+    has waited for a place for `wait_s`, and nothing of it is computed.
 
     Belongs to the main loop. Without a `pool` no request may name an adapter.
     """
@@ -32,13 +35,20 @@ class AdapterLoading:
         users: Callable[[], Iterable[tuple[Sequence, Need]]],
         on_loaded: Callable[[], None],
         on_failed: Callable[[AdapterSlot, str], None],
+        on_late: Callable[[Sequence, float], None],
+        wait_s: float,
     ) -> None:
         self._pool = pool
         self._users = users
         self._on_loaded = on_loaded
         self._on_failed = on_failed
+        self._on_late = on_late
+        self._wait_s = wait_s
         self._task: asyncio.Task[None] | None = None
-        self.load_s = 0.0  # that the last one took
+        self._timer: DeadlineTimer | None = None
+        self._last_load_s = 0.0
+        if pool is not None:
+            pool.on_open = on_loaded
 
     @property
     def is_possible(self) -> bool:
@@ -46,8 +56,16 @@ class AdapterLoading:
 
     @property
     def loaded(self) -> list[str]:
-        """The digests of the adapters that are loaded."""
-        return [] if self._pool is None else self._pool.loaded
+        """The digests of the adapters that are loaded, and take on every sequence that names them."""
+        return [] if self._pool is None else self._pool.open
+
+    @property
+    def load_s(self) -> float:
+        """What one that is not loaded takes: what the last one took, and what there is to wait for a place. 0: nothing
+        was loaded yet."""
+        if self._pool is None or not self._last_load_s:
+            return 0.0
+        return self._last_load_s + self._pool.oldest_wait_s(time.monotonic())
 
     def want(self, adapter: AdapterRef) -> AdapterSlot:
         """The slot of this adapter, for a sequence that is among the users when this turn of the loop is over."""
@@ -56,17 +74,45 @@ class AdapterLoading:
         return self._pool.want(adapter.digest, Path(adapter.folder))
 
     def retry(self) -> None:
-        """Load the next adapter that is needed, if there is room for it."""
-        if self._pool is None or self._task is not None:
+        """Load the next adapter that is needed, if there is room for it, and turn away who has waited too long."""
+        if self._pool is None:
             return
-        slot = self._pool.next_load(self._users())
-        if slot is not None:
-            self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
+        users = list(self._users()) if self._pool.is_contended else []
+        if self._task is None:
+            slot = self._pool.next_load(users, time.monotonic())
+            if slot is not None:
+                self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
+        self._turn_away(self._pool, users)
+
+    def _turn_away(self, pool: AdapterPool, users: Iterable[tuple[Sequence, Need]]) -> None:
+        """Turn away those that have waited too long and have no blocks, and look again when the next one will have."""
+        now = time.monotonic()
+        deadlines: dict[Sequence, float] = {}
+        for seq, _ in users:
+            slot = seq.adapter
+            if slot is None or seq.has_adapter or seq.lease is not None or slot.waits_at is None:
+                continue
+            if not pool.is_loading(slot):
+                deadlines[seq] = max(slot.waits_at, seq.accepted_at) + self._wait_s
+        late = [seq for seq, deadline in deadlines.items() if deadline <= now]
+        if late:
+            place_in_s = pool.place_in_s(now)  # as if they asked again now, behind the others
+            for seq in late:
+                del deadlines[seq]
+                self._on_late(seq, self._wait_s if place_in_s is None else min(place_in_s, self._wait_s))
+            asyncio.get_running_loop().call_soon(self.retry)  # what drained for them need not
+        if self._timer is None:
+            self._timer = DeadlineTimer(self.retry)
+        self._timer.arm(min(deadlines.values(), default=None))
 
     async def close(self) -> None:
         """Close: nobody is called back any more, and nothing else is loaded."""
         self._on_loaded, self._on_failed = lambda: None, lambda slot, reason: None
+        if self._pool is not None:
+            self._pool.on_open = lambda: None
         self._pool = None
+        if self._timer is not None:
+            self._timer.stop()
         if self._task is not None:
             await self._task
 
@@ -81,8 +127,8 @@ class AdapterLoading:
             self._task = None
             self._on_failed(slot, reason)
         else:
-            pool.has_loaded(slot, adapter)
+            pool.has_loaded(slot, adapter, time.monotonic())
             self._task = None
-            self.load_s = time.monotonic() - began
+            self._last_load_s = time.monotonic() - began
             self._on_loaded()
         self.retry()

@@ -78,6 +78,7 @@ class WorkerConfig:
     0: they are learnt from requests.
     `overdue_s`: see `StepLoop`; gateways are told.
     `kept_s`: how long a prompt is kept that was computed here while its reservation waits for room at decode.
+    `adapter_wait_s`: what waits so long for a place of its adapter, and has no blocks, is refused.
     """
 
     max_waiting: int = 256
@@ -86,6 +87,7 @@ class WorkerConfig:
     calibration_s: float = 0.0
     overdue_s: float = OVERDUE_S
     kept_s: float = KEPT_S
+    adapter_wait_s: float = 60.0
 
 
 def block_allocator(model: LoadedModel) -> BlockAllocator:
@@ -155,7 +157,12 @@ class Worker(ABC):
             on_room=self._on_room,
         )
         self.adapters = AdapterLoading(
-            model.adapters, users=self._adapter_users, on_loaded=self._on_adapter, on_failed=self._on_no_adapter
+            model.adapters,
+            users=self._adapter_users,
+            on_loaded=self._on_adapter,
+            on_failed=self._on_no_adapter,
+            on_late=self._on_late_adapter,
+            wait_s=config.adapter_wait_s,
         )
         self.gateway_of: dict[SequenceKey, GatewayId] = {}
         self._faults = FaultFinder(model)
@@ -421,6 +428,14 @@ class Worker(ABC):
     def _on_no_adapter(self, slot: AdapterSlot, reason: str) -> None:
         for seq in [seq for seq, _ in self._adapter_users() if seq.adapter is slot]:
             self._end(seq.key, f"its adapter cannot be loaded: {reason}", "adapter")
+
+    def _on_late_adapter(self, seq: Sequence, retry_after_s: float) -> None:
+        gateway = self.gateway_of.pop(seq.key, None)
+        if gateway is not None:
+            reason = f"no place for its adapter within {self._config.adapter_wait_s:g} s"
+            self._port.refuse(gateway, seq.key, reason, retry_after_s)
+        self._abort(seq.key, "its adapter has no place")
+        self._note_idle()
 
     def _refused_adapter(self, gateway: GatewayId, request: RequestSpec) -> bool:
         """Whether the request names an adapter here, where there are none."""

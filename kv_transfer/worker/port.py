@@ -105,7 +105,9 @@ class GatewayPort:
         for connection in self._connections.values():
             connection.post(StepOverdue(is_overdue=is_overdue))
 
-    def refuse(self, gateway: GatewayId, request: RequestSpec, reason: str, retry_after_s: float | None) -> None:
+    def refuse(
+        self, gateway: GatewayId, request: RequestSpec | SequenceKey, reason: str, retry_after_s: float | None
+    ) -> None:
         """Nothing was or will be done for this attempt. `retry_after_s` None: it never could be."""
         self.post(
             gateway,

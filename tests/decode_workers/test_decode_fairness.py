@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decode_workers.scheduler import DecodeState
-from engine.model.adapters import AdapterSlot
+from engine.model.adapters import TURN_S, AdapterPool, AdapterSlot
 from engine.sequence import Sequence, StepPlan
 from kernels.adapters import Adapter
 from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, Speeds, sequence
@@ -107,6 +107,39 @@ def test_who_lacks_its_adapter_on_a_full_device_keeps_nobody_from_host_memory() 
     assert not bench.scheduler.can_reserve(4), "it waits for a block"
     device.adapter = AdapterSlot("digest", Path("folder"))
     assert bench.scheduler.can_reserve(4), "it waits for its adapter"
+
+
+def test_a_prompt_comes_to_its_adapter_s_turn_however_many_have_their_blocks_and_want_another() -> None:
+    """There is room for one adapter. Who is handed over has blocks at once, and needs its adapter more than a prompt
+    that has none."""
+    bench = Bench(columns=8, host_columns=1)
+    pool, num_loads = AdapterPool(lambda digest, folder: Adapter((), 0), 1), 0
+
+    def adapted(name: str, adapter: str, prompt: list[int], max_tokens: int) -> Sequence:
+        seq = sequence(name, prompt, max_tokens)
+        seq.adapter, seq.accepted_at = pool.want(adapter, Path(adapter)), bench.now
+        return seq
+
+    def come() -> None:
+        nonlocal num_loads
+        while bench.scheduler.can_reserve(4):
+            seq = adapted(f"n{bench.now} {len(newcomers)}", "theirs", [2, 3, 4, 5], 6)
+            newcomers.append(seq)
+            bench.scheduler.reserve(seq)
+            bench.runner.receive(seq)
+            bench.scheduler.admit(seq.key, next_token(seq.prompt_token_ids))
+        while (slot := pool.next_load(bench.scheduler.adapter_users(), bench.now)) is not None:
+            num_loads += 1
+            pool.has_loaded(slot, pool.load(slot.digest, slot.folder), bench.now)
+
+    newcomers: list[Sequence] = []
+    come()
+    prompt = adapted("prompt", "its own", [5] * 20, 2)
+    bench.scheduler.add(prompt)
+    num_steps = round(TURN_S / bench.step_s)
+    assert _longest_wait(bench, prompt, come, 4 * num_steps) <= 2 * num_steps
+    assert num_loads <= 4
+    assert len(newcomers) > num_steps / 6
 
 
 def test_a_prompt_that_waits_for_blocks_has_room_beside_the_columns_that_newcomers_will_take() -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.errors import FailedError
+from cluster.errors import FailedError, OverloadedError
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
 from engine.drafting.speculation import SpeculationConfig
+from engine.model.adapters import TURN_S
 from engine.sequence import SequenceKey, StepPlan
 from kernels.adapters import Adapter
-from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve
+from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve, TokenEvent
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged_tokens, write_adapter
 from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
@@ -250,6 +252,76 @@ async def test_kv_that_has_come_makes_an_adapter_needed_more_than_kv_that_is_awa
             assert await generated(cluster, "other", PROMPT, refs[1]) == expected(model, refs[1], PROMPT)
         assert cluster.prefills[0].steps.counts["prefill"].num_steps, "its KV came from elsewhere"
         by_hand.close("the test is over")
+
+
+async def test_an_adapter_that_has_waited_for_a_turn_comes_before_newcomers_of_one_that_is_in_use(
+    model: SmallModel, refs: list[AdapterRef]
+) -> None:
+    async with cluster_of(model, num_prefill=0, **adapting(1)) as cluster:
+        decode, begun = cluster.decodes[0], list[str]()
+        pool = decode.model.adapters
+        assert pool is not None
+
+        async def stream(name: str, ref: AdapterRef, num_tokens: int) -> list[int]:
+            events: list[TokenEvent] = []
+            async for event in cluster.stream(name, PROMPT, greedy(num_tokens), adapter=ref):
+                if not events:
+                    begun.append(name)
+                events.append(event)
+            return tokens_of(events)
+
+        def lacks_adapter(name: str) -> bool:
+            seq = decode.scheduler.sequence(SequenceKey(name, 0))
+            return seq is not None and not seq.has_adapter
+
+        runner = decode.model.runner
+        with brake(runner, has_generated(30)) as later, brake(runner, has_generated(4)) as sooner:
+            running = asyncio.create_task(stream("runs", refs[0], 60))
+            await sooner.reached()
+            waiting = asyncio.create_task(stream("waits", refs[1], NUM_TOKENS))
+            await eventually(lambda: pool.oldest_wait_s(time.monotonic()) > TURN_S, what="nobody waits")
+            sooner.release()
+            await later.reached()
+            newcomer = asyncio.create_task(stream("comes", refs[0], NUM_TOKENS))
+            await eventually(lambda: lacks_adapter("comes"), what="it is not there, or is taken on")
+            later.release()
+        assert await running == expected(model, refs[0], PROMPT, 60)
+        assert await waiting == expected(model, refs[1], PROMPT)
+        assert await newcomer == expected(model, refs[0], PROMPT)
+        assert begun == ["runs", "waits", "comes"]
+        assert_nothing_is_left(cluster, 1)
+
+
+async def test_who_finds_no_place_for_its_adapter_in_time_is_told_when_to_come_back(
+    model: SmallModel, refs: list[AdapterRef]
+) -> None:
+    config = DecodeWorkerConfig(adapter_wait_s=0.25)
+    async with cluster_of(model, num_prefill=0, decode=config, decode_engine={"max_adapters": 1}) as cluster:
+        worker = cluster.decodes[0]
+        with brake(worker.model.runner, has_generated(2)) as held:
+            running = asyncio.create_task(generated(cluster, "a", PROMPT, refs[0]))
+            await held.reached()
+            with pytest.raises(OverloadedError) as refused:
+                await generated(cluster, "b", PROMPT, refs[1])
+            assert refused.value.retry_after_s == 0.25, "nobody had a place meanwhile"
+            assert worker.snapshot().num_waiting == 0
+        assert await running == expected(model, refs[0], PROMPT)
+        assert_nothing_is_left(cluster, 1)
+
+
+async def test_what_a_worker_tells_of_loading_an_adapter_counts_what_there_is_to_wait_for_a_place(
+    model: SmallModel, refs: list[AdapterRef]
+) -> None:
+    async with cluster_of(model, num_prefill=0, decode_engine={"max_adapters": 1}) as cluster:
+        worker = cluster.decodes[0]
+        with brake(worker.model.runner, has_generated(2)) as held:
+            running = asyncio.create_task(generated(cluster, "a", PROMPT, refs[0]))
+            await held.reached()
+            before = worker.snapshot().adapter_load_s
+            waiting = asyncio.create_task(generated(cluster, "b", PROMPT, refs[1]))
+            await eventually(lambda: worker.snapshot().adapter_load_s > before + 0.25, what="nobody waits")
+        assert await running == expected(model, refs[0], PROMPT)
+        assert await waiting == expected(model, refs[1], PROMPT)
 
 
 async def test_who_asks_for_an_adapter_where_there_are_none_is_told(model: SmallModel, refs: list[AdapterRef]) -> None:

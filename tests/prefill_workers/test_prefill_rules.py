@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
+from engine.model.adapters import TURN_S, AdapterPool
 from engine.sequence import SequenceKey
+from kernels.adapters import Adapter
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
 from tests.support.ghost_runner import GhostRunner, kv_of
@@ -285,3 +289,30 @@ def test_short_prompts_are_kept_by_the_whole_columns_that_they_hold() -> None:
     while (step := bench.step())[0]:
         order += step[1]
     assert order == [*(f"short{number}" for number in range(15)), "long"]
+
+
+def test_a_prompt_comes_to_its_adapter_s_turn_however_many_want_another() -> None:
+    """There is room for one adapter, and three prompts of another one are there before each step."""
+    bench, pool, now, num_loads = Bench(), AdapterPool(lambda digest, folder: Adapter((), 0), 1), 0.0, 0
+
+    def come(name: str, adapter: str) -> None:
+        seq = prompt_of(name, [ord("a")] * 20)
+        seq.adapter, seq.accepted_at = pool.want(adapter, Path(adapter)), now
+        bench.scheduler.add(seq)
+
+    step_s, computed = TURN_S / 20, list[str]()
+    for number in range(80):
+        while bench.scheduler.num_held - ("prompt" not in computed and number > 1) < 3:
+            come(f"{number} {bench.scheduler.num_held}", "theirs")
+        if number == 1:
+            come("prompt", "its own")
+        while (slot := pool.next_load(bench.scheduler.adapter_users(), now)) is not None:
+            num_loads += 1
+            pool.has_loaded(slot, pool.load(slot.digest, slot.folder), now)
+        _, first = bench.step()
+        for name in first:
+            bench.scheduler.release(SequenceKey(name, 0))
+        computed += first
+        now += step_s
+    assert "prompt" in computed and num_loads == 3
+    assert 15 < computed.index("prompt") < len(computed) / 2, "theirs had turns before it, and after"

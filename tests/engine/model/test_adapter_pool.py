@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.model.adapters import AdapterPool, AdapterSlot, Need
+from engine.model.adapters import TURN_S, AdapterPool, AdapterSlot, Need
 from kernels.adapters import Adapter
 
 
@@ -14,22 +14,27 @@ from kernels.adapters import Adapter
 class User:
     adapter: AdapterSlot | None
     need: Need = Need.SOON
+    accepted_at: float = 0.0
+
+    def is_served(self) -> bool:
+        return self.adapter is not None and self.adapter.serves(self)
 
 
 @dataclass(slots=True)
 class Story:
-    """A pool, and the sequences that use it; loading is done as soon as it is begun."""
+    """A pool, the sequences that use it, and a clock; loading is done as soon as it is begun."""
 
     max_loaded: int
     users: list[User] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
+    now: float = 0.0
     pool: AdapterPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = AdapterPool(lambda digest, folder: Adapter((), 10), self.max_loaded)
 
     def comes(self, name: str, *, need: Need = Need.SOON) -> User:
-        user = User(self.pool.want(name, Path(name)), need)
+        user = User(self.pool.want(name, Path(name)), need, self.now)
         self.users.append(user)
         self.load()
         return user
@@ -39,10 +44,14 @@ class Story:
         self.load()
 
     def load(self) -> None:
-        while (slot := self.pool.next_load((user, user.need) for user in self.users)) is not None:
+        while (slot := self.pool.next_load(((user, user.need) for user in self.users), self.now)) is not None:
             self.loads.append(slot.digest)
-            self.pool.has_loaded(slot, self.pool.load(slot.digest, slot.folder))
+            self.pool.has_loaded(slot, self.pool.load(slot.digest, slot.folder), self.now)
             self.pool.check()
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.load()
 
 
 def test_one_that_is_loaded_is_not_loaded_again() -> None:
@@ -95,6 +104,92 @@ def test_who_waits_for_something_else_keeps_nobody_from_theirs() -> None:
     assert story.loads == ["a", "c", "a"], "the one that is needed more comes first"
 
 
+def test_one_that_others_keep_busy_takes_on_no_more_when_another_has_waited_for_a_turn() -> None:
+    """Those that it has, and those that came before the one that waits, go on; who comes later has its turn later."""
+    story = Story(max_loaded=1)
+    running, before = story.comes("a", need=Need.NOW), story.comes("a")
+    story.passes(1.0)
+    waiting = story.comes("b")
+    story.passes(TURN_S / 2)
+    early = story.comes("a", need=Need.NOW)
+    story.passes(TURN_S / 2)
+    late = story.comes("a")
+    assert [user.is_served() for user in (running, before, early, late)] == [True, True, True, False]
+    assert story.pool.loaded == ["a"] and story.pool.open == []
+    for user in (running, before):
+        story.goes(user)
+    assert not waiting.is_served(), "another one is computed with the adapter that is there"
+    story.goes(early)
+    assert waiting.is_served() and not late.is_served()
+    story.passes(TURN_S / 2)
+    newcomer = story.comes("b", need=Need.NOW)
+    assert newcomer.is_served(), "a turn has only begun"
+    story.passes(TURN_S)
+    assert not story.comes("b").is_served()
+    for user in (waiting, newcomer):
+        story.goes(user)
+    assert late.is_served()
+    assert story.loads == ["a", "b", "a"]
+
+
+def test_where_one_s_sequence_takes_long_another_makes_way() -> None:
+    """And who came to it meanwhile goes on when that one has."""
+    story = Story(max_loaded=2)
+    story.comes("a", need=Need.NOW)
+    short = story.comes("b", need=Need.NOW)
+    story.passes(TURN_S)
+    waiting = story.comes("c")
+    story.passes(TURN_S)
+    assert story.pool.open == ["b"]
+    story.passes(TURN_S)
+    assert story.pool.open == []
+    of_the_first = story.comes("a")
+    assert not of_the_first.is_served()
+    story.goes(short)
+    assert waiting.is_served() and of_the_first.is_served()
+    assert story.loads == ["a", "b", "c"]
+
+
+def test_what_drains_for_one_that_is_gone_takes_on_others_again() -> None:
+    story, opened = Story(max_loaded=1), []
+    story.pool.on_open = lambda: opened.append(story.now)
+    story.comes("a", need=Need.NOW)
+    waiting = story.comes("b")
+    story.passes(TURN_S)
+    newcomer = story.comes("a")
+    assert not newcomer.is_served() and not opened
+    story.goes(waiting)
+    assert newcomer.is_served()
+    assert opened, "nobody else would tell the worker"
+    assert story.loads == ["a"]
+
+
+def test_nobody_waits_for_ever_while_others_keep_all_places_busy() -> None:
+    """Sequences of forty adapters follow each other without a gap, on places for four: at each moment two of an adapter
+    are there. Each of them is computed for three turns at most."""
+    story, chooser, longest = Story(max_loaded=4), random.Random(3), 0.0
+    left: dict[User, float] = {}
+    names = [f"adapter {number}" for number in range(40)]
+    for name in names * 2:
+        story.comes(name)
+    for _ in range(4_000):
+        story.passes(TURN_S / 8)
+        for user in list(story.users):
+            if user.is_served():
+                user.need = Need.NOW
+                left.setdefault(user, chooser.uniform(0.1, 3.0) * TURN_S)
+                left[user] -= TURN_S / 8
+            if left.get(user, 1.0) <= 0.0:
+                assert user.adapter is not None
+                story.comes(user.adapter.digest)
+                story.goes(user)
+            elif user not in left:
+                longest = max(longest, story.now - user.accepted_at)
+    # Ten share a place, each for its turn and for the three that its last sequence takes.
+    assert longest < 10 * (1 + 3) * TURN_S, f"one has waited for {longest:g} s"
+    assert len(story.loads) < story.now / TURN_S * 4
+
+
 def test_one_that_nobody_waits_for_any_more_is_never_loaded() -> None:
     story = Story(max_loaded=1)
     running = story.comes("a", need=Need.NOW)
@@ -107,7 +202,7 @@ def test_one_that_nobody_waits_for_any_more_is_never_loaded() -> None:
 def test_one_that_cannot_be_loaded_is_another_one_when_it_is_wanted_again() -> None:
     pool = AdapterPool(lambda digest, folder: Adapter((), 10), 1)
     first = User(pool.want("a", Path("a")))
-    slot = pool.next_load([(first, Need.SOON)])
+    slot = pool.next_load([(first, Need.SOON)], 0.0)
     assert slot is not None
     pool.has_failed(slot)
     assert pool.want("a", Path("a")) is not slot
@@ -120,7 +215,7 @@ def test_one_that_waits_is_loaded_from_where_it_was_seen_last() -> None:
     first, second = (User(story.pool.want("b", Path(folder))) for folder in ("gone", "there"))
     assert first.adapter is second.adapter
     story.users = [first, second]
-    slot = story.pool.next_load([(first, Need.NOW), (running, Need.LATER)])
+    slot = story.pool.next_load([(first, Need.NOW), (running, Need.LATER)], 0.0)
     assert slot is second.adapter and slot is not None and slot.folder == Path("there")
 
 
