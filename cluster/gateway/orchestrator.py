@@ -33,6 +33,7 @@ from cluster.gateway.request_state import AttemptEnd, AttemptFailedError, Reques
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.gateway.worker_connections import SILENCE_S, WorkerConnections
+from cluster.scheduler.placement.ledger import REPLACED_S
 from kv_transfer.connections.connection import require_audible
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
@@ -58,6 +59,7 @@ from kv_transfer.transports.base import Identity
 logger = logging.getLogger(__name__)
 
 _NONE_REACHED: Final = "no decode worker can be reached"
+_NONE_LEFT: Final = "all decode workers are gone"
 _COPY_IS_TRIED: Final = "a copy of it is suspected of making workers fail"
 LOOK_S: Final = 0.25  # how often to look whether workers give a sign of life
 _LONGEST_DELAY: Final = 4  # between attempts, in units of `retry_delay_s`
@@ -102,6 +104,7 @@ class Orchestrator:
         self.retries: Counter[AttemptEnd] = Counter()
         self.runs: dict[str, RequestRun] = {}
         self._quarantine = Quarantine()
+        self._last_decodes: dict[str, tuple[int, float]] = {}  # by model: what they held at most, and when that was
         self._alone_on: dict[str, set[str]] = {}  # worker: the only requests of ours that may be in its step
         self.connections = WorkerConnections(
             identity, on_message=self._on_message, on_lost=self._on_worker_lost, silence_s=config.silence_s
@@ -125,11 +128,14 @@ class Orchestrator:
 
     def limits(self, model: str = "") -> ServingLimits | None:
         """What the connected decode workers of a model can serve; None while none is known. One that takes requests is
-        enough to be ready: it computes prompts, too, where there is no prefill worker."""
+        enough to be ready: it computes prompts, too, where there is no prefill worker. Where all are gone, others like
+        them are taken to be on their way for a while."""
         workers = self.scheduler.workers.values()
         decodes = [known for known in workers if known[0].role == "decode" and known[0].serves(model)]
         if not decodes:
-            return None
+            last = (found for name, found in self._last_decodes.items() if model in ("", name))
+            gone = [longest for longest, at in last if time.monotonic() - at <= REPLACED_S]
+            return ServingLimits(max_model_len=max(gone), ready=False, reason=_NONE_LEFT) if gone else None
         reached = [snapshot for info, snapshot in decodes if self.connections.is_up(info.worker_id)]
         ready = any(not snapshot.draining for snapshot in reached)
         reason = "all decode workers that can be reached are about to leave" if reached else _NONE_REACHED
@@ -331,6 +337,11 @@ class Orchestrator:
     # --- what comes in ---
 
     def _on_replicas(self, workers: list[WorkerInfo]) -> None:
+        longest: dict[str, int] = {}
+        for info in workers:
+            if info.role == "decode":
+                longest[info.model] = max(info.max_model_len, longest.get(info.model, 0))
+        self._last_decodes |= {model: (length, time.monotonic()) for model, length in longest.items()}
         self.connections.update(workers)
         self._placer.replicas_changed()
 

@@ -6,6 +6,7 @@ Names the blocks of its prompt first, as workers name theirs, so that the schedu
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from cluster.errors import DeadlineError, OverloadedError, UnavailableError
 from cluster.gateway.request_state import AttemptFailedError, RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from engine.kv.prefix import HASH_BYTES, block_hashes
 from kv_transfer.messages.fields import MAX_HASHES, Role
 from kv_transfer.messages.requests import RequestSpec
@@ -22,6 +24,8 @@ from kv_transfer.messages.scheduling import Placement
 from kv_transfer.messages.workers import WorkerInfo
 
 _AT_ONCE: Final = 8192  # tokens, of which the names take about half a millisecond; more are named in a thread
+HELD_S: Final = 60.0  # how long a request waits for the first worker, at most: as long as others wait for room
+_ASK_AGAIN_S: Final = 1.0  # where there is no worker
 
 
 class Placer:
@@ -56,7 +60,8 @@ class Placer:
     async def place(self, run: RequestRun) -> Placement:
         """Ask where the next attempt should run, and wait until its workers are connected.
 
-        Only the first attempt is turned away: later ones ask again until the deadline, then raise DeadlineError.
+        Only the first attempt is turned away, and where no worker is there but the scheduler expects one, only if that
+        would be too late; later ones ask again until the deadline, then raise DeadlineError.
         Raises AttemptFailedError if a worker cannot be reached."""
         run.timeline.asked(run.attempt)
         if run.attempt == run.request.attempt:
@@ -82,6 +87,7 @@ class Placer:
         return await self._scheduler.has_room(replace(query, stays=True))
 
     async def _ask(self, run: RequestRun) -> Placement:
+        held_until: float | None = None
         while True:
             avoided = run.excluded | self._connections.unresponsive()
             held = next((w for w in run.touched - avoided if self.is_decode(w) and self._connections.is_up(w)), None)
@@ -90,11 +96,25 @@ class Placer:
                     return await self._scheduler.place(run.place_query(prefer_decode=held, avoid=avoided))
             except TimeoutError:
                 raise DeadlineError("No worker had room for the request before its deadline.") from None
-            except (UnavailableError, OverloadedError):
+            except (UnavailableError, OverloadedError) as error:
+                delay_s = self._retry_delay_s
                 if run.attempt == run.request.attempt:
-                    raise
+                    if held_until is None:
+                        held_until = _held_until(run, error)
+                    delay_s = min(_ASK_AGAIN_S, held_until - time.monotonic())
+                    if isinstance(error, OverloadedError) or delay_s <= 0.0:
+                        raise
                 self._replicas_changed.clear()
-                await sleep_within(run, self._retry_delay_s, self._replicas_changed)
+                await sleep_within(run, delay_s, self._replicas_changed)
+
+
+def _held_until(run: RequestRun, error: UnavailableError | OverloadedError) -> float:
+    """Until when a request that was told that no worker is there may wait for one; no longer than its first token may
+    take. In the past where none is expected by then."""
+    now, ttft_s = time.monotonic(), run.terms.slo.ttft_s
+    longest_s = HELD_S if ttft_s is None else min(HELD_S, ttft_s - (now - run.terms.arrived_at))
+    is_expected = error.retry_after_s is not None and MIN_RETRY_AFTER_S < error.retry_after_s <= longest_s
+    return now + longest_s if is_expected else -math.inf
 
 
 async def sleep_within(run: RequestRun, seconds: float, early: asyncio.Event | None = None) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import UnavailableError
+from cluster.gateway.timeline import SequenceTimeline
+from cluster.slo.classes import RequestTerms, SloClass
 from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
 from engine.drafting.draft_model import DraftModel
 from engine.steps.loading import LoadedModel
 from engine.steps.runner import ModelRunner
+from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.worker import replica
 from kv_transfer.worker.base import WorkerParts
 from tests.support.clusters.mini_cluster import cluster_of
@@ -133,3 +137,21 @@ async def test_ready_is_who_would_be_answered(llama: SmallModel) -> None:
         await cluster.add_decode()
         await eventually(lambda: (found := limits()) is not None and found.ready)
         assert await tokens(cluster, "again", PROMPT, greedy()) == llama.local(PROMPT, greedy()).tokens
+
+
+async def test_who_comes_when_the_last_worker_has_left_waits_for_the_one_in_its_place(llama: SmallModel) -> None:
+    async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        gateway = cluster.orchestrator.scheduler
+        last = cluster.replicas.pop()
+        await last.stop(HANGS_S)
+        await eventually(lambda: not gateway.workers, what="the worker is still known")
+        limits = cluster.orchestrator.limits()
+        assert limits is not None and not limits.ready and limits.max_model_len == last.model.max_model_len
+        asked = asyncio.create_task(tokens(cluster, "early", PROMPT, greedy()))
+        hurried = SequenceTimeline(RequestTerms(slo=SloClass(name="hurried", ttft_s=0.5)))
+        request = RequestSpec(request_id="hurried", attempt=0, prompt_token_ids=PROMPT, params=greedy())
+        with pytest.raises(UnavailableError) as refused:
+            _ = [each async for each in cluster.orchestrator.generate(request, hurried)]
+        assert refused.value.retry_after_s is not None and refused.value.retry_after_s > 0.5
+        await cluster.add_replica("decode", cluster.roles)
+        assert await asked == llama.local(PROMPT, greedy()).tokens

@@ -109,7 +109,10 @@ async def test_a_model_whose_workers_are_gone_is_not_served_by_anothers(models: 
     async with cluster_with(models) as cluster:
         for worker in [worker for worker in cluster.workers if worker.info.model == OTHER]:
             await cluster.remove(worker)
-        await eventually(lambda: cluster.orchestrator.limits(OTHER) is None)
+        limits_of = cluster.orchestrator.limits
+        await eventually(lambda: (found := limits_of(OTHER)) is not None and "are gone" in found.reason)
+        gone = limits_of(OTHER)
+        assert gone is not None and not gone.ready
         limits = cluster.orchestrator.limits(MODEL)
         assert limits is not None and limits.ready
         with pytest.raises(UnavailableError):

@@ -184,8 +184,8 @@ class Admission:
         if candidates is None:
             come_back = None
             if may_ever_fit(self._ledger, query, now):
-                joins_at = self._ledger.joins_at
-                come_back = max(MIN_RETRY_AFTER_S, joins_at - now if joins_at < math.inf else 0.0)
+                expected_at = self._ledger.decode_expected_at(now)
+                come_back = max(MIN_RETRY_AFTER_S, expected_at - now if expected_at < math.inf else 0.0)
             return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 

@@ -26,6 +26,9 @@ from kv_transfer.worker.cost_report import reported_cost
 REPLACED_S: Final = (
     600.0  # after this a worker that left has been replaced, or will not be: large models load for minutes
 )
+# A process to take the place of one that left, until it begins to load: Serve sees to it within 2 to 4 s, and Python
+# reads its libraries.
+START_S: Final = 8.0
 # Of a worker that reports none. What a sequence adds to a step, and a token of its context, is wrong by as much as you
 # like, but with nothing at all, workers would look the same however many decode there.
 _ASSUMED_COST: Final = StepCost(
@@ -141,6 +144,7 @@ class Ledger:
         self._bookings: dict[str, Booking] = {}
         self.joins_at = math.inf
         self._gone: dict[int, float] = {}  # by decode workers' `max_model_len`: when the last one left
+        self._replaced_at = math.inf  # when the first decode worker that left should have been replaced
 
     # --- workers ---
 
@@ -148,6 +152,8 @@ class Ledger:
         """Begin a worker's new life. What was booked on an earlier one is void."""
         self.unregister(info.worker_id, now, may_be_replaced=False)  # it is here itself
         self.joins_at = math.inf
+        if info.role == "decode":
+            self._replaced_at = math.inf
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
@@ -176,6 +182,9 @@ class Ledger:
         info = self._workers.pop(worker_id).info
         if info.role == "decode" and may_be_replaced:
             self._gone[info.max_model_len] = now
+            if info.load_s:
+                earlier_at = self._replaced_at if self._replaced_at > now else math.inf
+                self._replaced_at = min(earlier_at, now + START_S + info.load_s)
         self.table.remove(worker_id)
         return True
 
@@ -206,6 +215,17 @@ class Ledger:
         0: none did."""
         self._gone = {longest: at for longest, at in self._gone.items() if now - at <= REPLACED_S}
         return max(self._gone, default=0)
+
+    def decode_expected_at(self, now: float) -> float:
+        """When the next decode worker is expected where none takes requests: one that is on its way here, or in the
+        place of one that has left or is about to, once that has loaded its model. inf: nobody knows."""
+        leaving_s = [
+            worker.info.load_s
+            for worker in self._workers.values()
+            if worker.info.role == "decode" and worker.snapshot.stopping and worker.info.load_s
+        ]
+        moments = (self.joins_at, self._replaced_at, now + START_S + min(leaving_s, default=math.inf))
+        return min((at for at in moments if at > now), default=math.inf)
 
     def or_joined(self, at: float, now: float) -> float:
         """`at`, or when a worker joins that is on its way here, if that is sooner."""

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, TenantShares, Verdict
-from cluster.scheduler.placement.ledger import Ledger
+from cluster.scheduler.placement.ledger import START_S, Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from kv_transfer.messages.scheduling import Place
 from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
+from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 BATCH: dict[str, Any] = {"ttft_s": None, "tpot_s": None}
 
@@ -176,6 +177,23 @@ def test_who_is_turned_away_is_told_of_a_worker_that_joins_sooner() -> None:
     none = Ledger()
     none.joins_at = 7.0
     assert _ask(_admission(none)).retry_after_s == 7.0
+
+
+def test_who_finds_no_worker_is_told_when_one_takes_the_place_of_one_that_left() -> None:
+    """By how long that one took to load; of those that leave one after the other, the first."""
+    ledger = Ledger()
+    for name, load_s in (("d1", 30.0), ("d2", 90.0)):
+        ledger.register(worker_info(name, load_s=load_s), worker_snapshot(name), 0.0)
+    for number, name in enumerate(("d1", "d2"), 2):
+        ledger.heartbeat(worker_snapshot(name, number, draining=True, stopping=True), 1.0)
+    assert _ask(_admission(ledger), now=1.0).retry_after_s == START_S + 30.0, "they are about to"
+    ledger.unregister("d1", 10.0)
+    ledger.unregister("d2", 12.0)
+    for now, retry_after_s in ((12.0, START_S + 28.0), (30.0, START_S + 10.0), (50.0, 1.0)):
+        assert _ask(_admission(ledger), now=now).retry_after_s == pytest.approx(retry_after_s)
+    ledger.register(worker_info("d3", load_s=20.0), worker_snapshot("d3"), 60.0)
+    ledger.unregister("d3", 61.0, may_be_replaced=False)
+    assert _ask(_admission(ledger), now=61.0).retry_after_s == 1.0, "it changes its model"
 
 
 def test_what_never_fits_and_what_has_no_worker_yet() -> None:
