@@ -101,9 +101,10 @@ def build_application(config: LegatoConfig, sizes: Mapping[str, int] = MappingPr
     pools = []
     for served in config.served:
         others = [other for other in config.served if other.model.name != served.model.name]
-        if not served.is_colocated:
-            pools.append(worker_pool("prefill", served, others, drawn_secret, scheduler, sizes))
-        pools.append(worker_pool("decode", served, others, drawn_secret, scheduler, sizes))
+        roles: list[Role] = ["decode"] if served.is_colocated else ["prefill", "decode"]
+        for role in roles:
+            name = pool_name(role, config, served)
+            pools.append(worker_pool(name, role, served, others, drawn_secret, scheduler, sizes))
     gateway = Gateway.options(  # type: ignore[attr-defined]
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=UNLIMITED,
@@ -115,6 +116,7 @@ def build_application(config: LegatoConfig, sizes: Mapping[str, int] = MappingPr
 
 
 def worker_pool(
+    name: str,
     role: Role,
     config: LegatoConfig,
     others: Sequence[LegatoConfig],
@@ -122,9 +124,9 @@ def worker_pool(
     scheduler: Application,
     sizes: Mapping[str, int],
 ) -> Application:
-    """Bind the pool of workers of one model that are started in this role: how many there are, and each one's share of
-    the machine. `others`: a configuration for each other model. `sizes`: see `build_application`."""
-    name = pool_name(role, config.model.name if others else "")
+    """Bind the pool of workers of one model that are started in this role, as the deployment `name`: how many there
+    are, and each one's share of the machine. `others`: a configuration for each other model. `sizes`: see
+    `build_application`."""
     settings = config.prefill if role == "prefill" else config.decode
     scaling = settings.autoscaling
     size: dict[str, Any] = (

@@ -33,9 +33,12 @@ class ProcessNeed:
         return self.replicas * self.each.get(resource, 0.0)
 
 
-def pool_name(role: Role, model: str = "") -> str:
-    """The name of a pool's deployment. `model`: whose pool it is, where there are several."""
-    return ("PrefillWorker" if role == "prefill" else "DecodeWorker") + (f"-{quote(model, safe='')}" if model else "")
+def pool_name(role: Role, config: LegatoConfig, served: LegatoConfig) -> str:
+    """The name of a pool's deployment, of the model `served`, which is one of the configuration's. The first model's
+    has that of a model that is alone: where others come beside it, or go, Serve keeps its workers."""
+    is_first = served.model.name == config.served[0].model.name
+    of_model = "" if is_first else f"-{quote(served.model.name, safe='')}"
+    return ("PrefillWorker" if role == "prefill" else "DecodeWorker") + of_model
 
 
 def needs(config: LegatoConfig, sizes: Mapping[str, int] = MappingProxyType({})) -> list[ProcessNeed]:
@@ -47,7 +50,7 @@ def needs(config: LegatoConfig, sizes: Mapping[str, int] = MappingProxyType({}))
         for name, pool in served.pools.items():
             if pool.replicas and not (name == "prefill" and served.is_colocated):
                 each = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
-                replicas = sizes.get(pool_name(name, _one_of_several(config, served)), pool.replicas)
+                replicas = sizes.get(pool_name(name, config, served), pool.replicas)
                 found.append(ProcessNeed(f"{whose}{name} worker", f"{where}{name}", replicas, each))
     found.append(ProcessNeed("gateway", "gateway", config.gateway.replicas, {"CPU": config.gateway.num_cpus}))
     found.append(ProcessNeed("scheduler", "scheduler", 1, {"CPU": SCHEDULER_CPUS}))
@@ -64,16 +67,12 @@ def sizes_at_start(config: LegatoConfig, nodes: Sequence[Resources], present: Ma
     for served in config.served:
         for role, pool in served.pools.items():
             if pool.autoscaling is not None:
-                name = pool_name(role, _one_of_several(config, served))
+                name = pool_name(role, config, served)
                 least[name] = pool.replicas
                 sizes[name] = min(max(pool.replicas, present.get(name, 0)), pool.autoscaling.max_replicas)
     while sizes != least and not _has_room(config, nodes, sizes):
         sizes[max(sizes, key=lambda name: sizes[name] - least[name])] -= 1
     return sizes
-
-
-def _one_of_several(config: LegatoConfig, served: LegatoConfig) -> str:
-    return served.model.name if len(config.served) > 1 else ""
 
 
 def _has_room(config: LegatoConfig, nodes: Sequence[Resources], sizes: Mapping[str, int]) -> bool:

@@ -76,11 +76,11 @@ def test_only_a_pool_that_scales_keeps_its_size() -> None:
     own = {"prefill": {"replicas": 0}, "decode": {"autoscaling": {"max_replicas": 8}}}
     config = load_config({"models": [{"model": name, **own} for name in ("x/a", "b")]})
     first, second = config.served
-    sizes = {"DecodeWorker-x%2Fa": 5}
-    for served, other, size in ((first, second, 5), (second, first, 1)):
-        pool = worker_pool("decode", served, [other], None, SCHEDULER, sizes)
+    sizes = {"DecodeWorker": 5, "DecodeWorker-x%2Fa": 6}
+    for name, served, other, size in (("DecodeWorker", first, second, 5), ("DecodeWorker-b", second, first, 1)):
+        pool = worker_pool(name, "decode", served, [other], None, SCHEDULER, sizes)
         scaled = pool._bound_deployment._deployment_config.autoscaling_config
         assert scaled.initial_replicas == size
     fixed = load_config({"decode": {"replicas": 2}})
-    pool = worker_pool("decode", fixed, [], None, SCHEDULER, {"DecodeWorker": 5})
+    pool = worker_pool("DecodeWorker", "decode", fixed, [], None, SCHEDULER, {"DecodeWorker": 5})
     assert pool._bound_deployment.num_replicas == 2

@@ -49,6 +49,7 @@ from cluster.config.load import (
 )
 from cluster.config.settings import NOT_TUNABLE, TUNABLE
 from cluster.config.table import setting_rows, settings_table
+from cluster.deployment.capacity import pool_name
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.simulation.plan.worker_memory import predict_memory
 from cluster.slo.classes import NO_TARGETS, SloConfig
@@ -418,6 +419,15 @@ def test_several_models_are_pools_of_one_application() -> None:
     """Each with a name of its own, whatever is in it."""
     models = [{"model": name, "workers": 1} for name in ("x/a", "x-a")]
     assert isinstance(build_application(load_config({"models": models})), Application)
+
+
+def test_the_first_model_s_pools_are_called_as_where_it_is_alone() -> None:
+    """So that Serve keeps its workers where another model comes beside it, or goes."""
+    alone = load_config({"model": "a"})
+    both = load_config({"models": [{"model": "a"}, {"model": "x/b"}]})
+    names = [[pool_name("prefill", both, served), pool_name("decode", both, served)] for served in both.served]
+    assert names == [["PrefillWorker", "DecodeWorker"], ["PrefillWorker-x%2Fb", "DecodeWorker-x%2Fb"]]
+    assert names[0] == [pool_name("prefill", alone, alone), pool_name("decode", alone, alone)]
 
 
 def test_batch_invariance_may_be_asked_of_cpus() -> None:

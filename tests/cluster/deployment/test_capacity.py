@@ -148,5 +148,5 @@ def test_no_pool_begins_with_more_than_there_is_room_for(num_cpus: int, sizes: t
 def test_of_several_models_each_pool_keeps_its_own_size() -> None:
     own = {"workers": 1, "decode": {"autoscaling": {"max_replicas": 8}, "num_cpus": 1}}
     models = [{"model": {"ref": "tiny", "served_name": name}, **own} for name in ("x/a", "b")]
-    sizes = sizes_at_start(load_config({"models": models}), [{"CPU": 5.6}], {"DecodeWorker-x%2Fa": 7})
-    assert sizes == {"DecodeWorker-x%2Fa": 4, "DecodeWorker-b": 1}
+    sizes = sizes_at_start(load_config({"models": models}), [{"CPU": 5.6}], {"DecodeWorker": 7})
+    assert sizes == {"DecodeWorker": 4, "DecodeWorker-b": 1}
