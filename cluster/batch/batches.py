@@ -32,6 +32,7 @@ from cluster.errors import ConflictError, NotFoundError
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
+KEPT_S: Final = 30 * 86_400.0  # how long a batch is kept that has ended, at least
 _WRITTEN_AT_ONCE: Final = 4 * 2**20  # characters of answers, or one answer
 _OLDEST_EVERY: Final = 4  # batches that a gateway claims
 _FORGOTTEN_AT_ONCE: Final = 50  # answers
@@ -184,6 +185,10 @@ class Batches:
     async def forget(self) -> bool:
         """Delete some of the answers of batches that have ended. Returns whether there were any."""
         return await self._database.transact(_forget)
+
+    async def sweep(self, now: float) -> None:
+        """Delete the records of batches that ended `KEPT_S` ago and of whose files none is left."""
+        await self._database.transact(_sweep, now)
 
     async def _write(self, batch: Batch, succeeded: bool, content: Path) -> int:
         """Write the answers that succeeded, or did not, onto the disk. Returns how many bytes they have; without any
@@ -372,3 +377,14 @@ def _forget(connection: sqlite3.Connection) -> bool:
         (_FORGOTTEN_AT_ONCE,),
     )
     return deleted.rowcount > 0
+
+
+def _sweep(connection: sqlite3.Connection, now: float) -> None:
+    ended_at = ", ".join(f"coalesce(json_extract(record, '$.stamps.{status}'), 0)" for status in sorted(ENDED))
+    files = ", ".join(f"json_extract(record, '$.{name}_file_id')" for name in ("input", "output", "error"))
+    connection.execute(
+        f"DELETE FROM batches WHERE ended AND created_at <= :before AND max({ended_at}) <= :before"
+        f" AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN ({files}))"
+        " AND NOT EXISTS (SELECT 1 FROM answers WHERE answers.batch = batches.id)",
+        {"before": now - KEPT_S},
+    )

@@ -123,6 +123,7 @@ class BatchService:
                 if time.monotonic() >= sweep_at:  # first, as the rest needs room where the disk is full
                     sweep_at = time.monotonic() + _SWEEP_S
                     await self.files.sweep(time.time())
+                    await self.batches.sweep(time.time())
                     may_be_left = True
                 await self._once(send)
                 if may_be_left:  # answers, by a gateway that ended just then

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.batch import batches as claiming
 from cluster.batch import database as storage
 from cluster.batch import service
-from cluster.batch.batches import Batch, Batches, KeptAnswer
+from cluster.batch.batches import KEPT_S, Batch, Batches, KeptAnswer
 from cluster.batch.database import Database
 from cluster.batch.lines import BatchLine, LineAnswer, LineError, read_lines
 from cluster.batch.service import BatchService
@@ -455,6 +455,33 @@ async def test_answers_that_the_disk_has_no_room_for_leave_nothing_there(
     assert not list(database.files.iterdir())
     await batches.finish(batch, "completed", *contents)
     assert [content.read_text() for content in contents] == ["an answer\n", "an error\n"]
+    database.close()
+
+
+async def test_a_batch_that_ended_a_month_ago_goes_with_the_last_of_its_files(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    kept = BatchService(database, 10**6)
+    batches, contents = kept.batches, [database.files / name for name in ("output", "errors")]
+    ended, runs = [
+        Batch(owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31)
+        for _ in range(2)
+    ]
+    await batches.create(ended)
+    assert await batches.claim() is not None
+    await batches.answer(ended, [KeptAnswer(1, True, "an answer")])
+    await batches.finish(ended, "completed", *contents)
+    await batches.create(runs)
+    month_later = time.time() + KEPT_S + 60.0
+    await batches.sweep(month_later)
+    (output,) = await kept.files.list("o", purpose=None, after=None, limit=10, newest_first=True)
+    assert (await batches.get(ended.id, "o")).output_file_id == output.id
+    await kept.files.delete(output.id, "o")
+    await batches.sweep(month_later - 120.0)
+    assert len(await batches.list("o", after=None, limit=10)) == 2
+    await batches.sweep(month_later)
+    assert [batch.id for batch in await batches.list("o", after=None, limit=10)] == [runs.id]
+    with pytest.raises(NotFoundError):
+        await batches.get(ended.id, "o")
     database.close()
 
 
