@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.quantisation import Quantisation
     from engine.model.config import DecoderConfig, ModelConfig
     from engine.model.shards import Shard
+    from engine.steps.loading import EngineConfig
     from kernels.quantised_weight import CodeFormat
     from kv_transfer.messages.fields import Role
 
@@ -210,8 +211,9 @@ def find_model(ref: str) -> Path | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
     """The memory that one worker takes, on all of its devices. `token_bytes`: the weights that one token is multiplied
-    by, which are fewer where it chooses among experts. `adapter_bytes`: the most that adapters may take. `step_bytes`
-    is an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_copies`: how many of its processes
+    by, which are fewer where it chooses among experts. `adapter_bytes`: the most that adapters may take. `draft_bytes`:
+    of what drafts, all that it takes, also KV, which what the configuration says is shared out between. `step_bytes` is
+    an estimate. `host_bytes` and `host_tokens`: KV in host memory, on top. `kv_copies`: how many of its processes
     have the same KV, which `kv_tokens` and what the configuration says count once. `kv_bytes` None: KV gets what the
     rest leaves of the share of a GPU that the configuration names. `whole_experts`: the most that one of its processes
     has; None: each has a part of every one."""
@@ -222,6 +224,7 @@ class WorkerBytes:
     step_bytes: int
     staging_bytes: int
     host_bytes: int
+    draft_bytes: int = 0
     kv_bytes: int | None = None
     kv_tokens: int | None = None
     kv_copies: int = 1
@@ -232,15 +235,36 @@ class WorkerBytes:
     @property
     def total_bytes(self) -> int:
         model, kv = self.weight_bytes + self.adapter_bytes + self.step_bytes, self.kv_bytes or 0
-        return model + kv + self.staging_bytes + self.host_bytes
+        return model + self.draft_bytes + kv + self.staging_bytes + self.host_bytes
 
 
 def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes:
     """Work out a worker's memory by the rules of a worker that loads the model.
     Raises ValueError, with advice, where that would."""
+    from cluster.config.build import engine_config, tiers_config
+    from engine.checkpoint.store import has_weights
+    from engine.memory.host import memory_bytes
+    from engine.steps.loading import dtype_of, heads_for, with_draft
+
+    engine = engine_config(role, config)
+    engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
+    if engine.draft_ref is None:
+        return _engine_memory(engine, folder)
+    if (heads := heads_for(engine.draft_ref, folder, engine.backend)) is not None:
+        values = sum(prod(fields["shape"]) for fields in _headers(heads[0]).values())
+        draft_bytes = values * dtype_of(engine.dtype, folder).itemsize
+    elif (draft_folder := find_model(engine.draft_ref)) is not None and has_weights(draft_folder):
+        alone, engine = with_draft(engine, engine.draft_ref, folder, draft_folder)
+        draft_bytes = _engine_memory(alone, draft_folder).total_bytes
+    else:
+        return _engine_memory(engine, folder)
+    return replace(_engine_memory(engine, folder), draft_bytes=draft_bytes)
+
+
+def _engine_memory(engine: EngineConfig, folder: Path) -> WorkerBytes:
+    """As `worker_memory`, of one model without what drafts for it."""
     from torch import bfloat16, device
 
-    from cluster.config.build import engine_config, tiers_config
     from cluster.simulation.plan.worker_memory import activation_bytes
     from engine.cost_model.roofline import ModelShape
     from engine.kv.sizes import KVMemory, size_tiers
@@ -251,8 +275,6 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
     from kernels.ops import packed_bytes_on
     from kernels.quantised_weight import VALUES_FROM_ROWS
 
-    engine = engine_config(role, config)
-    engine = replace(engine, host_bytes=tiers_config(role, config).host.resolve(memory_bytes()))
     model = served_config(folder, engine)
     shards = [WHOLE]
     if isinstance(model, ModelConfig):
@@ -322,7 +344,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         whole_experts=whole_experts,
     )
     if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
-        context_length(config.model.max_model_len, model, held=sys.maxsize)
+        context_length(engine.max_model_len, model, held=sys.maxsize)
         return found
     sizes = size_tiers(layout, memory)
     columns, host_columns = (blocks // layout.num_layer_groups for blocks in (sizes.pool_blocks, sizes.host_blocks))
@@ -331,7 +353,7 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
         kv_bytes=sizes.pool_blocks * layout.block_bytes * copies,
         kv_tokens=columns * layout.block_size,
         host_tokens=host_columns * layout.block_size,
-        context=context_length(config.model.max_model_len, model, held=sizes.longest(layout)),
+        context=context_length(engine.max_model_len, model, held=sizes.longest(layout)),
     )
 
 
@@ -642,6 +664,8 @@ def _table(role: Role, config: LegatoConfig, found: WorkerBytes) -> Iterator[str
         yield _row(
             "adapters", found.adapter_bytes, f"at most: {config.adapters.max_loaded} of rank {config.adapters.max_rank}"
         )
+    if found.draft_bytes:
+        yield _row("drafts", found.draft_bytes, f"{config.decode.draft_model}, with KV of its own")
     yield _row("a step", found.step_bytes, f"of up to {step:,} tokens, an estimate")
     holds = f"{kv.memory}" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens"
     copies = f", the same in {found.kv_copies} processes" if found.kv_copies > 1 else ""

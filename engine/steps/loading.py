@@ -571,6 +571,13 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
     of as many tokens. Raises ValueError, before anything is loaded, where the two do not go together."""
     draft_folder = resolve_model(ref)
     require_draft_fits(config, folder, draft_folder)
+    alone, config = with_draft(config, ref, folder, draft_folder)
+    _planned(folder, config)  # or it would be told after the other one is loaded
+    return load_model(alone), config
+
+
+def with_draft(config: EngineConfig, ref: str, folder: Path, draft_folder: Path) -> tuple[EngineConfig, EngineConfig]:
+    """How the model `ref` in `draft_folder` is loaded that drafts for the one in `folder`, and how that one is."""
     alone = replace(config, model_ref=ref, draft_ref=None, backend="auto", max_model_len=None, layers_per_group=None)
     alone = replace(alone, host_bytes=0, staging_bytes=0, batch_invariant=False, max_adapters=0)
     alone = replace(alone, tensor_parallel=1, expert_parallel=None)
@@ -578,8 +585,7 @@ def _load_draft(config: EngineConfig, ref: str, folder: Path) -> tuple[LoadedMod
         own, others = (_bytes_per_column(path, one) for path, one in ((draft_folder, alone), (folder, config)))
         alone = replace(alone, kv_bytes=config.kv_bytes * own // (own + others))
         config = replace(config, kv_bytes=config.kv_bytes - config.kv_bytes * own // (own + others))
-    _planned(folder, config)  # or it would be told after the other one is loaded
-    return load_model(alone), config
+    return alone, config
 
 
 def _bytes_per_column(folder: Path, engine: EngineConfig) -> int:

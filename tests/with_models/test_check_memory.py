@@ -22,6 +22,7 @@ from cluster.config.settings import LegatoConfig
 from engine.checkpoint.adapters import read_adapter
 from engine.checkpoint.quantisation import QuantisationName
 from engine.checkpoint.weights import load_weights
+from engine.drafting.draft_model import DraftModel
 from engine.drafting.heads import HeadsConfig
 from engine.model.config import ModelConfig
 from engine.model.shards import shards_of
@@ -240,6 +241,20 @@ def test_what_cannot_draft(
         assert main() == (told is not None)
         err = capsys.readouterr().err
         assert (told or "") in err and (told is None or err.startswith("error: a decode worker: "))
+
+
+def test_a_model_that_drafts_takes_its_weights_and_its_part_of_the_kv(llama: SmallModel, tmp_path: Path) -> None:
+    config = configured(llama.folder)
+    decode = config.decode.model_copy(update={"draft_model": str(shallower(llama, tmp_path))})
+    config = config.model_copy(update={"decode": decode})
+    said, model = worker_memory("decode", config, llama.folder), loaded(config)
+    assert said.kv_bytes == model.runner.num_pool_blocks * model.layout.block_bytes
+    assert said.context == model.max_model_len
+    assert isinstance(model.draft_model, DraftModel)
+    draft = model.draft_model.model
+    held = draft.runner.weight_bytes + draft.runner.num_pool_blocks * draft.layout.block_bytes
+    assert held <= said.draft_bytes <= held + said.step_bytes, "its steps take no more than the other's"
+    assert said.total_bytes >= said.draft_bytes + said.weight_bytes + said.kv_bytes
 
 
 @pytest.mark.parametrize("are_heads", [False, True])
