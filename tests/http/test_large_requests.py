@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from cluster.http.endpoints.service import tokenize
 from cluster.http.openai.schemas import CompletionBody, TokenizeBody
 from cluster.http.openai.sse import dumps, dumps_large
 from cluster.http.parse import prepare_completion
-from cluster.http.server.connection import prepare_server
+from cluster.http.server.connection import TimedProtocol, prepare_server
 from cluster.http.server.turns import MOST_WAITING, Turns
 from cluster.json_text import MAX_VALUES, require_few_values
 from engine.text.tokenizer import Tokenizer
@@ -121,6 +122,49 @@ def test_a_hundred_new_connections_take_few_turns_of_the_loop(monkeypatch: pytes
             socket.create_connection(address)
 
     uvloop.run(scenario())
+
+
+def test_headers_have_an_end() -> None:
+    """Those of a request that is served, with another one behind its body, and one without any."""
+
+    async def scenario() -> None:
+        config = uvicorn.Config(_empty_answer, http=TimedProtocol, log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await eventually(lambda: server.started)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        body = b"a" * 500_000
+        for piece in (
+            b"POST / HTTP/1.1\r\nhost: here\r\n",
+            *(b"x-%d: %s\r\n" % (number, b"a" * 1_000) for number in range(50)),
+            b"content-length: %d\r\n\r\n" % len(body),
+            body + b"GET / HTTP/1.1\r\n",
+            b"host: here\r\n\r\n",
+        ):
+            writer.write(piece)
+            await writer.drain()
+        async with asyncio.timeout(HANGS_S):
+            for _ in range(2):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+            with suppress(ConnectionError):  # it is closed with bytes that nobody read
+                for _ in range(64):
+                    writer.write(b"a" * 2**14)
+                    await writer.drain()
+                assert (await reader.read(12)) in (b"", b"HTTP/1.1 431")
+        writer.close()
+        server.should_exit = True
+        await serving
+
+    uvloop.run(scenario())
+
+
+async def _empty_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
 
 
 def _num_queued(port: int) -> int:

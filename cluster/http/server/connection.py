@@ -39,18 +39,24 @@ _STAMP: Final = struct.Struct("@ll")  # `struct timespec`
 _STAMP_SPACE: Final = socket.CMSG_SPACE(_STAMP.size)
 _NARROW_NS: Final = 20_000  # two readings of a clock that differ less were not interrupted
 _READ_BYTES: Final = 256 * 2**10  # read at once, as loops do
+# Of a request's line and headers, or of what follows its body, beyond what was read with their first byte. HAProxy has
+# 16 KiB for them; who reaches a replica's own port comes past it, and the parser keeps whatever comes.
+_MOST_HEAD_BYTES: Final = 64 * 2**10
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class TimedProtocol(HttpToolsProtocol):
     """uvicorn's protocol for one connection, which also notes when a request's first byte came and when the kernel had
-    taken an answer's last one. Times are of `time.monotonic`. Each of its answers has one request id. For
-    `uvicorn.Config(http=TimedProtocol)`.
+    taken an answer's last one. Times are of `time.monotonic`. Each of its answers has one request id, and headers
+    without an end get 431. For `uvicorn.Config(http=TimedProtocol)`.
     """
 
     answered: tuple[HttpConnection, ...] = ()  # those whose last byte waits to be written
 
     _came_at: float | None = None  # when the bytes came that are read next, if they may begin a request
     _is_amid_request = False
+    _num_parts = 0  # beginnings and ends of requests and of heads, and pieces of bodies
+    _head_bytes = 0  # that came since the last of them
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -60,10 +66,29 @@ class TimedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         cast(dict[str, Any], self.scope)[_ARRIVED_AT] = self._came_at or time.monotonic()
         self._came_at, self._is_amid_request = None, True
+        self._num_parts += 1
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._num_parts += 1
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._num_parts += 1
+
+    def data_received(self, data: bytes) -> None:
+        num_parts = self._num_parts
+        super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if num_parts == self._num_parts else 0
+        if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:  # else it would stand amid another answer
+                self.transport.write(_TOO_LARGE)
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_amid_request = False
+        self._num_parts += 1
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
