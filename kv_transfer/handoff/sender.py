@@ -244,7 +244,6 @@ class KvSender:
         self._owner = owner
         self._handoffs: dict[SequenceKey, _HandOff] = {}
         self._peers: dict[str, _Peer] = {}
-        self._endpoints: dict[str, Endpoint] = {}
         self._links: dict[str, LinkReport] = {}  # who was sent to last is last
         self.num_failed = 0
         self._copying = copying_threads("kv-copies-out")
@@ -281,8 +280,10 @@ class KvSender:
         """Once its tokens stand (`layer_ready`) and all are `computed`, hand them over to the reservation."""
         if not self.awaits_ticket(seq.key):
             self._add(seq)
-        self._endpoints[ticket.worker_id] = ticket.endpoint
         self._handoffs[seq.key].worker_id = ticket.worker_id
+        if ticket.worker_id not in self._peers:
+            peer = self._peers[ticket.worker_id] = _Peer(self, ticket.worker_id, ticket.endpoint)
+            self._thread.submit(peer.run())
         num_layers, num_tokens = self.kv_cache.layout.num_layers, self._handoffs[seq.key].timeline.num_tokens
         self._do(self.machine.begin(ticket, num_layers=num_layers, num_tokens=num_tokens, now=time.monotonic()))
 
@@ -430,8 +431,5 @@ class KvSender:
         return _SlabJob(action, cache, table.view[group], handoff.stored.get(action.layer))
 
     def _enqueue(self, worker_id: str, job: _SlabJob | Message) -> None:
-        peer = self._peers.get(worker_id)
-        if peer is None:
-            peer = self._peers[worker_id] = _Peer(self, worker_id, self._endpoints[worker_id])
-            self._thread.submit(peer.run())
-        self._thread.call(peer.enqueue, job)
+        # There is one since the first of its hand-offs began; where it is lost, they are all over.
+        self._thread.call(self._peers[worker_id].enqueue, job)
