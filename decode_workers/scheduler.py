@@ -418,20 +418,23 @@ class DecodeScheduler:
         self, selection: StepSelection, now: float, room: StepRoom | None
     ) -> Mapping[Sequence, tuple[int, ...]]:
         """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts
-        will have some of `room`, in half of it at most, of the tokens and of the time. None where the sequences' newest
-        tokens are not known yet."""
+        will have some of `room`, in half of it at most, of the tokens and of the time, and only for those that were
+        promised a TPOT. None where the sequences' newest tokens are not known yet."""
         if self._speculation is None or self._in_flight or not selection.ready:
             return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
         # A column more for everyone, and another one.
         may_grow = self.allocator.pool.num_available >= 2 * len(self._running) * self.allocator.layer_groups
-        candidates = [
-            Candidate(seq, self._room_for_drafts(seq, may_grow), self._pacer.is_late(seq, now))
-            for seq in selection.ready
-        ]
         most = self._token_budget - len(selection.ready)
         longest_s = min((KEPT * seq.gap_s for seq in self._running if seq.gap_s is not None), default=math.inf)
         beside_prompts = room is not None and room.is_open and self._local.oldest_may_begin
+        candidates = []
+        for seq in selection.ready:
+            # Several tokens lengthen the steps of a promised mean, and prompts have what that brings. Nobody else's
+            # become longer: prompts would only have less of them, and a draft costs less where there are none.
+            may_have_drafts = seq.tpot_s is not None or not beside_prompts
+            num_drafts = self._room_for_drafts(seq, may_grow) if may_have_drafts else 0
+            candidates.append(Candidate(seq, num_drafts, self._pacer.is_late(seq, now)))
         if room is not None and beside_prompts:
             most, longest_s = most // 2, min(longest_s, room.half_s)
         drafts = self._speculation.plan(candidates, work, most=most, longest_s=longest_s, beside_prompts=beside_prompts)

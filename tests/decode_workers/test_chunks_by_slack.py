@@ -220,7 +220,7 @@ def test_drafts_take_the_room_of_prompts_and_no_more() -> None:
     costs = StepCosts(COST)
     costs.seed(COST)
     bench = Bench(speculation=Speculation([Knowing()], costs, fixed=15))
-    stream, prompt = seq(50, gap_s=0.1), seq(3000)
+    stream, prompt = seq(50, tpot_s=0.1), seq(3000)
     bench.decode(stream)
     bench.scheduler.add(prompt)
     plan = bench.step()
@@ -229,7 +229,7 @@ def test_drafts_take_the_room_of_prompts_and_no_more() -> None:
 
 
 def test_drafts_leave_prompts_half_of_the_time() -> None:
-    """Also those of so many streams that theirs alone would fill the gap that is promised."""
+    """Also those of so many streams that theirs alone would fill the time that is promised."""
     chunks: dict[bool, int] = {}
     for guesses in (False, True):
         costs = StepCosts(COST)
@@ -237,13 +237,34 @@ def test_drafts_leave_prompts_half_of_the_time() -> None:
         knowing = Knowing()
         knowing.name = "grammar"  # who is taken to be right mostly
         bench = Bench(speculation=Speculation([knowing], costs) if guesses else None)
-        streams, prompt = [seq(50, gap_s=0.07) for _ in range(16)], seq(3000)
+        streams, prompt = [seq(50, tpot_s=0.07) for _ in range(16)], seq(3000)
         bench.decode(*streams)
         bench.scheduler.add(prompt)
         plan = bench.step()
         chunks[guesses] = chunk_of(plan, prompt)
         assert any(item.drafts for item in plan.items) is guesses
     assert chunks[True] >= 0.45 * chunks[False] > LEAST_CHUNK
+
+
+@pytest.mark.parametrize("gap_s", [0.1, None])
+def test_drafts_take_no_time_of_prompts_where_they_lengthen_no_step(gap_s: float | None) -> None:
+    """Under a gap, and with nothing promised, a step lasts no longer for the tokens that it brings: without prompts
+    there are drafts, and beside one only those of whom a mean was promised."""
+    chunks: dict[bool, list[int]] = {}
+    for guesses in (False, True):
+        costs = StepCosts(COST)
+        costs.seed(COST)
+        bench = Bench(speculation=Speculation([Knowing()], costs, fixed=3) if guesses else None)
+        streams, prompt = [seq(50, gap_s=gap_s) for _ in range(4)], seq(1000)
+        bench.decode(*streams)
+        assert all(len(item.drafts) == (3 if guesses else 0) for item in bench.step().items)
+        chunks[guesses] = bench.compute(prompt)
+        assert all(len(item.drafts) == (3 if guesses else 0) for item in bench.step().items)
+    assert chunks[True] == chunks[False]
+    with_mean = seq(50, tpot_s=0.2)
+    bench.decode(with_mean)
+    bench.scheduler.add(seq(1000))
+    assert [item.seq for item in bench.step().items if item.drafts] == [with_mean]
 
 
 def test_a_late_stream_catches_up_and_does_not_stop_prompts() -> None:

@@ -18,7 +18,7 @@ from cluster.gateway.timeline import RequestTimeline
 from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.workers import WorkerMetrics
 from cluster.scheduler import block_index
-from cluster.slo.classes import RequestTerms
+from cluster.slo.classes import RequestTerms, SloClass
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.drafting.speculation import SpeculationConfig
@@ -26,7 +26,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from engine.sequence import StepPlan
 from kv_transfer.messages.blocks import BlockEvents
-from kv_transfer.messages.requests import RequestSpec
+from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.workers import LoadingReport, TiersReport
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.clusters.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
@@ -285,6 +285,13 @@ async def test_drafts_are_not_told_as_tokens_of_steps_with_prompts_or_without(ll
     def has_both(plan: StepPlan) -> bool:
         return has_drafts(plan) and any(item.num_tokens > 1 for item in plan.items)
 
+    async def promised(cluster: MiniCluster, request: RequestSpec) -> list[TokenEvent]:
+        """All tokens, with a mean promised that any step keeps: nobody else has drafts beside prompts."""
+        terms = RequestTerms(slo=SloClass(name="mean", tpot_s=100.0))
+        timeline = RequestTimeline(endpoint="/v1/completions", terms=terms)
+        timeline.parsed([request], len(request.prompt_token_ids))
+        return [event async for event in one_by_one(cluster.orchestrator.generate(request, timeline.sequences[0]))]
+
     decode = DecodeWorkerConfig(speculation=SpeculationConfig(drafters=("prediction",), fixed=3))
     async with cluster_of(llama, num_prefill=0, decode=decode) as cluster:
         [worker], runner = cluster.decodes, cluster.models[0].runner
@@ -292,9 +299,17 @@ async def test_drafts_are_not_told_as_tokens_of_steps_with_prompts_or_without(ll
         params = greedy(60)
         expected = llama.local(PROMPT, params).tokens
         with brake(runner, has_drafts) as decoding, brake(runner, has_both) as mixed:
-            streaming = asyncio.create_task(cluster.generate("stream", PROMPT, params, prediction_token_ids=expected))
+            stream = RequestSpec(
+                request_id="stream",
+                attempt=0,
+                prompt_token_ids=PROMPT,
+                params=params,
+                prediction_token_ids=expected,
+            )
+            streaming = asyncio.create_task(promised(cluster, stream))
             await decoding.reached()
-            asking = asyncio.create_task(cluster.generate("beside", PROMPT[::-1], greedy(8)))
+            beside = RequestSpec(request_id="beside", attempt=0, prompt_token_ids=PROMPT[::-1], params=greedy(8))
+            asking = asyncio.create_task(promised(cluster, beside))
             await eventually(lambda: worker.scheduler.num_uncomputed > 0, what="the prompt has not come")
             decoding.release()
             await mixed.reached()
