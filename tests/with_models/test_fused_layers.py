@@ -26,6 +26,7 @@ from tests.support.stepping import Stepper, recording_runner
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
 NUM_NEW_TOKENS = 5
 MANY_ROWS = (220, 150, 61, 255, 200)  # so many that each of three threads takes parts of them
+FEW_ROWS = (40, 34)  # with registers of AVX2 enough for a part for each thread, of which one is larger
 
 
 @pytest.fixture(params=LIBRARIES, ids=["native"] * len(LIBRARIES))
@@ -89,9 +90,15 @@ def test_the_same_bits_with_quantised_weights(library: ctypes.CDLL, tmp_path: Pa
 
 
 def _logits_of_many_rows(
-    folder: Path, kernels: Kernels, dtype: torch.dtype, *, fused: bool, num_threads: int = 1
+    folder: Path,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    *,
+    fused: bool,
+    num_threads: int = 1,
+    lengths: tuple[int, ...] = MANY_ROWS,
 ) -> Tensor:
-    """Of prompts whose chunks are in steps of several hundred rows, beside one that decodes."""
+    """Of prompts of these lengths, all but the ends of which are computed in one step, beside one that decodes."""
     threads = StepThreads(num_threads)
     runner, sampler = recording_runner(
         folder, layers_per_group=3, dtype=dtype, num_blocks=900, kernels=kernels, threads=threads
@@ -99,7 +106,7 @@ def _logits_of_many_rows(
     assert isinstance(runner.model, Model)
     if not fused:
         runner.model.fused = None
-    stepper, prompts = Stepper(runner, seed=3), random_prompts([9, *MANY_ROWS])
+    stepper, prompts = Stepper(runner, seed=3), random_prompts([9, *lengths])
     first, *others = (stepper.add(prompt, "r") for prompt in prompts)
     stepper.step([(first, first.num_uncomputed)])
     stepper.step([(first, 1), *((seq, seq.num_uncomputed - 7) for seq in others)])
@@ -107,15 +114,16 @@ def _logits_of_many_rows(
     return torch.stack(sampler.sampled["r"])
 
 
+@pytest.mark.parametrize("lengths", [MANY_ROWS, FEW_ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
-    library: ctypes.CDLL, folder: Path, dtype: torch.dtype
+    library: ctypes.CDLL, folder: Path, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
     kernels = NativeCpuKernels(library)
-    expected = _logits_of_many_rows(folder, kernels, dtype, fused=False)
+    expected = _logits_of_many_rows(folder, kernels, dtype, fused=False, lengths=lengths)
     assert expected.isfinite().all()
     for num_threads in (1, 2, 3):
-        apart = _logits_of_many_rows(folder, kernels, dtype, fused=True, num_threads=num_threads)
+        apart = _logits_of_many_rows(folder, kernels, dtype, fused=True, num_threads=num_threads, lengths=lengths)
         assert torch.equal(apart, expected), f"{num_threads} threads"
 
 

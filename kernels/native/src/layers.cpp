@@ -263,18 +263,22 @@ class Pass {
 // each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
 class Parts {
  public:
-  explicit Parts(int64_t rows) : rows_(rows), largest_(kRowsPerThread * legato::team_size()) {
-    const int64_t threads = legato::team_size();
-    if (threads == 1 || rows < 2 * threads * largest_) return;  // nobody to wait for, or too few
+  // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too.
+  Parts(int64_t rows, int64_t number_bytes, bool has_adapters) : rows_(rows) {
+    const int64_t threads = legato::team_size(), largest = kRowsPerThread * threads;
+    const int64_t fewest = has_adapters ? 2 * largest : fewest_rows(number_bytes) * threads;
+    if (threads == 1 || rows < fewest * threads) return;  // nobody to wait for, or too few
     for (int64_t first = 0; first < rows;) {
       // Smaller ones come last, and as many of each size as there are threads, so that all end together.
       const int64_t fair = (rows - first + threads - 1) / threads;
       const int64_t half = (fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
-      const int64_t size = fair <= 2 * kMultiple ? fair : std::min(half, largest_);
+      const int64_t size = fair - half <= kMultiple ? fair : std::min(half, largest);
       for (int64_t thread = 0; thread < threads && first < rows; ++thread, first += parts_.back().rows) {
         parts_.push_back({first, std::min(size, rows - first), 0});
       }
     }
+    // A thread's own places, where those of the largest part for each thread are no more than there are.
+    own_ = static_cast<int64_t>(parts_.size()) > threads ? parts_.front().rows : 0;
   }
 
   template <class Body>
@@ -282,7 +286,7 @@ class Parts {
     if (parts_.empty()) return body(Part{0, rows_, 0});
     legato::share(static_cast<int64_t>(parts_.size()), 1, [&](int64_t index) {
       Part part = parts_[index];
-      part.at = omp_get_thread_num() * largest_;
+      part.at = own_ ? omp_get_thread_num() * own_ : part.first;
       body(part);
     });
   }
@@ -291,9 +295,15 @@ class Parts {
   // Every part reads all weights of a layer, which may come from memory. Asked of all threads together, it gives no more
   // of them in a second than one thread alone would ask for with so many rows.
   static constexpr int64_t kRowsPerThread = 48;
-  static constexpr int64_t kMultiple = 12;  // rows of a projection's tile
+  static constexpr int64_t kMultiple = 12;  // rows of a projection's tile, or of two
 
-  int64_t rows_, largest_;
+  // Of a thread's share, for each thread. With registers of AVX2 a row takes 2.3 times as long, so that memory has the
+  // weights in time for far fewer: six rows of bfloat16 ask for 16 GB a second.
+  static constexpr int64_t fewest_rows(int64_t number_bytes) {
+    return legato::kRegisters == 32 ? 2 * kRowsPerThread : 3 * number_bytes;
+  }
+
+  int64_t rows_, own_ = 0;  // rows of scratch memory that a thread has for all of its parts; 0: each part has its own
   std::vector<Part> parts_;
 };
 
@@ -301,7 +311,7 @@ template <typename X, typename W>
 void run(const Shape& shape, const Step& step, const Layer* layers, int64_t first, int64_t stop) {
   if (first == stop) return;
   const Widths widths(shape, layers, stop);
-  const Parts parts(step.rows);
+  const Parts parts(step.rows, sizeof(X), step.adapters);
   const auto pass = [&](int64_t index) { return Pass<X, W>(shape, widths, step, layers[index], index); };
   parts.each([&](const Part& part) { pass(first).begin(part); });
   for (int64_t index = first; index < stop; ++index) {
