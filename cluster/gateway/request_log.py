@@ -11,21 +11,18 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
-import logging
 import math
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.gateway.line_log import MAX_BYTES, LineLog
+from cluster.gateway.line_log import MAX_BYTES, STOP_S, LineLog, LineWriter
 from cluster.gateway.placing import naming_block_size
 from cluster.gateway.timeline import Drafts, RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
@@ -39,10 +36,7 @@ from kv_transfer.worker.cost_report import observed_steps
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
-
-MAX_WAITING: Final = 1_024  # requests; what ends while as many wait to be written, and until half are, is left out
-_STOP_S: Final = 2.0
+MAX_WAITING: Final = 1_024  # requests that have ended and are yet to be written
 _ANY_NUMBER: Final = 100_000  # of sequences, where a worker does not bound it
 _NAME_BYTES: Final = 8  # of a block's hash: enough to tell the blocks of a log apart
 
@@ -196,10 +190,10 @@ def _parsed(adapter: TypeAdapter[T], path: Path, number: int, line: str) -> T:
 
 
 class RequestRecorder:
-    """Writes a gateway's log of the requests for one model, in a thread of its own: a disk may take its time, and
-    streams do not wait for it. `stop` it when the gateway ends. `workers()`, called in that thread, gives the live
-    workers, of all models, and `loading()` those that have yet to load theirs. `model_flips`: workers change their
-    model. Gateways of one machine and one `secret` may share a file."""
+    """Writes a gateway's log of the requests for one model, in a thread of its own. `stop` it when the gateway ends.
+    `workers()`, called in that thread, gives the live workers, of all models, and `loading()` those that have yet to
+    load theirs. `model_flips`: workers change their model. Gateways of one machine and one `secret` may share a
+    file."""
 
     def __init__(
         self,
@@ -214,7 +208,6 @@ class RequestRecorder:
         loading: Callable[[], Iterable[LoadingReport]] = tuple,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._file = LineLog(path, max_bytes, self._head)
         self._slo = slo
         self._workers = workers
         self._model = model
@@ -222,50 +215,23 @@ class RequestRecorder:
         self._model_flips = model_flips
         self._loading = loading
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
-        self._ended: SimpleQueue[RequestTimeline | None] = SimpleQueue()  # None: the last one has come
-        self._num_left_out = 0  # since it fell behind
-        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
-        self._thread.start()
+        log = LineLog(path, max_bytes, self._head)
+        self._writer = LineWriter(log, f"request log of {model}", self._lines, MAX_WAITING)
 
     def ended(self, timeline: RequestTimeline) -> None:
         """Have a line written for each choice of a request that has been answered, if it was for this model. Nobody may
         write to its timeline any more."""
-        if timeline.model != self._model:
-            return
-        if self._ended.qsize() >= (MAX_WAITING // 2 if self._num_left_out else MAX_WAITING):
-            if not self._num_left_out:
-                logger.error(
-                    "the request log of %s cannot be written as fast as requests end: some are left out", self._model
-                )
-            self._num_left_out += 1
-            return
-        self._tell_left_out(self._num_left_out)
-        self._num_left_out = 0
-        self._ended.put(timeline)
+        if timeline.model == self._model:
+            self._writer.put(timeline)
 
-    def stop(self, within_s: float = _STOP_S) -> None:
+    def stop(self, within_s: float = STOP_S) -> None:
         """Write what waits, if that takes no longer, and end the thread. Call it off the event loop."""
-        self._ended.put(None)
-        self._thread.join(within_s)
-        unwritten = self._ended.qsize() if self._thread.is_alive() else 0  # in place of that None is the one in hand
-        self._tell_left_out(self._num_left_out + unwritten)
+        self._writer.stop(within_s)
 
-    def _tell_left_out(self, number: int) -> None:
-        if number:
-            logger.error("%d requests are not in the request log of %s, whose disk is too slow", number, self._model)
-
-    def _run(self) -> None:
-        while (timeline := self._ended.get()) is not None:
-            try:
-                self._write(timeline)
-            except Exception:
-                name = timeline.request_id
-                logger.exception("request %s is not in the request log", name, extra={"request": name})
-
-    def _write(self, timeline: RequestTimeline) -> None:
+    def _lines(self, timeline: RequestTimeline) -> list[str]:
         offset_s = time.time() - time.monotonic()
         logged = (logged_request(sequence, offset_s, self._key) for sequence in timeline.sequences)
-        self._file.append([request_line(line) for line in logged if line is not None])
+        return [request_line(line) for line in logged if line is not None]
 
     def _head(self) -> str | None:
         cluster = logged_cluster(

@@ -1,7 +1,6 @@
 """What the scheduler decided lately, and from which candidates: for operators to read, as JSON or as a table.
 
-The `GlobalScheduler` adds each, its server writes them down. Times are on the scheduler's clock; whoever reads says
-what that is.
+The `GlobalScheduler` adds each. Times are on the scheduler's clock; whoever reads says what that is.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,6 +24,10 @@ class LoggedDecision:
     request: Place
     verdict: Verdict
     reason: str
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def is_unattainable(self) -> bool:
@@ -62,39 +66,20 @@ class LoggedDecision:
 
 
 class DecisionLog:
-    """The newest `size`. Whoever writes all of them down takes what is new once `is_half_new`, before it is forgotten;
-    `num_lost` of these came too fast for that."""
+    """The newest `size`. `on_added` hears of each, such as to write it down."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, on_added: Callable[[LoggedDecision], None] = lambda decision: None) -> None:
         self._decisions: deque[LoggedDecision] = deque(maxlen=size)
-        self._num_new = 0
-
-    def __len__(self) -> int:
-        return len(self._decisions)
+        self._on_added = on_added
 
     def add(self, request: Place, verdict: Verdict, reason: str) -> None:
-        self._decisions.append(LoggedDecision(request, verdict, reason))
-        self._num_new += 1
+        decision = LoggedDecision(request, verdict, reason)
+        self._decisions.append(decision)
+        self._on_added(decision)
 
     def newest(self, limit: int) -> list[LoggedDecision]:
         """Newest first."""
         return list(islice(reversed(self._decisions), limit))
-
-    @property
-    def is_half_new(self) -> bool:
-        return 2 * self._num_new >= self._size
-
-    @property
-    def num_lost(self) -> int:
-        """Of the decisions since `take_new`, so many are no longer held."""
-        return max(0, self._num_new - self._size)
-
-    def take_new(self) -> list[LoggedDecision]:
-        """The decisions since the last time, oldest first, as far as they are still held."""
-        new = self.newest(self._num_new)[::-1]
-        self._num_new = 0
-        return new
 
 
 def _finite(value: Any) -> Any:

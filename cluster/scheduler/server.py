@@ -17,7 +17,7 @@ from typing import Final
 
 from cluster.autoscaling.controller import Autoscaler, ModelExchange, Order
 from cluster.autoscaling.sizing import PoolsPlan
-from cluster.gateway.line_log import LineLog
+from cluster.gateway.line_log import STOP_S, LineLog, LineWriter
 from cluster.scheduler.decision_log import DecisionLog, LoggedDecision
 from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.role_changes import RoleChanges
@@ -61,7 +61,6 @@ from kv_transfer.transports.base import Identity, TransportError
 logger = logging.getLogger(__name__)
 
 _MOST_UNWRITTEN: Final = 4_000  # decisions that wait for a disk
-_STOP_S: Final = 2.0  # for what waits to be written at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,13 @@ class SchedulerServer:
         model_flips: bool = False,
     ) -> None:
         self.slo = SloTracker(slo_classes, now_s=time.monotonic())  # of what all gateways have told since the start
-        self._log = DecisionLog(max(rules.policy.log_size for rules in models.values()))
+        log_size = max(rules.policy.log_size for rules in models.values())
+        self._writer: LineWriter[LoggedDecision] | None = None
+        if decision_log is None:
+            self._log = DecisionLog(log_size)
+        else:
+            self._writer = LineWriter(decision_log, "decision log", _lines, _MOST_UNWRITTEN)
+            self._log = DecisionLog(log_size, self._writer.put)
         self.schedulers = {name: GlobalScheduler(rules.policy, self._log) for name, rules in models.items()}
         self._autoscalers: dict[str, Autoscaler] = {}
         for name, rules in models.items():
@@ -103,9 +108,6 @@ class SchedulerServer:
         self._exchange = ModelExchange(self._autoscalers if model_flips else {})
         self._identity = identity
         self._broadcast_period_s = broadcast_period_s
-        self._decision_log = decision_log
-        self._unwritten: list[LoggedDecision] = []  # of `_log`, for the file
-        self._writing: asyncio.Task[None] | None = None
         self._role_changes = RoleChanges(self._keeps_model)
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
@@ -158,9 +160,8 @@ class SchedulerServer:
         self._gateways.clear()
         if self._server is not None:
             await self._server.close("the scheduler stops")
-        self._write_decisions()
-        if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=_STOP_S)
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.stop, STOP_S)
 
     async def _serve_peer(self, connection: Connection) -> None:
         try:
@@ -272,9 +273,7 @@ class SchedulerServer:
     def _place(self, gateway: Connection, request: Place) -> PlacementAnswer | Queued:
         scheduler = self._noted(gateway, request)
         if scheduler is not None:
-            answer = scheduler.place(request, time.monotonic())
-            self._write_decisions_if_many()
-            return answer
+            return scheduler.place(request, time.monotonic())
         return Unplaceable(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -305,7 +304,6 @@ class SchedulerServer:
             self._told.clear()
             for answer in chain.from_iterable(each.answers(time.monotonic()) for each in self.schedulers.values()):
                 self._asked[answer.request_id][0].post(answer)
-            self._write_decisions_if_many()
 
     def _change_role(self, request: RoleRequest) -> RoleAnswer:
         """Tell the worker, unless it must not go. It counts as draining at once, not only with its next report."""
@@ -350,34 +348,6 @@ class SchedulerServer:
         told = [str(one) if question.as_text else one.as_json(offset_s) for one in newest]
         return Decisions(ask_id=question.ask_id, decisions=told)
 
-    def _write_decisions(self) -> None:
-        """Have what is new written down, in a thread: a disk may take its time, and placements do not wait for it."""
-        num_lost, new = self._log.num_lost, self._log.take_new()
-        if self._decision_log is None:
-            return
-        self._unwritten += new
-        if num_lost:
-            logger.warning("%d decisions came so fast that they are not in the decision log", num_lost)
-        if num_late := max(0, len(self._unwritten) - _MOST_UNWRITTEN):
-            logger.error("%d decisions are not in the decision log, whose disk is too slow", num_late)
-            del self._unwritten[:num_late]
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write(self._decision_log), name="decision-log")
-
-    async def _write(self, log: LineLog) -> None:
-        """Write what waits, and what comes meanwhile. With nothing new the log tries again what it could not write."""
-        while True:
-            taken, self._unwritten = self._unwritten, []
-            offset_s = _clock_offset_s()
-            await asyncio.to_thread(log.append, (one.as_json(offset_s) for one in taken))
-            if not self._unwritten:
-                return
-
-    def _write_decisions_if_many(self) -> None:
-        """Write before the next period where decisions would be forgotten until then."""
-        if self._decision_log is not None and self._log.is_half_new:
-            self._write_decisions()
-
     def _replicas(self) -> Replicas:
         known = [scheduler.replicas() for scheduler in self.schedulers.values()]
         return Replicas(
@@ -400,7 +370,6 @@ class SchedulerServer:
             await asyncio.sleep(self._broadcast_period_s)
             for worker_id in chain.from_iterable(each.expire(time.monotonic()) for each in self.schedulers.values()):
                 logger.warning("worker %s has been silent too long and counts as gone", worker_id)
-            self._write_decisions()
             self._broadcast()
             self._order_pool_changes()
 
@@ -424,6 +393,10 @@ class SchedulerServer:
                 self._exchange.refused(worker_id)
                 for each in self._autoscalers.values():
                     each.refused(worker_id)
+
+
+def _lines(decision: LoggedDecision) -> list[str]:
+    return [decision.as_json(_clock_offset_s())]
 
 
 def _clock_offset_s() -> float:

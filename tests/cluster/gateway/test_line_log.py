@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import threading
-from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from cluster.gateway.line_log import LineLog
-from cluster.gateway.request_log import MAX_WAITING, RequestRecorder, log_of_model, read_log
-from cluster.gateway.timeline import RequestTimeline, SequenceTimeline
-from cluster.slo.classes import RequestTerms, SloConfig
-from kv_transfer.messages.workers import KnownWorker
-from tests.support.clusters.worker_reports import REPORT, worker_info, worker_snapshot
-from tests.support.waiting import HANGS_S
-
-TERMS = RequestTerms(model="m", arrived_at=0.0)
+from cluster.gateway import line_log
+from cluster.gateway.line_log import LineLog, LineWriter
+from cluster.gateway.request_log import log_of_model
+from tests.support.waiting import HANGS_S, wait_until
 
 
 def test_it_may_lie_in_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,51 +43,85 @@ def test_a_full_file_is_put_aside_once_though_two_processes_find_it_full(
     assert path.read_text().split() == ["b" * 50, "c" * 45]
 
 
-def test_streams_do_not_wait_for_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What ends meanwhile waits, up to a bound; then it is left out until half of that is written. The gateway's log
-    says so once, and then how many it was."""
-    slow, goes_on = threading.Event(), threading.Event()
+class Entry(str):
+    @property
+    def request_id(self) -> str:
+        return str(self)
 
-    def workers() -> list[KnownWorker]:
+
+class HeldLog(LineLog):
+    """A disk that takes its time, once for each of `goes_on`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.goes_on = threading.Semaphore(0)
+
+    def append(self, lines: Iterable[str] = ()) -> None:
         assert threading.current_thread() is not threading.main_thread(), "the loop would wait as long"
-        slow.set()
-        assert goes_on.wait(HANGS_S)
-        return [(worker_info("d1", model="m"), worker_snapshot("d1", step_cost=REPORT))]
-
-    sequence = SequenceTimeline(TERMS)
-    sequence.num_prompt_tokens, sequence.token_times, sequence.sent_at = 9, array("d", [1.0, 2.0]), 1.5
-    ended = RequestTimeline(endpoint="/v1/completions", terms=TERMS, sequences=[sequence], parsed_at=0.1, ended_at=3.0)
-    recorder = RequestRecorder(tmp_path / "log", SloConfig(), workers, model="m", secret=b"a secret")
-    recorder.ended(ended)
-    assert slow.wait(HANGS_S)
-    for _ in range(MAX_WAITING + 2):
-        recorder.ended(ended)
-    for _ in range(3):  # as if they were being written about as fast as others end
-        recorder._ended.get()
-        recorder.ended(ended)
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    recorder.stop(within_s=0)
-    assert f"{MAX_WAITING + 3} requests are not in" in caplog.messages[-1], "unless the disk hurries up after all"
-    goes_on.set()
-    recorder._thread.join(HANGS_S)
-    found, requests = read_log(tmp_path / "log")
-    assert (found.num_decode, len(requests)) == (1, MAX_WAITING - 2)
+        assert self.goes_on.acquire(timeout=HANGS_S)
+        super().append(lines)
 
 
-def test_who_was_left_out_is_counted_when_the_disk_is_fast_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def writer_of(log: LineLog, max_waiting: int = 1000) -> LineWriter[Entry]:
+    return LineWriter(log, "log of m", lambda entry: [str(entry)], max_waiting)
+
+
+def test_nobody_waits_for_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = RequestRecorder(tmp_path / "log", SloConfig(), tuple, model="m", secret=b"a secret")
-    recorder.stop(HANGS_S)
-    ended = RequestTimeline(endpoint="/v1/completions", terms=TERMS)
-    for _ in range(MAX_WAITING + 2):
-        recorder.ended(ended)
-    while recorder._ended.qsize() >= MAX_WAITING // 2:
-        recorder._ended.get()
-    recorder.ended(ended)
-    recorder.ended(ended)
+    """What comes meanwhile waits, up to a bound; then it is left out until half of that is written. The process's log
+    says so once, and then how many entries it was."""
+    monkeypatch.setattr(line_log, "_AT_ONCE", 1)
+    log = HeldLog(tmp_path / "log")
+    writer = writer_of(log, max_waiting=4)
+    for number in range(7):
+        writer.put(Entry(number))
+    log.goes_on.release()
+    wait_until(lambda: len(writer._entries) == 3)
+    writer.put(Entry("as the disk is about as fast as entries come"))
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    log.goes_on.release(2)
+    wait_until(lambda: len(writer._entries) == 1)
+    writer.put(Entry(7))
+    log.goes_on.release(9)
+    writer.stop(HANGS_S)
+    assert (tmp_path / "log").read_text().split() == list("01237")
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
-    assert "2 requests are not in" in caplog.messages[-1]
+    assert "4 entries are not in the log of m" in caplog.messages[-1]
+
+
+def test_what_a_slow_disk_costs_in_the_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = HeldLog(tmp_path / "log")
+    writer = writer_of(log)
+    for number in range(3):
+        writer.put(Entry(number))
+    writer.stop(within_s=0)
+    assert "3 entries are not in" in caplog.messages[-1], "unless the disk hurries up after all"
+    log.goes_on.release(9)
+    writer.stop(HANGS_S)
+    assert (tmp_path / "log").read_text().split() == list("012")
+
+
+def test_what_cannot_be_written_is_tried_again_though_nothing_comes(tmp_path: Path) -> None:
+    log = LineLog(tmp_path / "a-file" / "log")
+    (tmp_path / "a-file").write_text("in the way")
+    writer = writer_of(log)
+    writer.put(Entry("one"))
+    wait_until(lambda: log.has_waiting)
+    (tmp_path / "a-file").unlink()
+    wait_until(lambda: not log.has_waiting)
+    assert (tmp_path / "a-file" / "log").read_text() == "one\n"
+    writer.stop(HANGS_S)
+
+
+def test_who_has_no_lines_costs_nobody_else_any(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log"
+    writer = LineWriter[Entry](LineLog(path), "log of m", lambda entry: [f"{1 / int(entry)}"], 10)
+    for number in (1, 0, 2):
+        writer.put(Entry(number))
+    writer.stop(HANGS_S)
+    assert path.read_text().split() == ["1.0", "0.5"]
+    assert "request 0 is not in the log of m" in caplog.messages[0]
 
 
 def test_a_model_s_full_log_is_in_no_other_model_s_place(tmp_path: Path) -> None:
