@@ -51,9 +51,9 @@ class InFlight:
         self._num = 0
         self._of_tenants = Counter[str]()
 
-    def require_room(self, num_sequences: int, tenant: str = "", *, has_time: bool = False) -> None:
-        """Check that there is room for so many sequences of a tenant. Call it before anything is made ready for them.
-        Who `has_time`, as a line of a batch, leaves what is beyond the limit to others.
+    def require_room(self, num_sequences: int, terms: RequestTerms) -> None:
+        """Check that there is room for so many sequences of a request. Call it before anything is made ready for them.
+        Who has time, as a line of a batch, leaves what is beyond the limit to others.
 
         Raises InvalidRequestError if there will never be room for them at once, OverloadedError if there is none now:
         several take at most half of what others leave, within the limit and beyond, so that a few large requests do not
@@ -68,9 +68,9 @@ class InFlight:
         left = self._limit - self._num
         if num_sequences <= (left if num_sequences == 1 or self._num == 0 else left // 2):
             return
-        has_few = self._of_tenants[tenant] + num_sequences <= self._few
+        has_few = self._of_tenants[terms.tenant] + num_sequences <= self._few
         left += self._beyond
-        if has_time or not has_few or num_sequences > (left if num_sequences == 1 else left // 2):
+        if terms.has_time or not has_few or num_sequences > (left if num_sequences == 1 else left // 2):
             raise OverloadedError(
                 f"{self._num} sequences are in flight here, where there is room for {self._limit}. Try again shortly.",
                 retry_after_s=1.0,
@@ -81,23 +81,23 @@ class InFlight:
         return max(1, min(most, (self._limit - self._num) // 2))
 
     @contextmanager
-    def enter(self, num_sequences: int, tenant: str = "", *, has_time: bool = False) -> Iterator[Callable[[], None]]:
-        """Hold room for that many sequences of a tenant inside the block. Yields a function that gives back the room of
-        one sequence; what is left is given back at the end. Raises like `require_room`."""
-        self.require_room(num_sequences, tenant, has_time=has_time)
+    def enter(self, num_sequences: int, terms: RequestTerms) -> Iterator[Callable[[], None]]:
+        """Hold room for that many sequences of a request inside the block. Yields a function that gives back the room
+        of one sequence; what is left is given back at the end. Raises like `require_room`."""
+        self.require_room(num_sequences, terms)
         held = num_sequences
-        self._count(held, tenant)
+        self._count(held, terms.tenant)
 
         def leave() -> None:
             nonlocal held
             assert held > 0, "more sequences end than have begun"
             held -= 1
-            self._count(-1, tenant)
+            self._count(-1, terms.tenant)
 
         try:
             yield leave
         finally:
-            self._count(-held, tenant)
+            self._count(-held, terms.tenant)
 
     def _count(self, num_sequences: int, tenant: str) -> None:
         self._num += num_sequences

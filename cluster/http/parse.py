@@ -34,6 +34,7 @@ from cluster.http.openai.tools import (
     told_tools,
     with_tools,
 )
+from cluster.slo.classes import RequestTerms
 from engine.sampling.params import SamplingParams
 from engine.text.formats import HERMES, Message, with_hermes_tools
 from kv_transfer.messages.requests import RequestSpec
@@ -134,16 +135,14 @@ class Job:
 async def prepare_chat(
     body: ChatBody,
     asked: Asked,
+    terms: RequestTerms,
     service_tier: str,
     prefix_salt: str,
     *,
-    tenant: str = "",
-    has_time: bool = False,
     job_id: str | None = None,
 ) -> Job:
-    """Make the job of a chat, for a tenant. `has_time`: as in `RequestTerms`. `job_id` None: a new one. Raises
-    ApiError."""
-    _check_common(body, 1, asked, tenant, has_time)
+    """Make the job of a chat. `job_id` None: a new one. Raises ApiError."""
+    _check_common(body, 1, asked, terms)
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body.offered_tools()))
     token_ids = _truncated(token_ids, body, max_tokens, asked)
@@ -156,17 +155,16 @@ async def prepare_chat(
     wanted = (body.response_format, body.structured_outputs)
     if beside is not None and not all(wanted):
         wanted = (beside, None)
-    grammar = await asked.model.grammars.grammar_for(*wanted, tenant)
+    grammar = await asked.model.grammars.grammar_for(*wanted, terms.tenant)
     return _job(
         job_id or new_job_id("chatcmpl"),
         body,
         asked,
+        terms,
         [(token_ids, None)],
         prediction,
         service_tier,
         prefix_salt,
-        tenant=tenant,
-        has_time=has_time,
         param="messages",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -178,16 +176,10 @@ async def prepare_chat(
 
 
 async def prepare_completion(
-    body: CompletionBody,
-    asked: Asked,
-    service_tier: str,
-    prefix_salt: str,
-    *,
-    tenant: str = "",
-    has_time: bool = False,
+    body: CompletionBody, asked: Asked, terms: RequestTerms, service_tier: str, prefix_salt: str
 ) -> Job:
-    """Make the job of a text completion, for a tenant. `has_time`: as in `RequestTerms`. Raises ApiError."""
-    _check_common(body, len(body.prompt), asked, tenant, has_time)
+    """Make the job of a text completion. Raises ApiError."""
+    _check_common(body, len(body.prompt), asked, terms)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(
             "best_of is supported only where it equals n. Leave it out.", param="best_of", code="unsupported_value"
@@ -199,19 +191,18 @@ async def prepare_completion(
     if max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0, which needs echo. Ask for at least 1 token.", param="max_tokens")
     size = sum(len(prompt) for prompt in body.prompt)
-    grammar = await asked.model.grammars.grammar_for(body.response_format, body.structured_outputs, tenant)
+    grammar = await asked.model.grammars.grammar_for(body.response_format, body.structured_outputs, terms.tenant)
     prompts = await _off_loop_if_long(size, asked, _completion_prompts, body, max_tokens, asked)
     prediction = await _prediction_token_ids(body, asked)
     return _job(
         new_job_id("cmpl"),
         body,
         asked,
+        terms,
         prompts,
         prediction,
         service_tier,
         prefix_salt,
-        tenant=tenant,
-        has_time=has_time,
         param="prompt",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -542,9 +533,9 @@ def _truncated(token_ids: list[int], body: GenerationBody, max_tokens: int | Non
     return token_ids if len(token_ids) <= limit else token_ids[-limit:]
 
 
-def _check_common(body: GenerationBody, num_prompts: int, asked: Asked, tenant: str, has_time: bool) -> None:
+def _check_common(body: GenerationBody, num_prompts: int, asked: Asked, terms: RequestTerms) -> None:
     """Check what chats and text completions have in common, before anything is tokenised. Raises ApiError."""
-    asked.api.in_flight.require_room(num_prompts * (body.n or 1), tenant, has_time=has_time)
+    asked.api.in_flight.require_room(num_prompts * (body.n or 1), terms)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError(
             "prompt_logprobs come with an answer that is not streamed. Leave out stream, or use echo with logprobs.",
@@ -585,13 +576,12 @@ def _job(
     job_id: str,
     body: GenerationBody,
     asked: Asked,
+    terms: RequestTerms,
     prompts: Sequence[TokenPrompt],
     prediction: list[int],
     service_tier: str,
     prefix_salt: str,
     *,
-    tenant: str,
-    has_time: bool,
     param: str,
     max_tokens: int | None,
     grammar: str | None,
@@ -608,7 +598,7 @@ def _job(
     num_choices = body.n or 1
     _require_bounded(num_choices, prompts, prediction, prompt_logprobs)
     # Others may have begun since it came.
-    asked.api.in_flight.require_room(len(prompts) * num_choices, tenant, has_time=has_time)
+    asked.api.in_flight.require_room(len(prompts) * num_choices, terms)
     max_model_len = asked.model.require_limits().max_model_len
     sampling = {**_sampling(body, asked), **thinking, "grammar": grammar}
     sampling |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}

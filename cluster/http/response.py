@@ -199,7 +199,7 @@ class GenerationResponse(Answer):
     async def _generate(self, outbox: Outbox) -> None:
         """Generate all sequences into the outbox, as fast as the workers are. The first that fails ends the others."""
         terms = self._timeline.terms
-        entering = self._api.in_flight.enter(len(self._job.choices), terms.tenant, has_time=terms.has_time)
+        entering = self._api.in_flight.enter(len(self._job.choices), terms)
         try:
             with entering as leave:
                 async with asyncio.TaskGroup() as readers:

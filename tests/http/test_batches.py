@@ -46,7 +46,7 @@ from cluster.http.parse import prepare_chat
 from cluster.http.server import body as bodies
 from cluster.http.server.body import BodyLimit
 from cluster.json_text import MAX_VALUES
-from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import Target
@@ -470,7 +470,7 @@ async def test_a_line_that_finds_no_room_is_not_read_first(
     body = {"model": MODEL, name: long[name]}
     app = create_app(api)
     assert (await post_inside(app, url, body, {}, whose)).status == 400  # it is too long, which is seen once it is read
-    with api.in_flight.enter(32, "many"):
+    with api.in_flight.enter(32, RequestTerms(tenant="many")):
         answer = await post_inside(app, url, body, {}, whose)
     api.batches.database.close()
     assert answer.status == 429 and answer.headers["retry-after"] == "1"

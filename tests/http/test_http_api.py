@@ -497,38 +497,44 @@ def test_no_more_at_once_than_a_gateway_may(tokenizer: Tokenizer) -> None:
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:
-    in_flight = InFlight(16)
-    with in_flight.enter(8), in_flight.enter(4), in_flight.enter(2):
-        with pytest.raises(OverloadedError), in_flight.enter(2):
+    in_flight, terms = InFlight(16), RequestTerms()
+    with in_flight.enter(8, terms), in_flight.enter(4, terms), in_flight.enter(2, terms):
+        with pytest.raises(OverloadedError), in_flight.enter(2, terms):
             pass
-        with in_flight.enter(1), in_flight.enter(1), pytest.raises(OverloadedError), in_flight.enter(1):
+        with (
+            in_flight.enter(1, terms),
+            in_flight.enter(1, terms),
+            pytest.raises(OverloadedError),
+            in_flight.enter(1, terms),
+        ):
             pass
-    with in_flight.enter(16):  # where nobody else is
+    with in_flight.enter(16, terms):  # where nobody else is
         pass
 
 
 def test_who_has_few_sequences_finds_room_beside_those_of_another_tenant(tokenizer: Tokenizer) -> None:
     """Which wait for their turn in the scheduler, where tenants share: who is kept from asking there never shares."""
     in_flight = InFlight(32)
-    with in_flight.enter(32, "many"):
-        with pytest.raises(OverloadedError), in_flight.enter(1, "many"):
+    with in_flight.enter(32, RequestTerms(tenant="many")):
+        with pytest.raises(OverloadedError), in_flight.enter(1, RequestTerms(tenant="many")):
             pass
-        with pytest.raises(OverloadedError), in_flight.enter(1, "a batch", has_time=True):
+        with pytest.raises(OverloadedError), in_flight.enter(1, RequestTerms(tenant="a batch", deadline=0.0)):
             pass
         with ExitStack() as held:
             for number, size in enumerate((2, 2, 2, 1, 1)):
-                held.enter_context(in_flight.enter(size, f"few {number}"))
-                with pytest.raises(OverloadedError), in_flight.enter(3 - size, f"few {number}"):
+                held.enter_context(in_flight.enter(size, RequestTerms(tenant=f"few {number}")))
+                with pytest.raises(OverloadedError), in_flight.enter(3 - size, RequestTerms(tenant=f"few {number}")):
                     pass
-            with pytest.raises(OverloadedError), in_flight.enter(1, "a quarter more is there by now"):
+            # a quarter more is there by now
+            with pytest.raises(OverloadedError), in_flight.enter(1, RequestTerms(tenant="another")):
                 pass
-    with in_flight.enter(32):
+    with in_flight.enter(32, RequestTerms()):
         pass  # none is held any more
     with ExitStack() as held:
         for number in range(32 + 8):
             with suppress(OverloadedError):
-                held.enter_context(in_flight.enter(2, f"several {number}"))
-        with in_flight.enter(1, "a small one"):  # several at a time do not take what is beyond, either
+                held.enter_context(in_flight.enter(2, RequestTerms(tenant=f"several {number}")))
+        with in_flight.enter(1, RequestTerms(tenant="small")):  # several at a time do not take what is beyond, either
             pass
     generator = ScriptedGenerator(tokenizer)
     with running_server(generator, tokenizer, GatewaySettings(max_concurrent=16)) as target:

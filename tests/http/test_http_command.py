@@ -25,7 +25,7 @@ from cluster.config.settings import GatewaySettings
 from cluster.errors import OverloadedError
 from cluster.http.api import InFlight
 from cluster.load.client import ServerAddress
-from cluster.slo.classes import SloClass, SloConfig
+from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from engine.text.tokenizer import Tokenizer
 from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
@@ -240,9 +240,9 @@ def test_refusals_are_counted_apart(
     """Eight at a time are answered, and end only once somebody was refused beside them."""
     require_room, refusals = InFlight.require_room, list[int]()
 
-    def noted(in_flight: InFlight, num_sequences: int, tenant: str, *, has_time: bool = False) -> None:
+    def noted(in_flight: InFlight, num_sequences: int, terms: RequestTerms) -> None:
         try:
-            require_room(in_flight, num_sequences, tenant, has_time=has_time)
+            require_room(in_flight, num_sequences, terms)
         except OverloadedError:
             refusals.append(num_sequences)
             raise

@@ -25,6 +25,7 @@ from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
 from cluster.http.openai.tools import constrained, told_calls, told_tools
 from cluster.http.parse import chat_token_ids, prepare_chat
+from cluster.slo.classes import RequestTerms
 from engine.sampling.grammar import GrammarMasks, allowed_by, grammar_tokenizer
 from engine.sequence import Sequence
 from engine.text.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats, ReasoningFormat
@@ -39,6 +40,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.model
 
+TERMS = RequestTerms()
 WEATHER: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
@@ -172,7 +174,7 @@ def tokenizer_of(template: str, folder: Path) -> ThreadedTokenizer:
 async def prompt_of(messages: list[Any], tokenizer: Tokenizer) -> str:
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
     body = ChatBody.model_validate({"model": MODEL, "tools": TOOLS, "messages": messages})
-    job = await prepare_chat(body, asked, "auto", "")
+    job = await prepare_chat(body, asked, TERMS, "auto", "")
     return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -206,7 +208,7 @@ async def test_a_template_for_tools_alone_has_the_default_one_behind_it(tmp_path
 
     async def prompt(messages: list[Any], **fields: Any) -> str:
         body = ChatBody.model_validate({"model": MODEL, "messages": messages, **fields})
-        job = await prepare_chat(body, asked, "auto", "")
+        job = await prepare_chat(body, asked, TERMS, "auto", "")
         return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
 
     history = [*MESSAGES, calling(("1", "time")), result("1", "noon")]
@@ -554,7 +556,7 @@ async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:
     good = call % '{"place":"Oslo","days":3}'
     for effort, opening in (("low", ""), (None, "<think>\n")):
         fields = {"model": MODEL, "messages": MESSAGES, "tools": [STRICT], "reasoning_effort": effort}
-        job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), "auto", "")
+        job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), TERMS, "auto", "")
         takes = taken_by(job.choices[0].spec.params.grammar, tokenizer)
         for text in ("hm</think>Hello.", f"hm\n</think>\n\n{good}", f"{call % '{}'}?</think>It rains. {good}"):
             assert takes(opening + text), text
@@ -766,7 +768,7 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         }
     )
-    params = (await prepare_chat(body, await api.find_model(body.model), "auto", "")).choices[0].spec.params
+    params = (await prepare_chat(body, await api.find_model(body.model), TERMS, "auto", "")).choices[0].spec.params
     masks = GrammarMasks(tmp_path / "thinker", tokenizer.vocab_size, tokenizer.eos_token_ids)
     closing = tokenizer.added_id_of("</think>")
     assert closing is not None

@@ -31,6 +31,7 @@ from cluster.http.parse import prepare_completion
 from cluster.http.server.connection import TimedProtocol, prepare_server
 from cluster.http.server.turns import MOST_WAITING, Turns
 from cluster.json_text import MAX_VALUES, require_few_values
+from cluster.slo.classes import RequestTerms
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from tests.http.attacked_gateway import ATTACKS, TAKE_SECONDS, attack, fetch, gateway, get, request_bytes
@@ -40,6 +41,7 @@ from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import HANGS_S, eventually, wait_until
 
 LONGEST_SILENCE_S = 0.25
+TERMS = RequestTerms()
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,7 @@ async def test_the_choices_of_a_request_start_a_few_in_each_turn_and_all_end_wit
     num_started = generator.started_in.total()
     assert max(generator.started_in.values()) <= 16 and generator.num_ended == num_started
     assert num_started == 128 if leaves_after == 128 else num_started < 128
-    with api.in_flight.enter(512):
+    with api.in_flight.enter(512, TERMS):
         pass  # no place is held any more
 
 
@@ -280,9 +282,9 @@ async def test_who_finds_no_room_after_a_long_look_is_not_made_ready(smollm2_fol
     tokenizer = Tokenizer(smollm2_folder)
     api = scripted_api(ScriptedGenerator(tokenizer), tokenizer)
     body = CompletionBody.model_validate({"model": MODEL, "prompt": "a long prompt " * 400, "n": 128})
-    preparing = asyncio.create_task(prepare_completion(body, await api.find_model(body.model), "auto", ""))
+    preparing = asyncio.create_task(prepare_completion(body, await api.find_model(body.model), TERMS, "auto", ""))
     await asyncio.sleep(0)
-    with api.in_flight.enter(512), pytest.raises(OverloadedError):
+    with api.in_flight.enter(512, TERMS), pytest.raises(OverloadedError):
         await preparing
 
 

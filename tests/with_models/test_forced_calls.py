@@ -15,6 +15,7 @@ import pytest
 from cluster.http.api import Api
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.parse import prepare_chat
+from cluster.slo.classes import RequestTerms
 from decode_workers.local_engine import LocalEngine
 from engine.sequence import Sequence
 from engine.steps.loading import EngineConfig, load_model
@@ -81,7 +82,7 @@ async def test_every_call_that_must_be_made_is_valid(smollm2_folder: Path, api: 
                 "seed": number,
             }
         )
-        job = await prepare_chat(body, await api.find_model(body.model), "auto", "")
+        job = await prepare_chat(body, await api.find_model(body.model), RequestTerms(), "auto", "")
         spec = job.choices[0].spec
         seqs.append(Sequence(request_id=f"{number}-{name}", attempt=0, params=spec.params,
                              prompt_token_ids=list(spec.prompt_token_ids)))  # fmt: skip

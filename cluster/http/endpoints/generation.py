@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
     async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
-        job = await prepare_chat(body, asked, tier, salt, tenant=terms.tenant, has_time=terms.has_time)
+        job = await prepare_chat(body, asked, terms, tier, salt)
     tokenizer = asked.model.tokenizer
     shape = ChatShape(job, tokenizer) if job.reading is None else ReadChatShape(job, job.reading, tokenizer)
     return GenerationResponse(api, timeline, shape)
@@ -50,7 +50,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf) -> Gen
     async with api.preparing(terms):
         salt = salt_of(request, body.cache_salt, api.tenants)
         tier = answered_tier(request, body, terms.slo)
-        job = await prepare_completion(body, asked, tier, salt, tenant=terms.tenant, has_time=terms.has_time)
+        job = await prepare_completion(body, asked, terms, tier, salt)
     return GenerationResponse(api, timeline, CompletionShape(job, asked.model.tokenizer))
 
 

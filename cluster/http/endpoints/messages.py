@@ -321,7 +321,7 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     async with api.preparing(terms):
         salt = salt_of(request, None, api.tenants)
         tier, job_id = answered_tier(request, chat, terms.slo), new_job_id("msg")
-        job = await prepare_chat(chat, asked, tier, salt, tenant=terms.tenant, has_time=terms.has_time, job_id=job_id)
+        job = await prepare_chat(chat, asked, terms, tier, salt, job_id=job_id)
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 

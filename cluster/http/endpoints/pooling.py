@@ -181,9 +181,8 @@ class PoolingResponse(Answer):
         left = iter(range(len(specs)))
         in_flight = self._api.in_flight
         num_readers = in_flight.share(min(len(specs), _AT_ONCE))
-        terms = self._timeline.terms
         try:
-            with in_flight.enter(num_readers, terms.tenant, has_time=terms.has_time):
+            with in_flight.enter(num_readers, self._timeline.terms):
                 async with asyncio.TaskGroup() as readers:
                     for _ in range(num_readers):
                         readers.create_task(self._read(left, found, outbox))

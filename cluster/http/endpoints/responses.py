@@ -66,9 +66,7 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
                 chat = await _fitted(chat, asked)
             salt = salt_of(request, body.cache_salt, api.tenants)
             tier, job_id = answered_tier(request, chat, terms.slo), new_id("resp")
-            job = await prepare_chat(
-                chat, asked, tier, salt, tenant=terms.tenant, has_time=terms.has_time, job_id=job_id
-            )
+            job = await prepare_chat(chat, asked, terms, tier, salt, job_id=job_id)
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
     echo = body.echo(job.choices[0].spec.params)
