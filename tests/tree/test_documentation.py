@@ -298,7 +298,7 @@ def test_fields_of_requests_are_listed(body: type[BaseModel]) -> None:
 def test_error_codes_are_listed() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
     codes = set(re.findall(r'\b(?:default_)?code(?:: str)? ?= ?"(\w+)"', sources))
-    codes |= set(re.findall(r'\b_error\(\s*"(\w+)"', sources))  # of `cluster.http.openai.fields`
+    codes |= set(re.findall(r'\bfield_error\(\s*"(\w+)"', sources))
     general = {"not_found", "conflict"}  # never sent: what raises these errors names a code of its own
     assert codes > general
     assert codes - general - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()

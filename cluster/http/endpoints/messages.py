@@ -16,14 +16,13 @@ from typing import Annotated, Any, Final, Literal
 import jiter
 from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError, InvalidRequestError
 from cluster.http.api import ApiOf, Asked
 from cluster.http.error_responses import from_validation
 from cluster.http.openai.choice import Delta
 from cluster.http.openai.events import PLAIN, ChoiceEvents
-from cluster.http.openai.fields import Harmless, Stop, Unsupported
+from cluster.http.openai.fields import Harmless, Stop, Unsupported, field_error
 from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body, ChatBody
 from cluster.http.openai.sse import AnswerShape, dumps
 from cluster.http.openai.structured import OutputConstraint
@@ -45,19 +44,15 @@ _LEFT_OUT: Final = ("redacted_thinking",)  # blocks of another model, which noth
 _BILLING: Final = "x-anthropic-billing-header:"
 
 
-def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
-    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
-
-
 def parse_blocks(value: object) -> list[dict[str, Any]]:
     """Normalise the content of a message, a text or a list of blocks, to a list of blocks, and check them."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise _error("send a text, or a list of blocks such as {'type': 'text', 'text': 'hello'}", "invalid_type")
+        raise field_error("invalid_type", "send a text, or a list of blocks such as {'type': 'text', 'text': 'hello'}")
     for index, block in enumerate(value):
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise _error(f"block {index} must be an object with a `type`", "invalid_type")
+            raise field_error("invalid_type", f"block {index} must be an object with a `type`")
         kind = block["type"]
         if kind in _TEXTS:
             _require_text(block, _TEXTS[kind], index)
@@ -65,27 +60,27 @@ def parse_blocks(value: object) -> list[dict[str, Any]]:
             _require_text(block, "id", index)
             _require_text(block, "name", index)
             if not isinstance(block.get("input"), dict):
-                raise _error(f"block {index} must have an `input` that is an object", "invalid_type")
+                raise field_error("invalid_type", f"block {index} must have an `input` that is an object")
         elif kind == "tool_result":
             _require_text(block, "tool_use_id", index)
         elif kind not in _LEFT_OUT:
-            raise _error(
-                f"block {index} is of type {kind[:40]!r}; this model reads text, thinking, tool_use and tool_result",
+            raise field_error(
                 "unsupported_value",
+                f"block {index} is of type {kind[:40]!r}; this model reads text, thinking, tool_use and tool_result",
             )
     return value
 
 
 def _require_text(block: Mapping[str, Any], name: str, index: int) -> None:
     if not isinstance(block.get(name), str):
-        raise _error(f"block {index} must have a `{name}` that is a text", "invalid_type")
+        raise field_error("invalid_type", f"block {index} must have a `{name}` that is a text")
 
 
 def parse_system(value: object) -> str:
     """Normalise a system prompt, a text or a list of text blocks, to one text, without what is meant for bills."""
     blocks = parse_blocks(value)
     if any(block["type"] != "text" for block in blocks):
-        raise _error("a system prompt has text blocks only", "unsupported_value")
+        raise field_error("unsupported_value", "a system prompt has text blocks only")
     return "\n\n".join(filter(None, (_without_bill(block["text"]) for block in blocks)))
 
 
@@ -99,7 +94,7 @@ def _parse_result(value: object) -> str:
         return ""
     blocks = parse_blocks(value)
     if any(block["type"] != "text" for block in blocks):
-        raise _error("a tool_result has text blocks only", "unsupported_value")
+        raise field_error("unsupported_value", "a tool_result has text blocks only")
     return "".join(block["text"] for block in blocks)
 
 
@@ -125,7 +120,9 @@ class Turn(Body):
 
 def _only_direct(value: object) -> None:
     if value not in (None, [], ["direct"]):
-        raise _error("this server runs no code that could call a tool; send ['direct'], or leave it out")
+        raise field_error(
+            "invalid_value", "this server runs no code that could call a tool; send ['direct'], or leave it out"
+        )
 
 
 class MessagesTool(Body):
@@ -165,8 +162,8 @@ class OutputConfig(Body):
 
 def _no_thread(value: object) -> None:
     if value is not None:  # the code is Anthropic's: its clients go on with all messages in each request
-        raise _error(
-            "this server holds no conversation; send all of its messages each time", "thread_unsupported_request"
+        raise field_error(
+            "thread_unsupported_request", "this server holds no conversation; send all of its messages each time"
         )
 
 
@@ -175,8 +172,8 @@ def _no_edits(value: object) -> None:
     edits = value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else value
     kept = {"type": "clear_thinking_20251015", "keep": "all"}
     if edits is not None and (not isinstance(edits, list) or any(edit != kept for edit in edits)):
-        raise _error(
-            "nothing is taken out of the messages here; leave out yourself what is too much", "unsupported_value"
+        raise field_error(
+            "unsupported_value", "nothing is taken out of the messages here; leave out yourself what is too much"
         )
 
 

@@ -1,6 +1,6 @@
 """Fields of OpenAI's requests that take several forms, each normalised to one.
 
-Every validator raises `PydanticCustomError(code, sentence)`. Code and sentence reach the client as they are where
+Every validator raises `field_error(code, sentence)`. Code and sentence reach the client as they are where
 `cluster.http.error_responses` knows the code; any other becomes `invalid_value`.
 Knows nothing of the model (vocabulary, context): `cluster.http.parse` checks what depends on it.
 """
@@ -37,8 +37,8 @@ SERVER_VARIABLES: Final = frozenset(
 Prompt = str | list[int]
 
 
-def _error(code: str, sentence: str) -> PydanticCustomError:
-    # Braces would be taken for a template.
+def field_error(code: str, sentence: str) -> PydanticCustomError:
+    """What a validator raises. The sentence may have braces, which would be taken for a template."""
     return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
 
 
@@ -51,29 +51,35 @@ def parse_prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _error("invalid_type", "send a text, a list of texts, a list of token ids, or a list of those")
+        raise field_error("invalid_type", "send a text, a list of texts, a list of token ids, or a list of those")
     if all(isinstance(item, str) for item in value):
         return value
     if _is_token_ids(value):
         return [value]
     if all(_is_token_ids(item) for item in value):
         return value
-    raise _error("invalid_type", "the list must hold either texts only, token ids only, or lists of token ids only")
+    raise field_error(
+        "invalid_type", "the list must hold either texts only, token ids only, or lists of token ids only"
+    )
 
 
 def parse_stop(value: object) -> list[str]:
     """Normalise None, a text, or several to a list of non-empty texts."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _error("invalid_type", "send a text or a list of texts")
+        raise field_error("invalid_type", "send a text or a list of texts")
     if len(texts) > MAX_STOP_STRINGS:
-        raise _error("invalid_value", f"{len(texts)} stop texts were sent; at most {MAX_STOP_STRINGS} are possible")
+        raise field_error(
+            "invalid_value", f"{len(texts)} stop texts were sent; at most {MAX_STOP_STRINGS} are possible"
+        )
     if not all(texts):
-        raise _error("invalid_value", "a stop text must not be empty; leave it out instead")
+        raise field_error("invalid_value", "a stop text must not be empty; leave it out instead")
     if (longest := max(map(len, texts), default=0)) > MAX_STOP_CHARS:
-        raise _error("invalid_value", f"a stop text has {longest} characters; at most {MAX_STOP_CHARS} are possible")
+        raise field_error(
+            "invalid_value", f"a stop text has {longest} characters; at most {MAX_STOP_CHARS} are possible"
+        )
     if (total := sum(map(len, texts))) > MAX_ALL_STOP_CHARS:
-        raise _error(
+        raise field_error(
             "invalid_value", f"the stop texts have {total} characters; at most {MAX_ALL_STOP_CHARS} are possible"
         )
     return texts
@@ -83,13 +89,13 @@ def parse_bad_words(value: object) -> list[str]:
     """Normalise None or a list of texts to a list of non-empty texts."""
     texts = [] if value is None else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _error("invalid_type", "send a list of texts")
+        raise field_error("invalid_type", "send a list of texts")
     if len(texts) > MAX_BAD_WORDS:
-        raise _error("invalid_value", f"{len(texts)} texts were sent; at most {MAX_BAD_WORDS} are possible")
+        raise field_error("invalid_value", f"{len(texts)} texts were sent; at most {MAX_BAD_WORDS} are possible")
     if not all(text.strip() for text in texts):
-        raise _error("invalid_value", "a text must not be empty; leave it out instead")
+        raise field_error("invalid_value", "a text must not be empty; leave it out instead")
     if (total := sum(map(len, texts))) > MAX_BAD_WORD_CHARS:
-        raise _error("invalid_value", f"they have {total} characters; at most {MAX_BAD_WORD_CHARS} are possible")
+        raise field_error("invalid_value", f"they have {total} characters; at most {MAX_BAD_WORD_CHARS} are possible")
     return texts
 
 
@@ -98,20 +104,20 @@ def parse_content(value: object) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _error("invalid_type", "send a text, or a list of parts such as {'type': 'text', 'text': 'hello'}")
+        raise field_error("invalid_type", "send a text, or a list of parts such as {'type': 'text', 'text': 'hello'}")
     return "".join(_text_of(part, index) for index, part in enumerate(value))
 
 
 def _text_of(part: object, index: int) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise _error("invalid_type", f"part {index} must be an object with a `type`")
+        raise field_error("invalid_type", f"part {index} must be an object with a `type`")
     kind = part["type"]
     if kind not in ("text", "refusal"):  # an assistant's refusal is what it said
-        raise _error(
+        raise field_error(
             "unsupported_value", f"part {index} is of type {kind[:40]!r}; this model reads parts of type 'text' only"
         )
     if not isinstance(part.get(kind), str):
-        raise _error("invalid_type", f"part {index} must have a `{kind}` that is a text")
+        raise field_error("invalid_type", f"part {index} must have a `{kind}` that is a text")
     text: str = part[kind]
     return text
 
@@ -121,12 +127,14 @@ def parse_template_kwargs(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _error("invalid_type", 'send an object of names and values, such as {"enable_thinking": false}')
+        raise field_error("invalid_type", 'send an object of names and values, such as {"enable_thinking": false}')
     for name in value:
         if not (name.isascii() and name.isidentifier()) or name.startswith("_") or len(name) > 64:
-            raise _error("invalid_value", f"{name[:40]!r} is no name of a template's variable")
+            raise field_error("invalid_value", f"{name[:40]!r} is no name of a template's variable")
         if name in SERVER_VARIABLES:
-            raise _error("invalid_value", f"{name!r} is not told in this way; if there is a field of this name, use it")
+            raise field_error(
+                "invalid_value", f"{name!r} is not told in this way; if there is a field of this name, use it"
+            )
     _require_small(value)
     return dict(value)
 
@@ -141,7 +149,7 @@ def _require_small(value: object) -> None:
         if isinstance(item, str):
             num_chars += len(item)
         elif isinstance(item, int | float) and abs(item) > MAX_TEMPLATE_NUMBER:
-            raise _error("invalid_value", f"a number in it is beyond {MAX_TEMPLATE_NUMBER}; send it as a text")
+            raise field_error("invalid_value", f"a number in it is beyond {MAX_TEMPLATE_NUMBER}; send it as a text")
         elif isinstance(item, Mapping):
             num_chars += sum(map(len, item))
             waiting += [(inner, depth + 1) for inner in item.values()]
@@ -153,7 +161,7 @@ def _require_small(value: object) -> None:
             ("levels", depth, MAX_TEMPLATE_DEPTH),
         ):
             if number > limit:
-                raise _error("invalid_value", f"it has more than {limit} {what}; send less")
+                raise field_error("invalid_value", f"it has more than {limit} {what}; send less")
 
 
 def parse_documents(value: object) -> list[dict[str, str]]:
@@ -161,12 +169,12 @@ def parse_documents(value: object) -> list[dict[str, str]]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(document, Mapping) for document in value):
-        raise _error("invalid_type", 'send a list of objects, such as [{"title": "Sea", "text": "It is wide."}]')
+        raise field_error("invalid_type", 'send a list of objects, such as [{"title": "Sea", "text": "It is wide."}]')
     if len(value) > MAX_DOCUMENTS:
-        raise _error("invalid_value", f"{len(value)} documents were sent; at most {MAX_DOCUMENTS} are possible")
+        raise field_error("invalid_value", f"{len(value)} documents were sent; at most {MAX_DOCUMENTS} are possible")
     for index, document in enumerate(value):
         if len(document) > 16 or not all(isinstance(text, str) for text in document.values()):
-            raise _error("invalid_type", f"document {index} must be an object of up to 16 texts")
+            raise field_error("invalid_type", f"document {index} must be an object of up to 16 texts")
     return value
 
 
@@ -175,12 +183,12 @@ def parse_metadata(value: object) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _error("invalid_type", "send an object of texts")
+        raise field_error("invalid_type", "send an object of texts")
     if len(value) > MAX_METADATA:
-        raise _error("invalid_value", f"{len(value)} texts were sent; at most {MAX_METADATA} are possible")
+        raise field_error("invalid_value", f"{len(value)} texts were sent; at most {MAX_METADATA} are possible")
     for name, text in value.items():
         if len(name) > 64 or len(text) > 512:
-            raise _error("invalid_value", "a name has at most 64 characters, and a text 512")
+            raise field_error("invalid_value", "a name has at most 64 characters, and a text 512")
     return value
 
 
@@ -189,22 +197,22 @@ def parse_logit_bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _error("invalid_type", 'send an object of token ids and numbers, such as {"50": -100}')
+        raise field_error("invalid_type", 'send an object of token ids and numbers, such as {"50": -100}')
     if len(value) > MAX_LOGIT_BIAS:
-        raise _error("invalid_value", f"{len(value)} tokens were sent; at most {MAX_LOGIT_BIAS} are possible")
+        raise field_error("invalid_value", f"{len(value)} tokens were sent; at most {MAX_LOGIT_BIAS} are possible")
     return {_token_id(key): _bias(key, bias) for key, bias in value.items()}
 
 
 def _token_id(key: object) -> int:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
         return int(key)
-    raise _error("invalid_value", f'{str(key)[:40]!r} is no token id; keys must be token ids such as "50"')
+    raise field_error("invalid_value", f'{str(key)[:40]!r} is no token id; keys must be token ids such as "50"')
 
 
 def _bias(key: object, bias: object) -> float:
     if isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100:
         return float(bias)
-    raise _error("invalid_value", f"the bias of token {str(key)[:40]} must be a number from -100 to 100")
+    raise field_error("invalid_value", f"the bias of token {str(key)[:40]} must be a number from -100 to 100")
 
 
 def refuse(value: Any) -> None:
@@ -212,7 +220,7 @@ def refuse(value: Any) -> None:
     cannot honour."""
     if value is None or value is False or value in ([], {}, "", "none", "auto"):
         return
-    raise _error("unsupported_parameter", "this parameter is not supported yet; leave it out")
+    raise field_error("unsupported_parameter", "this parameter is not supported yet; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +247,8 @@ def parse_tool_choice(value: object) -> ToolChoice:
             mode = allowed.get("mode")
             if mode == "auto" or mode == "required":
                 return ToolChoice(mode, frozenset(map(_function_name, allowed["tools"])))
-        raise _error("invalid_value", "allowed_tools needs a `mode`, 'auto' or 'required', and a list of `tools`")
-    raise _error(
+        raise field_error("invalid_value", "allowed_tools needs a `mode`, 'auto' or 'required', and a list of `tools`")
+    raise field_error(
         "invalid_value", "send 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': 'one'}}"
     )
 
@@ -249,7 +257,7 @@ def _function_name(value: object) -> str:
     function = value.get("function") if isinstance(value, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise _error("invalid_value", "a function is written {'type': 'function', 'function': {'name': 'one'}}")
+        raise field_error("invalid_value", "a function is written {'type': 'function', 'function': {'name': 'one'}}")
     return name
 
 
@@ -258,23 +266,25 @@ def parse_parameters(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type", "object") != "object":
-        raise _error("invalid_type", "send a JSON schema of an object, such as {'type': 'object', 'properties': {}}")
+        raise field_error(
+            "invalid_type", "send a JSON schema of an object, such as {'type': 'object', 'properties': {}}"
+        )
     properties, required = value.get("properties", {}), value.get("required", [])
     if not isinstance(properties, dict) or not all(isinstance(inner, dict | bool) for inner in properties.values()):
-        raise _error("invalid_type", "`properties` of the schema must be an object of schemas")
+        raise field_error("invalid_type", "`properties` of the schema must be an object of schemas")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _error("invalid_type", "`required` of the schema must be a list of names")
+        raise field_error("invalid_type", "`required` of the schema must be a list of names")
     return value
 
 
 def _only_text(value: Any) -> None:
     if value is not None and value != ["text"]:
-        raise _error("unsupported_value", "only the modality 'text' is supported; leave this out")
+        raise field_error("unsupported_value", "only the modality 'text' is supported; leave this out")
 
 
 def _non_negative(value: Sequence[int]) -> Sequence[int]:
     if any(token_id < 0 for token_id in value):
-        raise _error("invalid_value", "token ids must be 0 or larger")
+        raise field_error("invalid_value", "token ids must be 0 or larger")
     return value
 
 

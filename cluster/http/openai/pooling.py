@@ -17,9 +17,8 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from cluster.http.openai.fields import Prompt, parse_prompts
+from cluster.http.openai.fields import Prompt, field_error, parse_prompts
 from cluster.http.openai.schemas import INT64_MAX, ServedBody
 from kv_transfer.messages.requests import RequestSpec
 
@@ -29,13 +28,9 @@ MAX_NUMBERS: Final = 2**22  # in an answer, in which they are some 80 MB of JSON
 Vectors = npt.NDArray[np.float32]
 
 
-def _error(code: str, sentence: str) -> PydanticCustomError:
-    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
-
-
 def _require_few(inputs: Sequence[Any]) -> None:
     if len(inputs) > MAX_INPUTS:
-        raise _error("invalid_value", f"{len(inputs)} were sent; at most {MAX_INPUTS} are possible")
+        raise field_error("invalid_value", f"{len(inputs)} were sent; at most {MAX_INPUTS} are possible")
 
 
 def parse_inputs(value: object) -> list[Prompt]:
@@ -43,9 +38,9 @@ def parse_inputs(value: object) -> list[Prompt]:
     prompts = parse_prompts(value)
     _require_few(prompts)
     if not all(prompts):
-        raise _error("invalid_value", "an input must not be empty; leave it out")
+        raise field_error("invalid_value", "an input must not be empty; leave it out")
     if any(not isinstance(prompt, str) and min(prompt) < 0 for prompt in prompts):
-        raise _error("invalid_value", "token ids must be 0 or larger")
+        raise field_error("invalid_value", "token ids must be 0 or larger")
     return prompts
 
 
@@ -57,9 +52,9 @@ def parse_texts(value: object) -> list[str]:
         item["text"] if isinstance(item, Mapping) and item.keys() == {"text"} else item for item in values
     ]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise _error("invalid_type", "send a text, or a list of texts or of objects such as {'text': 'hello'}")
+        raise field_error("invalid_type", "send a text, or a list of texts or of objects such as {'text': 'hello'}")
     if not all(texts):
-        raise _error("invalid_value", "a text must not be empty; leave it out")
+        raise field_error("invalid_value", "a text must not be empty; leave it out")
     return texts
 
 

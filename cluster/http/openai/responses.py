@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError, InvalidRequestError
 from cluster.http.error_responses import from_validation
@@ -25,6 +24,7 @@ from cluster.http.openai.fields import (
     Parameters,
     TemplateKwargs,
     Unsupported,
+    field_error,
     parse_tool_choice,
 )
 from cluster.http.openai.schemas import (
@@ -63,10 +63,6 @@ _SAME: Final = (
 )
 
 
-def _error(sentence: str, code: str = "invalid_value") -> PydanticCustomError:
-    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
-
-
 # --- items ---
 
 
@@ -75,7 +71,9 @@ def parse_parts(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise _error("send a text, or a list of parts such as {'type': 'input_text', 'text': 'hello'}", "invalid_type")
+        raise field_error(
+            "invalid_type", "send a text, or a list of parts such as {'type': 'input_text', 'text': 'hello'}"
+        )
     return [_part(part, index) for index, part in enumerate(value)]
 
 
@@ -84,19 +82,21 @@ _TEXTS: Final = ("text", "input_text", "output_text", "summary_text", "reasoning
 
 def _part(part: object, index: int) -> dict[str, str]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise _error(f"part {index} must be an object with a `type`", "invalid_type")
+        raise field_error("invalid_type", f"part {index} must be an object with a `type`")
     kind = part["type"]
     if kind not in (*_TEXTS, "refusal"):
-        raise _error(
-            f"part {index} is of type {kind[:40]!r}; this model reads 'input_text' and 'output_text' only",
+        raise field_error(
             "unsupported_value",
+            f"part {index} is of type {kind[:40]!r}; this model reads 'input_text' and 'output_text' only",
         )
     name = "refusal" if kind == "refusal" else "text"
     if not isinstance(part.get(name), str):
-        raise _error(f"part {index} must have a `{name}` that is a text", "invalid_type")
+        raise field_error("invalid_type", f"part {index} must have a `{name}` that is a text")
     known = {"type", name, "annotations", "logprobs", "prompt_cache_breakpoint"}
     if stranger := next((member for member in part if member not in known and part[member] is not None), None):
-        raise _error(f"part {index} has a member {str(stranger)[:40]!r}, which is not known here; leave it out")
+        raise field_error(
+            "invalid_value", f"part {index} has a member {str(stranger)[:40]!r}, which is not known here; leave it out"
+        )
     return {"type": "refusal" if kind == "refusal" else "text", name: part[name]}
 
 
@@ -128,7 +128,7 @@ class MessageItem(_KeptItem):
         if self.role == "assistant":
             content = [_said(part) for part in self.content]
         elif any(part["type"] == "refusal" for part in self.content):
-            raise _error("only an assistant's message has a refusal")
+            raise field_error("invalid_value", "only an assistant's message has a refusal")
         else:
             content = [{"type": "input_text", "text": part["text"]} for part in self.content]
         return self.kept("msg", role=self.role, content=content)
@@ -205,23 +205,25 @@ def parse_input(value: object) -> list[Item]:
     if isinstance(value, str):
         return [MessageItem(role="user", content=[{"type": "text", "text": value}]).item()]
     if not isinstance(value, list):
-        raise _error("send a text, or a list of items such as {'role': 'user', 'content': 'hello'}", "invalid_type")
+        raise field_error(
+            "invalid_type", "send a text, or a list of items such as {'role': 'user', 'content': 'hello'}"
+        )
     if len(value) > MAX_MESSAGES:
-        raise _error(f"{len(value)} items were sent; at most {MAX_MESSAGES} are possible")
+        raise field_error("invalid_value", f"{len(value)} items were sent; at most {MAX_MESSAGES} are possible")
     return [_item(item, index) for index, item in enumerate(value)]
 
 
 def _item(value: object, index: int) -> Item:
     if not isinstance(value, Mapping) or not isinstance(kind := value.get("type") or "message", str):
-        raise _error(f"item {index} must be an object with a `type`", "invalid_type")
+        raise field_error("invalid_type", f"item {index} must be an object with a `type`")
     if kind == "item_reference":
-        raise _error(
-            f"item {index} refers to one that was said before; send that one, or previous_response_id",
+        raise field_error(
             "unsupported_value",
+            f"item {index} refers to one that was said before; send that one, or previous_response_id",
         )
     if kind not in _ITEMS:
-        raise _error(
-            f"item {index} is of type {kind[:40]!r}; this server reads {', '.join(_ITEMS)}", "unsupported_value"
+        raise field_error(
+            "unsupported_value", f"item {index} is of type {kind[:40]!r}; this server reads {', '.join(_ITEMS)}"
         )
     try:
         # Null means "not given", also for the type of a message.
@@ -281,13 +283,13 @@ def _functions(tools: list[Any], namespace: Namespace | None = None) -> list[Any
         if kind == "namespace" and isinstance(inner := tool.get("tools"), list) and namespace is None:
             found += _functions(inner, _namespace(tool, index))
         elif isinstance(kind, str) and kind != "function":
-            raise _error(
+            raise field_error(
+                "unsupported_value",
                 f"tool {index} is {kind[:40]!r}, and this server runs no tools of its own; send functions, and run"
                 " them yourself",
-                "unsupported_value",
             )
         elif kind is not None and tool.get("namespace") is not None:
-            raise _error(f"tool {index} names a namespace; send it among the `tools` of one")
+            raise field_error("invalid_value", f"tool {index} names a namespace; send it among the `tools` of one")
         else:
             found.append(tool if namespace is None or kind is None else {**tool, "namespace": namespace})
     return found
@@ -302,7 +304,7 @@ def _namespace(tool: Mapping[str, Any], index: int) -> Namespace:
 
 def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
     if len({tool.chat_name for tool in tools}) < len(tools):
-        raise _error("two functions have the same name")
+        raise field_error("invalid_value", "two functions have the same name")
     return tools
 
 
@@ -322,10 +324,10 @@ def _chat_tool_choice(value: object) -> object:
 
 def _check_tool_choice(value: object) -> object:
     if isinstance(value, Mapping) and value.get("type") not in ("function", "allowed_tools"):
-        raise _error(
+        raise field_error(
+            "unsupported_value",
             f"{str(value.get('type'))[:40]!r} is no function, and this server runs no tools of its own; send 'none',"
             " 'auto', 'required', or {'type': 'function', 'name': 'one'}",
-            "unsupported_value",
         )
     parse_tool_choice(_chat_tool_choice(value))
     return value
@@ -339,7 +341,7 @@ def _chat_format(value: Mapping[str, Any]) -> object:
 
 def _check_format(value: object) -> object:
     if not isinstance(value, Mapping | None):
-        raise _error("send an object such as {'type': 'json_object'}", "invalid_type")
+        raise field_error("invalid_type", "send an object such as {'type': 'json_object'}")
     parse_response_format(None if value is None else _chat_format(value))
     return value
 

@@ -11,7 +11,6 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from cluster.http.openai.fields import (
     BadWords,
@@ -28,6 +27,7 @@ from cluster.http.openai.fields import (
     TokenIds,
     ToolChoice,
     Unsupported,
+    field_error,
 )
 from cluster.http.openai.structured import ResponseFormat, StructuredOutputs
 from engine.sampling.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
@@ -162,12 +162,10 @@ class Tool(Body):
 def _check_tools(tools: list[Tool]) -> list[Tool]:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise PydanticCustomError("invalid_value", "two functions have the same name")
+        raise field_error("invalid_value", "two functions have the same name")
     num_chars = sum(len(json.dumps(tool.function.parameters)) + len(tool.function.description or "") for tool in tools)
     if num_chars > MAX_TOOLS_CHARS:
-        raise PydanticCustomError(
-            "invalid_value", f"they have {num_chars} characters; at most {MAX_TOOLS_CHARS} are possible"
-        )
+        raise field_error("invalid_value", f"they have {num_chars} characters; at most {MAX_TOOLS_CHARS} are possible")
     return tools
 
 
@@ -205,11 +203,9 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _calls_in_their_place(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("invalid_value", "tool_calls are only possible in an assistant's message")
+            raise field_error("invalid_value", "tool_calls are only possible in an assistant's message")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise PydanticCustomError(
-                "invalid_value", "a tool_call_id belongs to each message of the role 'tool' alone"
-            )
+            raise field_error("invalid_value", "a tool_call_id belongs to each message of the role 'tool' alone")
         return self
 
 

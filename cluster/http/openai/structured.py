@@ -31,10 +31,10 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
 
 from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structural_tags
+from cluster.http.openai.fields import field_error
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
 from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
 from engine.sampling.grammar import RULES_OF_A_CLIENT, limits_of
@@ -73,13 +73,13 @@ def parse_response_format(value: object) -> OutputConstraint | None:
     if value is None or isinstance(value, OutputConstraint):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
-        raise _error("invalid_type", "send an object such as {'type': 'json_object'}")
+        raise field_error("invalid_type", "send an object such as {'type': 'json_object'}")
     kind = value["type"]
     if kind == "structural_tag":
         return OutputConstraint("structural_tag", _compact(value), "response_format")
     if kind not in ("text", "json_object", "json_schema"):
         known = "text, json_object, json_schema or structural_tag"
-        raise _error("unsupported_value", f"the type {kind[:40]!r} is unknown; use {known}")
+        raise field_error("unsupported_value", f"the type {kind[:40]!r} is unknown; use {known}")
     _refuse_unknown_keys(value, {"type"} | ({"json_schema"} if kind == "json_schema" else set()))
     if kind == "text":
         return None
@@ -90,17 +90,17 @@ def parse_response_format(value: object) -> OutputConstraint | None:
 
 def _named_schema(wrapper: object) -> object:
     if not isinstance(wrapper, Mapping):
-        raise _error("invalid_type", "json_schema must be an object such as {'name': 'answer', 'schema': {...}}")
+        raise field_error("invalid_type", "json_schema must be an object such as {'name': 'answer', 'schema': {...}}")
     _refuse_unknown_keys(wrapper, {"name", "description", "schema", "strict"})  # enforced with and without `strict`
     name = wrapper.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= 64:
-        raise _error("invalid_value", "json_schema must have a `name` of 1 to 64 characters")
+        raise field_error("invalid_value", "json_schema must have a `name` of 1 to 64 characters")
     if not isinstance(wrapper.get("description", ""), str | None):
-        raise _error("invalid_type", "the `description` of json_schema must be a text")
+        raise field_error("invalid_type", "the `description` of json_schema must be a text")
     if not isinstance(wrapper.get("strict", False), bool | None):
-        raise _error("invalid_type", "`strict` must be true or false")
+        raise field_error("invalid_type", "`strict` must be true or false")
     if "schema" not in wrapper:
-        raise _error("invalid_value", "json_schema has no `schema`; send the JSON schema of the answer")
+        raise field_error("invalid_value", "json_schema has no `schema`; send the JSON schema of the answer")
     return wrapper["schema"]
 
 
@@ -109,11 +109,11 @@ def parse_structured_outputs(value: object) -> OutputConstraint | None:
     if value is None or isinstance(value, OutputConstraint):
         return value
     if not isinstance(value, Mapping):
-        raise _error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
+        raise field_error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
     _refuse_unknown_keys(value, {"json", "regex", "choice", "grammar", "structural_tag", "json_object"})
     given = [(kind, wish) for kind, wish in value.items() if wish is not None and wish is not False]
     if len(given) != 1:
-        raise _error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
+        raise field_error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
     kind, wish = given[0]
     return OutputConstraint(*_constraint(kind, wish), "structured_outputs")
 
@@ -125,7 +125,7 @@ def _constraint(kind: str, wish: object) -> tuple[Kind, str]:
         return "json", wish if isinstance(wish, str) else _schema_text(wish)
     if kind == "choice" and isinstance(wish, list) and all(isinstance(text, str) for text in wish):
         if not 0 < len(wish) <= MAX_CHOICES:
-            raise _error("invalid_value", f"{len(wish)} choices were sent; send 1 to {MAX_CHOICES}")
+            raise field_error("invalid_value", f"{len(wish)} choices were sent; send 1 to {MAX_CHOICES}")
         return "choice", json.dumps(wish)
     if kind == "structural_tag" and isinstance(wish, str | Mapping):
         return "structural_tag", wish if isinstance(wish, str) else _compact(wish)
@@ -133,23 +133,18 @@ def _constraint(kind: str, wish: object) -> tuple[Kind, str]:
         return "regex", wish
     if kind == "grammar" and isinstance(wish, str):
         return "grammar", wish
-    raise _error("invalid_type", f"the value of {kind!r} is of the wrong type")
-
-
-def _error(code: str, sentence: str) -> PydanticCustomError:
-    # Braces would be taken for a template.
-    return PydanticCustomError(code, "{sentence}", {"sentence": sentence})
+    raise field_error("invalid_type", f"the value of {kind!r} is of the wrong type")
 
 
 def _refuse_unknown_keys(value: Mapping[Any, Any], known: set[str]) -> None:
     stranger = next((name for name in value if name not in known and value[name] is not None), None)
     if stranger is not None:
-        raise _error("invalid_value", f"{str(stranger)[:40]!r} is not known here; leave it out")
+        raise field_error("invalid_value", f"{str(stranger)[:40]!r} is not known here; leave it out")
 
 
 def _schema_text(schema: object) -> str:
     if not isinstance(schema, Mapping | bool):
-        raise _error("invalid_type", "a JSON schema must be an object")
+        raise field_error("invalid_type", "a JSON schema must be an object")
     return _compact(schema)
 
 
