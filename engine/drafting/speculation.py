@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.drafting.drafter import Draft, Drafter, DrafterName, DraftingCost
-from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
 from engine.sampling.grammar import GrammarMasks
 from engine.sequence import ScheduledSequence, Sequence, StepOutput, StepPlan
@@ -48,6 +47,27 @@ _LIKELY: Final = 0.6
 """Right so often: no other drafter is asked."""
 _BEHIND: Final = 2.0
 """Times that a token counts whose sequence is late."""
+
+
+class GrammarDrafter:
+    """Drafts what a sequence's grammar leaves: where all that may come next begins with the same text, that text, such
+    as names of properties and what stands between values.
+
+    How it is cut into tokens is the model's own to choose, so these are drafts as any others: of the tokens that the
+    tokenizer makes of it, which models nearly always write. `masks`: the sampler's, which must not be at work
+    meanwhile."""
+
+    name: DrafterName = "grammar"
+
+    def __init__(self, masks: GrammarMasks) -> None:
+        self._masks = masks
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        token_ids = self._masks.forced_tokens(seq)[:most]
+        return Draft(token_ids, self.name, 0) if token_ids else None
+
+    def ended(self, seq: Sequence) -> None:
+        pass  # the state of its grammar goes with it
 
 
 def drafters_of(

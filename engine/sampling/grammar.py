@@ -5,7 +5,9 @@ it out anew for each sequence that comes to it, half a microsecond a token, and 
 The library is llguidance (docs/decisions/0026); the text is what it reads, and `cluster.http.openai.structured` writes
 it. The end of a sequence is allowed exactly where the grammar may end, and is all that is allowed where it must.
 
-A budget of reasoning makes masks, too (`engine.sampling.thinking`), within what the grammar allows.
+A budget of reasoning makes masks, too, within what the grammar allows: after so many tokens between its two marks the
+closing one is all that may come, under a grammar that does not allow it there, as within a character, where it does
+next. Each mark is one token; `cluster.http.openai.tools` refuses a budget where it is several.
 
 The samplers call it, after the tokens of the step before were taken in. Bits: `[ceil(V / 32)]` int32, bit i % 32 of
 word i // 32 set if token i is allowed, which ids beyond the tokenizer's never are.
@@ -29,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.sampling.thinking import must_close
 from engine.sequence import DraftedSequence, Sequence, SequenceKey, TokensSoFar
 from engine.text.tokenizer import tokenizer_json
 
@@ -43,6 +44,7 @@ Allowed = npt.NDArray[np.bool_]  # [V]
 
 _MAX_TOKENIZERS: Final = 4  # of a process; each is tens of megabytes
 _MAX_COMPILED: Final = 64  # grammars that are kept, for the next sequences with them
+_OPENS_WITHIN: Final = 4  # tokens: a model that reasons begins with that, but for space
 RULES_OF_A_CLIENT: Final = "// rules of a client"
 """A comment before the rules of a grammar, or of a part of one, that Legato has not written, or in which a repeat
 repeats a repeat: see `limits_of`."""
@@ -159,7 +161,7 @@ class GrammarMasks:
         """The end of reasoning alone, where that is due and what a grammar allows has it."""
         closing = row.params.thinking_marks[-1]
         is_allowed = bits is None or int(bits[closing // 32]) >> closing % 32 & 1  # the rest of an answer has no marks
-        return self._mask_of(closing) if is_allowed and must_close(row) else bits
+        return self._mask_of(closing) if is_allowed and _must_close(row) else bits
 
     def forced_tokens(self, seq: Sequence) -> tuple[int, ...]:
         """What must come after the output so far, as the tokenizer cuts it, up to a choice or the end. Nothing where
@@ -214,6 +216,26 @@ def _drafts_after(rows: Rows, index: int) -> tuple[int, ...]:
     while index + 1 < len(rows) and isinstance(row := rows[index + 1], DraftedSequence):
         drafts, index = row.drafts, index + 1
     return drafts
+
+
+def _must_close(row: TokensSoFar) -> bool:
+    """Whether the closing mark of the reasoning is all that may come next. Under a grammar, only asked where that
+    allows the mark. A function of the request and of its output tokens alone, so a sequence that goes on elsewhere
+    needs nothing else."""
+    params = row.params
+    if params.thinking_budget is None:
+        return False
+    *opening, closing = params.thinking_marks
+    start = row.num_tokens - row.num_output_tokens
+    if opening:
+        beginning = row.tokens(start, min(start + _OPENS_WITHIN, row.num_tokens))
+        if opening[0] not in beginning:
+            return False
+        start += beginning.index(opening[0]) + 1
+    due = start + params.thinking_budget
+    # Without a grammar it is always taken where it is due, so that nobody has to look for it ever after.
+    is_due = row.num_tokens == due if params.grammar is None else row.num_tokens >= due
+    return is_due and closing not in row.tokens(start, row.num_tokens)
 
 
 @dataclass(slots=True)

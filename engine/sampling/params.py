@@ -67,7 +67,7 @@ class SamplingParams:
     grammar: Text | None = None  # that the output must follow, as llguidance reads it: see `engine.sampling.grammar`
     allowed_token_ids: tuple[Int, ...] = ()  # no others are sampled; empty: all are
     bad_words: tuple[tuple[Int, ...], ...] = ()  # runs of tokens of which none is completed, none of them empty
-    thinking_budget: Int | None = None  # tokens of reasoning, after which it ends: see `engine.sampling.thinking`
+    thinking_budget: Int | None = None  # tokens of reasoning, after which it ends: see `engine.sampling.grammar`
     # What opens it, unless the prompt ends within it, and what closes it, a token each.
     thinking_marks: tuple[Int, ...] = ()
 

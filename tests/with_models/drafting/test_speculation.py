@@ -21,9 +21,8 @@ from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import Emission
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.drafter import Draft, Drafter, DrafterName
-from engine.drafting.grammar import GrammarDrafter
 from engine.drafting.lookup import HistoryDrafter, LookupDrafter, PredictionDrafter
-from engine.drafting.speculation import Speculation
+from engine.drafting.speculation import GrammarDrafter, Speculation
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, LoadedModel, load_model
