@@ -26,7 +26,7 @@ STILL_S: Final = 1.0
 class StepWork:
     """What a step computes. `prefill_pairs`: (query, key) pairs of prompt tokens that attend to each other or to a
     prefix; `context_tokens`: tokens that the decoding sequences attend to, all together; `drafts`: tokens that are
-    guessed after theirs in a step without prompts, whose cost `engine.cost_model.row_costs` knows. Beside prompts a
+    guessed after theirs in a step without prompts, whose cost `RowCosts` knows. Beside prompts a
     step waits for products, and a draft counts as one more of a prompt's tokens. Nobody changes one: it is not frozen
     because several are made for each step, and a frozen one takes twice as long."""
 

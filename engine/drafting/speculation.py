@@ -1,7 +1,7 @@
 """Which sequences of a step are drafted for, by whom, and how much: as many tokens a second as can be had.
 
 The decode scheduler asks it in each step, and tells it what became of the drafts. It learns how often each drafter is
-right, of each sequence and of all, and what rows cost beside the step (`engine.cost_model.row_costs`). A slot, which is
+right, of each sequence and of all, and what rows cost beside the step (`RowCosts`). A slot, which is
 the n-th draft of a sequence, is filled with the probability that it and all before it are right; slots are taken in
 falling order while that brings more tokens a second (Liu et al., "TurboSpec", arXiv:2406.14066). Beside prompts a draft
 takes the time of a prompt's token, and is worth it where a token takes longer in a step of decodes alone. Where drafts

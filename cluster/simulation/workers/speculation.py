@@ -12,8 +12,7 @@ from typing import Final
 
 from cluster.simulation.workers.steps import TrueCost
 from cluster.simulation.workload.prompts import TOKEN
-from engine.cost_model.costs import StepCosts
-from engine.cost_model.row_costs import RowCosts
+from engine.cost_model.costs import RowCosts, StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.drafting.drafter import Draft, DrafterName
 from engine.drafting.speculation import Speculation

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine.cost_model.costs import StepCosts
-from engine.cost_model.row_costs import RowCosts
+from engine.cost_model.costs import RowCosts, StepCosts
 from engine.cost_model.step_cost import StepCost, StepWork
 from engine.drafting.drafter import Draft, DrafterName, DraftingCost
 from engine.drafting.speculation import Candidate, Speculation
