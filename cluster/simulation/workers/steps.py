@@ -3,6 +3,10 @@
 Of decode steps that all compute the same sequences, and in which no scheduler or pool could change anything, only the
 first is planned and the last is finished; what the ones between do to their sequences is done at once. The times are
 the same bit for bit. Whoever touches the worker says so before (`catch_up`, `interrupt`).
+
+Speculative decoding: how much is drafted is decided by the real class. There is always something to draft, and behind
+drafts that were right, each is right with the same probability. They cost what `RowCosts` assumes before it has learnt:
+a token of a prompt each.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -18,12 +22,16 @@ import numpy as np
 
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.workload.prompts import TOKEN
+from engine.cost_model.costs import RowCosts, StepCosts
 from engine.cost_model.fit import StepKind, kind_of
 from engine.cost_model.noise import StepNoise
 from engine.cost_model.step_cost import StepCost, StepWork
-from engine.sequence import SampledToken, StepOutput, StepPlan
+from engine.drafting.drafter import Draft, DrafterName
+from engine.drafting.speculation import Speculation
+from engine.sequence import SampledToken, Sequence, StepOutput, StepPlan
 
 _SAMPLED: Final = SampledToken(TOKEN)
+_NOTHING_LEARNT: Final = RowCosts()
 _NUM_FACTORS: Final = 1021  # then they repeat
 _NUM_OBSERVED: Final = 16_381  # of steps with memory, whose mean takes longer to become what it is
 
@@ -46,6 +54,18 @@ class CurvedCost:
         prompts_s = self.cost.prefill_token_s * work.prefill_tokens + self.cost.prefill_pair_s * work.prefill_pairs
         lost = self.half_speed_tokens / work.prefill_tokens if work.prefill_tokens else 0.0
         return self.cost.step_s(work) + lost * prompts_s
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedCost:
+    """What steps take with their drafts: `steps` what they take without, of a worker whose linear costs are `cost`."""
+
+    steps: TrueCost
+    cost: StepCost
+
+    def step_s(self, work: StepWork) -> float:
+        drafts_s = _NOTHING_LEARNT.extra_s(work.decodes, work.drafts, self.cost.prefill_token_s)
+        return self.steps.step_s(work) + drafts_s
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +115,8 @@ class SimulatedSteps:
         plan: Callable[[], StepPlan],
         finish: Callable[[StepPlan, StepOutput], None],
         repetitions: Callable[[StepPlan], int],
-        silent: Callable[[StepPlan, Sequence[float]], None],
-        factors: Mapping[StepKind, Sequence[float]],
+        silent: Callable[[StepPlan, list[float]], None],
+        factors: Mapping[StepKind, list[float]],
         began: Callable[[StepPlan, float], None] | None = None,
         copied_block_s: float = 0.0,
         right: Callable[[StepPlan], dict[int, list[SampledToken]]] = lambda plan: {},
@@ -220,3 +240,34 @@ def _output(plan: StepPlan, following: dict[int, list[SampledToken]]) -> StepOut
         prompt_logprobs=[None] * len(plan.items),
         following=following,
     )
+
+
+class _Drafter:
+    name: DrafterName = "lookup"
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        return Draft((TOKEN,) * most, self.name, num_matched=1)
+
+    def ended(self, seq: Sequence) -> None:
+        pass
+
+
+class SimulatedSpeculation:
+    """Draws how many drafts are right, for one worker that knows the cost of its steps. `acceptance`: how probably a
+    draft is right."""
+
+    def __init__(self, acceptance: float, costs: StepCosts, seed: int) -> None:
+        self._acceptance = acceptance
+        self._random = random.Random(seed)
+        self.speculation = Speculation([_Drafter()], costs)
+
+    def right(self, plan: StepPlan) -> dict[int, list[SampledToken]]:
+        """What comes after the first token of each sequence of the step: see `StepOutput.following`."""
+        drafts = {index: self._num_right(len(item.drafts)) for index, item in enumerate(plan.items) if item.drafts}
+        return {index: [_SAMPLED] * num_right for index, num_right in drafts.items() if num_right}
+
+    def _num_right(self, num_drafts: int) -> int:
+        for num_right in range(num_drafts):
+            if self._random.random() >= self._acceptance:
+                return num_right
+        return num_drafts

@@ -18,8 +18,15 @@ from cluster.simulation.clock import VirtualClock
 from cluster.simulation.routers.base import Router
 from cluster.simulation.workers.host_tier import HostTier
 from cluster.simulation.workers.links import Flow, Network, NetworkLink
-from cluster.simulation.workers.speculation import DraftedCost, SimulatedSpeculation
-from cluster.simulation.workers.steps import CurvedCost, SimulatedSteps, TrueCost, observed_factors, step_factors
+from cluster.simulation.workers.steps import (
+    CurvedCost,
+    DraftedCost,
+    SimulatedSpeculation,
+    SimulatedSteps,
+    TrueCost,
+    observed_factors,
+    step_factors,
+)
 from cluster.simulation.workload.prompts import TOKEN
 from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.cost_model.costs import StepCosts
