@@ -23,7 +23,7 @@ it where it is found out:
 
 * A field of the body is wrong: in `cluster.http.openai.fields`. List a code of ours in `_OUR_CODES` of
   `cluster.http.error_responses`, or clients get `invalid_value`.
-* The body as a whole is wrong: in `cluster.http.parse`.
+* The body as a whole is wrong: in `cluster.http.parse`; its prompt: in `cluster.http.prompts`.
 * This gateway has no room: in `cluster.http.api`.
 * The scheduler refuses: `cluster.scheduler.placement.admission` decides, `cluster.scheduler.scheduler` logs that and
   answers with `Unplaceable`, and `cluster.gateway.scheduler_client` turns this into an error. `Unplaceable` has a

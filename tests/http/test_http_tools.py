@@ -24,7 +24,8 @@ from cluster.http.openai.responses import chat_of as responses_chat
 from cluster.http.openai.schemas import ChatBody
 from cluster.http.openai.structured import compiled
 from cluster.http.openai.tools import constrained, told_calls, told_tools
-from cluster.http.parse import chat_token_ids, prepare_chat
+from cluster.http.parse import prepare_chat
+from cluster.http.prompts import chat_token_ids
 from cluster.slo.classes import RequestTerms
 from engine.sampling.grammar import GrammarMasks, allowed_by, grammar_tokenizer
 from engine.sequence import Sequence

@@ -27,7 +27,8 @@ from cluster.http.openai.schemas import INT32_MAX, INT64_MAX, MAX_MESSAGES, MAX_
 from cluster.http.openai.sse import AnswerShape, dumps
 from cluster.http.openai.structured import OutputConstraint
 from cluster.http.openai.tools import bounds_thinking, told_tools
-from cluster.http.parse import Job, chat_token_ids, new_job_id, prepare_chat
+from cluster.http.parse import Job, new_job_id, prepare_chat
+from cluster.http.prompts import chat_token_ids
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of

@@ -29,7 +29,8 @@ from cluster.http.api import Api, ApiOf, Asked
 from cluster.http.openai.fields import Prompt, field_error, parse_prompts
 from cluster.http.openai.schemas import INT64_MAX, ServedBody
 from cluster.http.openai.sse import dumps_large
-from cluster.http.parse import new_job_id, prompts_token_ids
+from cluster.http.parse import new_job_id
+from cluster.http.prompts import prompts_token_ids
 from cluster.http.response import Answer
 from cluster.http.server.body import JsonRoute
 from cluster.http.server.unread import Outbox

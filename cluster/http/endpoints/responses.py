@@ -33,7 +33,8 @@ from cluster.http.openai.responses import Item, ResponsesBody, chat_of, in_its_o
 from cluster.http.openai.schemas import INT64_MAX, MAX_MESSAGES, ChatBody
 from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.openai.tools import told_tools
-from cluster.http.parse import Job, chat_token_ids, prepare_chat
+from cluster.http.parse import Job, prepare_chat
+from cluster.http.prompts import chat_token_ids
 from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
 from cluster.http.server.body import JsonRoute
 from cluster.http.terms import answered_tier, salt_of

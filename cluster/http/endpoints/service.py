@@ -16,7 +16,7 @@ from cluster.errors import InvalidRequestError
 from cluster.http.api import Api, ApiOf
 from cluster.http.openai.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from cluster.http.openai.tools import told_tools
-from cluster.http.parse import chat_token_ids, text_token_ids, token_text
+from cluster.http.prompts import chat_token_ids, text_token_ids, token_text
 from cluster.http.response import ReadResponse
 from cluster.http.served_model import NO_WORKER, ServedModel
 from cluster.http.server.body import JsonRoute

@@ -2,7 +2,8 @@
 
 Every validator raises `field_error(code, sentence)`. Code and sentence reach the client as they are where
 `cluster.http.error_responses` knows the code; any other becomes `invalid_value`.
-Knows nothing of the model (vocabulary, context): `cluster.http.parse` checks what depends on it.
+Knows nothing of the model (vocabulary, context): `cluster.http.parse` and `cluster.http.prompts` check what depends on
+it.
 """
 
 from __future__ import annotations

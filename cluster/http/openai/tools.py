@@ -309,7 +309,7 @@ def has_one_call_each(formats: OutputFormats) -> bool:
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """The messages with at most one call in each, followed by its results. Of several calls in one message Llama's
-    template refuses all, and gpt-oss's tells the first. `cluster.http.parse` bounds how many there may be."""
+    template refuses all, and gpt-oss's tells the first. `cluster.http.prompts` bounds how many there may be."""
     groups: list[list[Message]] = [[]]  # messages that stay together
     # By the calls' ids, of the calls that no other message is behind yet. An id may come twice.
     waiting: dict[str, deque[list[Message]]] = {}
