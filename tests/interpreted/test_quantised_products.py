@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.command.check import forms_on_gpus, worker_memory
+from cluster.command.check import worker_memory
+from cluster.command.weight_sizes import forms_on_gpus
 from cluster.config.load import load_config
 from engine.checkpoint.gguf.checkpoint import describe_gguf
 from engine.checkpoint.gguf.store import GGUF_NAME

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from cluster.command.check import expanded_on_cpus, weight_sizes, worker_memory
+from cluster.command.check import worker_memory
+from cluster.command.weight_sizes import expanded_on_cpus, weight_sizes
 from cluster.config.load import load_config
 from engine.checkpoint.packing import WeightPacking
 from engine.checkpoint.quantisation import Quantisation, QuantisationName

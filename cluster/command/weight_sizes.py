@@ -1,0 +1,296 @@
+"""How many bytes a model's weights take once they are loaded, and in which codes, by the headers of its files alone.
+
+`cluster.command.check` adds what else a worker has in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd, prod
+from pathlib import Path
+from typing import Any, Final
+
+from engine.checkpoint.gguf.store import GGUF_NAME
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.stacked_tensors import fused_parts, unstacked_shapes
+from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+from engine.model.config import DecoderConfig, ModelConfig
+from engine.model.shards import WHOLE, Shard
+from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, CodeFormat
+
+_MOST_HEADER_BYTES: Final = 100 * 2**20
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_ZEROS: Final = ("qzeros", "weight_zero_point")
+_SIDE_BY_SIDE: Final = re.compile(r"\.(?:((?:gate|up)_proj)|(?:[qkv]|q_a|kv_a)_proj(?:_with_mqa)?)\.")
+
+
+def forms_on_gpus(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int
+) -> Mapping[str, CodeFormat]:
+    """How each weight lies on GPUs that multiply by it as it is stored, cut for so many ranks. Of what only a weight's
+    numbers tell, that they have no kernel for it is assumed: of minimums, and where codes of 8 bits have zero points.
+    Raises ValueError if files are damaged."""
+    is_gguf = (folder / GGUF_NAME).exists()
+    is_gated = any(layer.experts is not None and layer.experts.shared_gate for layer in model.layers)
+    forms = _cut_forms(folder, model, quantisation, [Shard(rank, num_ranks) for rank in range(num_ranks)])
+    return {
+        name: form
+        for name, form in forms.items()
+        if ".experts." not in name
+        and not (is_gated and ".shared_experts." in name)
+        and not ((quantisation is not None or is_gguf) and form.has_minimums)
+        and form.inputs_at_once is not None
+    }
+
+
+def expanded_on_cpus(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, shards: Sequence[Shard]
+) -> frozenset[str]:
+    """The weights that have codes in a checkpoint, or are to be rounded to some, and by whose values CPUs multiply all
+    the same: a scale has too few inputs, or has where it is cut for these ranks. Raises ValueError if files are
+    damaged."""
+    forms = _cut_forms(folder, model, quantisation, shards)
+    return frozenset(name for name, form in forms.items() if form.on_cpus is None)
+
+
+def _cut_forms(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, shards: Sequence[Shard]
+) -> Mapping[str, CodeFormat]:
+    """The codes of each projection that has some, as the ranks' parts of it have them."""
+    expected = expected_shapes(model)
+    if quantisation is not None or (folder / GGUF_NAME).exists():
+        expected[_HEAD] = expected[_EMBEDDING]
+    if quantisation is not None:
+        stored: Mapping[str, CodeFormat] = {name: _rounded_form(quantisation, name) for name in expected}
+    elif (folder / GGUF_NAME).exists():
+        stored = {part: form for name, form in _gguf_forms(folder).items() for part in fused_parts(name, expected)}
+    else:
+        stored = _stored_forms(folder, expected, model)
+    forms = {}
+    for name, form in stored.items():
+        if not is_projection(name):
+            continue
+        group_size, shape = form.group_size, expected[name]
+        for shard in shards:
+            _, columns = (*(shard.part(name, shape, model) or ()), slice(None), slice(None))[:2]
+            start, stop, _ = columns.indices(shape[1])
+            group_size = gcd(group_size, start, stop)  # as `QuantisedWeight.part` cuts it
+        forms[name] = replace(form, group_size=group_size)
+    return _as_they_lie(forms, filter(is_projection, expected))
+
+
+def _as_they_lie(forms: Mapping[str, CodeFormat], projections: Iterable[str]) -> Mapping[str, CodeFormat]:
+    """Of projections that lie side by side, as `pack_projections` has them: of one form, and where one has no codes,
+    each input has a scale of its own, for which there are no kernels."""
+    together: dict[str, list[str]] = {}
+    for name in projections:
+        together.setdefault(_beside(name), []).append(name)
+    found = {}
+    for names in together.values():
+        if known := [forms[name] for name in names if name in forms]:
+            form = CodeFormat.around(known)
+            form = form if len(known) == len(names) else replace(form, group_size=1)
+            found.update({name: form for name in names if name in forms})
+    return found
+
+
+def _beside(name: str) -> str:
+    """The same for all projections that lie side by side."""
+    return _SIDE_BY_SIDE.sub(lambda found: ".mlp." if found[1] else ".attention.", name)
+
+
+@lru_cache(maxsize=2)
+def _gguf_forms(folder: Path) -> Mapping[str, CodeFormat]:
+    """How a GGUF file stores each of the model's weights that has codes. Reading its header takes seconds where its
+    vocabulary is large, and the folder is of one file that does not change. Raises ValueError for a damaged one."""
+    from engine.checkpoint.gguf.checkpoint import stored_gguf_forms  # with the library of such files
+
+    found = stored_gguf_forms(folder / GGUF_NAME)
+    forms = {name: form for name, form in found.items() if form is not None}
+    if _HEAD not in found and _EMBEDDING in forms:  # they are tied, and what has codes is there a second time
+        forms[_HEAD] = forms[_EMBEDDING]
+    return forms
+
+
+def _rounded_form(quantisation: Quantisation, name: str) -> CodeFormat:
+
+    rounding = quantisation if name != _HEAD else quantisation.of_the_head
+    if rounding.name == "int8":
+        return CodeFormat(bits=8, lowest=-128, group_size=rounding.group_size, has_minimums=False)
+    return CodeFormat(bits=4, lowest=0, group_size=rounding.group_size, has_minimums=True)
+
+
+def _stored_forms(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> Mapping[str, CodeFormat]:
+    """How a checkpoint stores each of the model's weights that has scales beside it."""
+    packing = model.packing
+    if packing is None:
+        return {}
+    tensors = _headers(folder)
+    lowest = {"fp8": LOWEST_E4M3, "mxfp4": LOWEST_E2M1}.get(packing.method, -(2 ** (packing.bits - 1)))
+    forms = {}
+    for name, fields in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind not in ("scales", "weight_scale", "weight_scale_inv"):
+            continue
+        shape = fields["shape"]
+        num_groups = shape[0] if kind == "scales" else shape[1] if len(shape) == 2 else 1
+        has_zeros = packing.method != "fp8" and any(f"{module}.{zeros}" in tensors for zeros in _ZEROS)
+        for part in fused_parts(canonical_name(f"{module}.weight", expected), expected):
+            if part in expected:
+                num_inputs = expected[part][1]
+                forms[part] = CodeFormat(
+                    bits=packing.bits,
+                    lowest=lowest,
+                    group_size=1 if num_inputs % num_groups else num_inputs // num_groups,
+                    has_minimums=has_zeros,
+                )
+    return forms
+
+
+def most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
+    """Of the largest weight that is worked out in a step of many rows on GPUs, as they lie side by side there."""
+    together: Counter[str] = Counter()
+    for name, shape in expected_shapes(model).items():
+        if name in forms and name != _HEAD:
+            together[_beside(name)] += prod(shape)
+    return max(together.values(), default=0)
+
+
+def weight_sizes(
+    folder: Path,
+    model: DecoderConfig,
+    value_bytes: int,
+    quantisation: Quantisation | None,
+    *,
+    stays_quantised: bool,
+    forms: Mapping[str, CodeFormat] | None = None,
+    expanded: Set[str] = frozenset(),
+    shards: Sequence[Shard] | None = None,
+) -> Mapping[str, float]:
+    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
+    CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
+    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. `shards`: of all ranks, of which several may
+    have the same; None: of one. A head beside tied embeddings is counted too, even one whose values are the
+    embedding's. Raises ValueError if some are missing or files are damaged."""
+    is_gguf = (folder / GGUF_NAME).exists()
+    tensors = _headers(folder)
+    if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
+        return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+    shards = shards or [WHOLE]
+    expected = expected_shapes(model)
+    stays_packed = model.packing is not None and model.packing.stays_packed
+    if stays_quantised and stays_packed:
+        values = {name: float(prod(expected[name]) * value_bytes) for name in expanded & expected.keys()}
+        sizes = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
+        for name in tensors:
+            module, _, kind = name.rpartition(".")
+            if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
+                del sizes[name]
+        return _on_all_ranks({**sizes, **values}, expected, model, shards)
+    head = {_HEAD: expected[_EMBEDDING]} if model.tied_embeddings else {}
+    if _HEAD in tensors:  # which may be another than the embedding
+        expected = {**head, **expected}
+    if not is_gguf and not stays_packed:
+        _require_all(folder, expected, tensors)
+    if quantisation is not None or (is_gguf and _HEAD in _gguf_forms(folder)):  # the head is there a second time
+        expected = {**head, **expected}
+    if stays_quantised and is_gguf:
+        forms = {name: form for name, form in _cut_forms(folder, model, None, shards).items() if name not in expanded}
+
+    def bytes_each(name: str) -> float:
+        if forms and (form := forms.get(name)) is not None:
+            if stays_quantised:  # scales and minimums in 16 bits
+                return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
+            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size  # in float32, zero points in a byte
+        if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
+            return _rounded_bytes(quantisation, name)
+        return value_bytes
+
+    sizes = {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
+    return _on_all_ranks(sizes, expected, model, shards)
+
+
+def _on_all_ranks(
+    sizes: Mapping[str, float], expected: Mapping[str, tuple[int, ...]], model: ModelConfig, shards: Sequence[Shard]
+) -> Mapping[str, float]:
+    """The bytes of each tensor on all ranks together: of many each has a part, of some several have the same."""
+
+    def times(name: str) -> float:
+        of_whole = (canonical_name(given, expected) for given in (name, f"{name.rpartition('.')[0]}.weight"))
+        named = (part for whole in of_whole for part in fused_parts(whole, expected) if part in expected)
+        if (part := next(named, None)) is None:  # such as a stack of experts: each rank has its own of it
+            return 1.0
+        shape = expected[part]
+        cuts = [cut for shard in shards if (cut := shard.part(part, shape, model)) is not None]
+        held = (
+            prod(len(range(*rows.indices(size))) for rows, size in zip(cut, shape, strict=False))
+            * prod(shape[len(cut) :])
+            for cut in cuts
+        )
+        return sum(held) / prod(shape)
+
+    return {name: size * times(name) for name, size in sizes.items()}
+
+
+def _require_all(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raises ValueError if a tensor lacks, or has another shape."""
+    shapes = {
+        part: shape if rows == slice(None) else (len(range(*rows.indices(shape[0]))), *shape[1:])
+        for name, fields in tensors.items()
+        for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
+        for part, rows in fused_parts(canonical_name(own, expected), expected).items()
+    }
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ValueError(f"{name} is in none of the *.safetensors of {folder}; fetch the model again")
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{name} in {folder} is {list(shapes[name])}, and by its config.json it is {list(shape)};"
+                " fetch the model again"
+            )
+
+
+def _rounded_bytes(quantisation: Quantisation, name: str) -> float:
+    """The bytes of one rounded value of this weight, with its part of scales and minimums of two bytes."""
+    rounding = quantisation if name != _HEAD else quantisation.of_the_head
+    return 1 + 2 / rounding.group_size if rounding.name == "int8" else 0.5 + 4 / rounding.group_size
+
+
+def num_values(folder: Path) -> int:
+    """Of all tensors of a folder as they are stored, such as heads, which nothing quantises. Raises ValueError if files
+    are damaged."""
+    return sum(prod(fields["shape"]) for fields in _headers(folder).values())
+
+
+def _headers(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """As `_header`, of all of a folder's files."""
+    return {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """Read a safetensors file's header: type, shape and place of each tensor, by its name. Raises ValueError if the
+    file is damaged."""
+    try:
+        with path.open("rb") as file:
+            (num_bytes,) = struct.unpack("<Q", file.read(8))
+            if num_bytes > _MOST_HEADER_BYTES:
+                raise ValueError("its header has no end")
+            header: dict[str, Any] = json.loads(file.read(num_bytes))
+        header.pop("__metadata__", None)
+        last = max((fields["data_offsets"][1] for fields in header.values()), default=0)
+        if path.stat().st_size < 8 + num_bytes + last:
+            raise ValueError("it ends before its tensors do")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error}); fetch the model again") from error
+    return header
