@@ -115,10 +115,10 @@ def read_again(path: Path, line: BatchLine) -> BatchLine:
         return _parsed(file.readline(), line.number, line.place)
 
 
-def check_lines(path: Path, endpoint: str | None = None, longest: int = LONGEST_LINE) -> tuple[int, list[LineError]]:
-    """Count the lines of a file, and find what is wrong with them;
-    stops after `MAX_ERRORS` errors or `MAX_LINES` lines."""
-    return next(found for found in checking(path, endpoint, longest) if found is not None)
+def check_lines(path: Path) -> tuple[int, list[LineError]]:
+    """Count the lines of a file, of any endpoints, and find what is wrong with them; stops after `MAX_ERRORS` errors or
+    `MAX_LINES` lines."""
+    return next(found for found in checking(path) if found is not None)
 
 
 def checking(

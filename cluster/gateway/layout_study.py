@@ -19,6 +19,7 @@ from cluster.errors import ConflictError, UnavailableError
 logger = logging.getLogger(__name__)
 
 NEWEST: Final = 2000  # requests of the log
+TIME_S: Final = 60.0  # of one study
 START_S: Final = 60.0  # for the process to start, to read the log and to end
 WITH_LEAST_PRIORITY: Final = ("nice", "-n", "19")
 FRESH_S: Final = 300.0  # how long a study's result is given out again
@@ -26,15 +27,14 @@ RETRY_S: Final = 60.0
 
 
 class LayoutStudy:
-    """Simulates the newest requests on layouts of the workers. Only one study runs at a time, for at most `time_s`; who
+    """Simulates the newest requests on layouts of the workers. Only one study runs at a time, for at most `TIME_S`; who
     asks meanwhile waits for it.
 
     `log`: the gateway's request log; None: it writes none. `newest`: what was found last, for `/cluster`."""
 
-    def __init__(self, log: Path | None = None, *, time_s: float = 60.0) -> None:
+    def __init__(self, log: Path | None = None) -> None:
         self.newest: dict[str, Any] | None = None
         self._log = None if log is None else log.expanduser()
-        self._time_s = time_s
         self._fresh_until = float("-inf")
         self._running: asyncio.Task[dict[str, Any]] | None = None
 
@@ -61,12 +61,12 @@ class LayoutStudy:
 
     async def _study(self, log: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "cluster", "whatif", "--log", str(log), "--layouts", "--json"]
-        command += ["--newest", str(NEWEST), "--time-s", str(self._time_s)]
+        command += ["--newest", str(NEWEST), "--time-s", str(TIME_S)]
         process = await asyncio.create_subprocess_exec(
             *(*WITH_LEAST_PRIORITY, *command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         try:
-            async with asyncio.timeout(self._time_s + START_S):
+            async with asyncio.timeout(TIME_S + START_S):
                 out, said = await process.communicate()
         except TimeoutError:
             out, said = b"", b"it took too long"

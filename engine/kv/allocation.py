@@ -165,9 +165,9 @@ class BlockAllocator:
     def num_columns_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_for(self, num_tokens: int, host_groups: frozenset[int] = frozenset()) -> int:
-        """Device blocks of a sequence that keeps `host_groups` in host memory."""
-        return self.num_columns_for(num_tokens) * (self.layer_groups - len(host_groups))
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Device blocks of a sequence that keeps no layer group in host memory."""
+        return self.num_columns_for(num_tokens) * self.layer_groups
 
     def num_host_blocks_for(self, num_tokens: int, host_groups: frozenset[int]) -> int:
         return self.num_columns_for(num_tokens) * len(host_groups)

@@ -54,12 +54,12 @@ def mix(words: UInt64s) -> UInt64s:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _multiples(first: int, count: int) -> UInt64s:
-    """`GAMMA` times first, first + 1, ..."""
-    return np.arange(first, first + count, dtype=np.uint64) * np.uint64(GAMMA)
+def _multiples(count: int) -> UInt64s:
+    """`GAMMA` times 1, 2, ..."""
+    return np.arange(1, 1 + count, dtype=np.uint64) * np.uint64(GAMMA)
 
 
-KEYS: Final[UInt64s] = mix(_multiples(1, ROW_WORDS)) | np.uint64(1)
+KEYS: Final[UInt64s] = mix(_multiples(ROW_WORDS)) | np.uint64(1)
 
 
 def length_term(num_bytes: int) -> int:
@@ -82,7 +82,7 @@ def row_sum_digest(view: memoryview | bytes | bytearray) -> int:
         last = np.zeros(_ROW_BYTES, dtype=np.uint8)
         last[: len(rest)] = rest
         _sum_rows(_words(last), scratch, sums[num_whole:])
-    rows_term = mix(sums + _multiples(1, len(sums))).sum(dtype=np.uint64)
+    rows_term = mix(sums + _multiples(len(sums))).sum(dtype=np.uint64)
     return (length_term(len(content)) + int(rows_term)) & _MASK
 
 

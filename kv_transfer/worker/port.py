@@ -191,7 +191,6 @@ async def telling_of_loading(
     identity: Identity,
     report: Callable[[], LoadingReport],
     locate_scheduler: Callable[[], Awaitable[Endpoint]],
-    period_s: float = LOADING_PERIOD_S,
 ) -> AsyncIterator[None]:
     """While a worker loads its model, before its `Registration`: the scheduler is told how far it is. Without a
     scheduler, or in spite of what goes wrong there, it loads all the same."""
@@ -199,7 +198,7 @@ async def telling_of_loading(
     async def tell(connection: Connection) -> None:
         while True:
             await connection.send(Loading(report=report()))
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(LOADING_PERIOD_S)
 
     connected = stay_connected(
         identity,

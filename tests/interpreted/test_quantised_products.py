@@ -38,7 +38,6 @@ from tests.with_models.weights.test_gguf_weights import write_gguf
 from tests.with_models.weights.test_weight_packing import AWQ, GPTQ, PACKED, WHOLE_NUMBERS, write_packed
 
 FLOAT8 = torch.float8_e4m3fn
-NAN_CODES = torch.full((2, 128), torch.nan).to(FLOAT8)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Bits, what the lowest code stands for, inputs of a group, and whether codes stand above a zero point of their group,
 # as minimums say. None: all inputs share a scale.

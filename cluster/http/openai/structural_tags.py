@@ -284,14 +284,14 @@ class _Writer:
         others = [end for end in ends if not (_is_plain(end) and len(str(end[0]).encode()) > 1)]
         if not all(_is_plain(end) or (end and isinstance(end[0], int)) for end in others):
             raise _refused("What ends free text must not be empty, and have special tokens only at its beginning")
-        ways = [self._rule(f"{text} {_either(long)}", lazy=True)] if long else []
+        ways = [self._lazy_rule(f"{text} {_either(long)}")] if long else []
         return _either([*ways, *(f"{text} {_lark(end)}" for end in others)])
 
     # --- rules ---
 
-    def _rule(self, expression: str, *, lazy: bool) -> str:
+    def _lazy_rule(self, expression: str) -> str:
         name = f"part_{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        self._rules.append(f"{name}[lazy]: {expression}")
         return name
 
     def _named(self, grammar: Mapping[str, Any]) -> str:

@@ -74,10 +74,8 @@ class Member:
     prefills: dict[str, PlacedRequest] = field(default_factory=dict)
     decodes: dict[str, PlacedRequest] = field(default_factory=dict)
     queued_tokens: int = 0
-    queued_blocks: int = 0
     context_tokens: int = 0
     outstanding_tokens: int = 0
-    decode_blocks: int = 0
     computed_at: float = 0.0  # when the prompts placed here are predicted to be computed
 
     def blocks_of(self, query: Place) -> int:
@@ -101,12 +99,10 @@ class Member:
 
     def count_prefill(self, placed: PlacedRequest, sign: int) -> None:
         self.queued_tokens += sign * (placed.query.num_tokens - placed.cached_tokens)
-        self.queued_blocks += sign * self.blocks_of(placed.query)
 
     def count_decode(self, placed: PlacedRequest, sign: int) -> None:
         self.context_tokens += sign * placed.query.num_tokens
         self.outstanding_tokens += sign * (placed.query.num_tokens + placed.query.max_new_tokens)
-        self.decode_blocks += sign * self.blocks_of(placed.query)
 
 
 @dataclass(slots=True, eq=False)
