@@ -110,7 +110,7 @@ class Orchestrator:
             identity, on_message=self._on_message, on_lost=self._on_worker_lost, silence_s=config.silence_s
         )
         self.scheduler = SchedulerClient(
-            identity, locate_scheduler, self.connections, self._on_replicas, on_slo, self._standing
+            identity, locate_scheduler, self.connections, self._on_workers, on_slo, self._standing
         )
         self._placer = Placer(
             self.scheduler, self.connections, link_timeout_s=config.link_timeout_s, retry_delay_s=config.retry_delay_s
@@ -336,14 +336,14 @@ class Orchestrator:
 
     # --- what comes in ---
 
-    def _on_replicas(self, workers: list[WorkerInfo]) -> None:
+    def _on_workers(self, workers: list[WorkerInfo]) -> None:
         longest: dict[str, int] = {}
         for info in workers:
             if info.role == "decode":
                 longest[info.model] = max(info.max_model_len, longest.get(info.model, 0))
         self._last_decodes |= {model: (length, time.monotonic()) for model, length in longest.items()}
         self.connections.update(workers)
-        self._placer.replicas_changed()
+        self._placer.workers_changed()
 
     def _on_message(self, worker_id: str, message: Message) -> None:
         match message:

@@ -31,7 +31,7 @@ _ASK_AGAIN_S: Final = 1.0  # where there is no worker
 class Placer:
     """Asks the scheduler where an attempt of a request should run, and waits until its workers are connected.
 
-    Its owner calls `replicas_changed` when the list of workers changes, so that whoever waits for workers looks again.
+    Its owner calls `workers_changed` when the list of workers changes, so that whoever waits for workers looks again.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Placer:
         self._connections = connections
         self._link_timeout_s = link_timeout_s
         self._retry_delay_s = retry_delay_s
-        self._replicas_changed = asyncio.Event()
+        self._workers_changed = asyncio.Event()
 
-    def replicas_changed(self) -> None:
-        self._replicas_changed.set()
+    def workers_changed(self) -> None:
+        self._workers_changed.set()
 
     def is_decode(self, worker_id: str) -> bool:
         return self._role_of(worker_id) == "decode"
@@ -104,8 +104,8 @@ class Placer:
                     delay_s = min(_ASK_AGAIN_S, held_until - time.monotonic())
                     if isinstance(error, OverloadedError) or delay_s <= 0.0:
                         raise
-                self._replicas_changed.clear()
-                await sleep_within(run, delay_s, self._replicas_changed)
+                self._workers_changed.clear()
+                await sleep_within(run, delay_s, self._workers_changed)
 
 
 def _held_until(run: RequestRun, error: UnavailableError | OverloadedError) -> float:

@@ -30,6 +30,7 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import (
     AskDecisions,
     AskGateways,
+    ClusterSnapshot,
     Decisions,
     Ended,
     FirstToken,
@@ -39,7 +40,6 @@ from kv_transfer.messages.scheduling import (
     Place,
     Placement,
     Queued,
-    Replicas,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
@@ -82,7 +82,7 @@ class _Gathering:
 class SchedulerClient:
     """Places requests, keeps the newest list of workers, and is the `ClusterView` of the routes for operators.
 
-    `on_replicas` is called with each new list of workers, `on_slo` with how requests fared at other gateways. With each
+    `on_workers` is called with each new list of workers, `on_slo` with how requests fared at other gateways. With each
     new connection the scheduler is told what `standing()` returns: the requests that are on workers, whoever placed
     them. `worker_connections` tell which workers can be reached.
     """
@@ -92,14 +92,14 @@ class SchedulerClient:
         identity: Identity,
         locate_scheduler: Callable[[], Awaitable[Endpoint]],
         worker_connections: WorkerConnections,
-        on_replicas: Callable[[list[WorkerInfo]], None],
+        on_workers: Callable[[list[WorkerInfo]], None],
         on_slo: Callable[[bytes], None] = lambda report: None,
         standing: Callable[[], list[StandingRequest]] = list,
     ) -> None:
         self._identity = identity
         self._locate_scheduler = locate_scheduler
         self._worker_connections = worker_connections
-        self._on_replicas = on_replicas
+        self._on_workers = on_workers
         self._on_slo = on_slo
         self._standing = standing
         self.connection: Connection | None = None  # None: the scheduler cannot be reached
@@ -400,7 +400,7 @@ class SchedulerClient:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Replicas(workers=workers, indexes=indexes, pools=pools, loading=loading):
+            case ClusterSnapshot(workers=workers, indexes=indexes, pools=pools, loading=loading):
                 self.indexes, self.pools = {report.worker_id: report for report in indexes}, pools
                 self.loading = loading
                 served = {info.model for info, _ in workers if info.role == "decode"}
@@ -409,7 +409,7 @@ class SchedulerClient:
                 if self._is_settling:
                     return
                 self.workers = {info.worker_id: (info, snapshot) for info, snapshot in workers}
-                self._on_replicas([info for info, _ in workers])
+                self._on_workers([info for info, _ in workers])
             case Placement() | Unplaceable() | Queued():
                 question = self._awaiting_placement.get((message.request_id, message.attempt))
                 if question is not None and not question.answer.done():

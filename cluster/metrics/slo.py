@@ -37,7 +37,7 @@ class SloMetrics(Collector):
         yield from _rates(totals)
         yield from _budgets(totals)
         yield from _counters(self._account.counts(), self._gateway)
-        yield from _workers(self._account.replicas("cluster"))
+        yield from _workers(self._account.workers("cluster"))
 
 
 def _targets(classes: SloConfig) -> Iterator[Family]:
@@ -150,7 +150,7 @@ def _counters(counts: Mapping[SeriesKey, Counts], gateway: str) -> Iterator[Fami
     yield from (promises, late, ended, tokens, good)
 
 
-def _workers(replicas: Iterator[SeriesSnapshot]) -> Iterator[Family]:
+def _workers(snapshots: Iterator[SeriesSnapshot]) -> Iterator[Family]:
     """The first family's samples are reckoned as they are read, so that whoever reads them can give others a turn
     between those of two workers: of a hundred they take a tenth of a second."""
     labels = (*_CLASS, "worker")
@@ -161,7 +161,7 @@ def _workers(replicas: Iterator[SeriesSnapshot]) -> Iterator[Family]:
     )
 
     def latencies() -> Iterator[Sample]:
-        for snapshot in replicas:
+        for snapshot in snapshots:
             burn.add_metric([*snapshot.key, "short"], snapshot.short.rate)
             burn.add_metric([*snapshot.key, "long"], snapshot.long.rate)
             of_worker = latency_family()

@@ -23,7 +23,7 @@ from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.fields import Role
-from kv_transfer.messages.scheduling import Place, Placement, Queued, Replicas, StandingRequest, Unplaceable
+from kv_transfer.messages.scheduling import ClusterSnapshot, Place, Placement, Queued, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
@@ -121,8 +121,8 @@ class GlobalScheduler:
             self.unregister(worker_id, now)
         return silent
 
-    def replicas(self) -> Replicas:
-        return Replicas(workers=list(self.ledger.workers()), indexes=self.block_index.report())
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(workers=list(self.ledger.workers()), indexes=self.block_index.report())
 
     # --- what gateways ask and tell ---
 

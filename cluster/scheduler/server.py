@@ -31,6 +31,7 @@ from kv_transfer.messages.scheduling import (
     MAX_DECISIONS,
     AskDecisions,
     AskGateways,
+    ClusterSnapshot,
     Decisions,
     Ended,
     FirstToken,
@@ -39,7 +40,6 @@ from kv_transfer.messages.scheduling import (
     PartComputed,
     Place,
     Queued,
-    Replicas,
     RoleAnswer,
     RoleRequest,
     SloUpdate,
@@ -227,7 +227,7 @@ class SchedulerServer:
     async def _serve_gateway(self, connection: Connection) -> None:
         self._gateways.add(connection)
         try:
-            connection.post(self._replicas())
+            connection.post(self._snapshot())
             while True:
                 message = await connection.receive()
                 match message:
@@ -348,11 +348,11 @@ class SchedulerServer:
         told = [str(one) if question.as_text else one.as_json(offset_s) for one in newest]
         return Decisions(ask_id=question.ask_id, decisions=told)
 
-    def _replicas(self) -> Replicas:
-        known = [scheduler.replicas() for scheduler in self.schedulers.values()]
-        return Replicas(
-            workers=[worker for replicas in known for worker in replicas.workers],
-            indexes=[report for replicas in known for report in replicas.indexes],
+    def _snapshot(self) -> ClusterSnapshot:
+        known = [scheduler.snapshot() for scheduler in self.schedulers.values()]
+        return ClusterSnapshot(
+            workers=[worker for one in known for worker in one.workers],
+            indexes=[report for one in known for report in one.indexes],
             pools={name: pools.targets for name, pools in self._autoscalers.items() if pools.targets},
             loading=self._yet_to_register(),
         )
@@ -361,9 +361,9 @@ class SchedulerServer:
         return [report for report in self._loading.values() if report.worker_id not in self._workers]
 
     def _broadcast(self) -> None:
-        replicas = self._replicas()
+        snapshot = self._snapshot()
         for gateway in self._gateways:
-            gateway.post(replicas)
+            gateway.post(snapshot)
 
     async def _expire_and_broadcast(self) -> None:
         while True:

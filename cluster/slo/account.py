@@ -137,10 +137,10 @@ class SloAccount:
         for key in list(self._counts):
             yield self._trackers[scope].snapshot(time.monotonic(), key)
 
-    def replicas(self, scope: Scope) -> Iterator[SeriesSnapshot]:
+    def workers(self, scope: Scope) -> Iterator[SeriesSnapshot]:
         """Yields how each class stands now on each worker that there is news of, as `totals` does."""
         self.publish_news()
-        return self._trackers[scope].replicas(time.monotonic())
+        return self._trackers[scope].workers(time.monotonic())
 
     def _is_repeated(self, timeline: RequestTimeline, requests: Sequence[RequestSpec]) -> bool:
         """Whether the same client was told for the same question to come back, and comes before that: else one that

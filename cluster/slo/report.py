@@ -56,12 +56,12 @@ class SloOutcome(enum.Enum):
 
 
 class SeriesKey(NamedTuple):
-    """Names a series of counts and latencies. `replica`: the worker that had a part in its requests. "": all requests
+    """Names a series of counts and latencies. `worker`: the one that had a part in its requests. "": all requests
     of the class and model are in it, placed or not."""
 
     slo_class: str
     model: str
-    replica: str
+    worker: str
 
 
 class Counts(NamedTuple):
@@ -94,9 +94,9 @@ class Served:
     prefill: str | None = None
     decode: str | None = None
 
-    def series(self, *replicas: str | None) -> list[SeriesKey]:
+    def series(self, *workers: str | None) -> list[SeriesKey]:
         """The series in which to count something that these workers had a part in: one for each, and one for all."""
-        names = dict.fromkeys(("", *(name for name in replicas if name)))
+        names = dict.fromkeys(("", *(name for name in workers if name)))
         return [SeriesKey(self.slo.name, self.model, name) for name in names]
 
 
@@ -255,8 +255,8 @@ class SloReport:
 
 
 def _series_of(row: Any) -> tuple[SeriesKey, Tally]:
-    slo_class, model, replica, counts, histograms = row
-    key = SeriesKey(slo_class, model, replica)
+    slo_class, model, worker, counts, histograms = row
+    key = SeriesKey(slo_class, model, worker)
     if not all(isinstance(text, str) and len(text) <= _MAX_TEXT for text in key):
         raise ValueError(f"a series is three texts of at most {_MAX_TEXT} characters")
     if len(counts) != len(_NO_COUNTS) or not all(type(count) is int and count >= 0 for count in counts):

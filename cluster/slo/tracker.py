@@ -105,11 +105,11 @@ class SloTracker:
 
     def totals(self, now_s: float) -> list[SeriesSnapshot]:
         """How each class and model stands, over all workers."""
-        return [self.snapshot(now_s, key) for key in self._keys(now_s) if not key.replica]
+        return [self.snapshot(now_s, key) for key in self._keys(now_s) if not key.worker]
 
-    def replicas(self, now_s: float) -> Iterator[SeriesSnapshot]:
+    def workers(self, now_s: float) -> Iterator[SeriesSnapshot]:
         """Yields how each class and model stands on each worker, reckoned when it is asked for."""
-        return (self.snapshot(now_s, key) for key in self._keys(now_s) if key.replica)
+        return (self.snapshot(now_s, key) for key in self._keys(now_s) if key.worker)
 
     def snapshot(self, now_s: float, key: SeriesKey) -> SeriesSnapshot:
         """How one series stands; one without news is empty. Raises ValueError if there is no such class."""

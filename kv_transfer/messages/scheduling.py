@@ -84,9 +84,9 @@ class Place(Message):
 
 @message
 class Placement(Message):
-    """`prefill` None: the decode worker, or of what is pooled any worker, does all of it. `split_at`: it computes
-    the tokens from there on, `prefill` those before; 0: `prefill` computes all. `ttft_s`: from the request's arrival,
-    as predicted."""
+    """Where an attempt runs, by its workers' ids. `prefill` None: the decode worker, or of what is pooled any worker,
+    does all of it. `split_at`: the decode worker computes the tokens from there on, `prefill` those before; 0:
+    `prefill` computes all. `ttft_s`: from the request's arrival, as predicted."""
 
     request_id: Text
     attempt: Count
@@ -98,8 +98,8 @@ class Placement(Message):
 
 @record
 class StandingRequest:
-    """A request that is on its workers. `prefill` None: the decode worker computes the prompt. `num_emitted`,
-    `since_first_s`: of this attempt; none: its prompt is still to be computed."""
+    """A request that is on its workers, by their ids. `prefill` None: the decode worker computes the prompt.
+    `num_emitted`, `since_first_s`: of this attempt; none: its prompt is still to be computed."""
 
     place: Place  # as it was asked with, without what matters to the choice of workers alone; `waited_s`: by now
     prefill: Text | None
@@ -165,8 +165,8 @@ class Queued(Message):
 
 
 @message
-class Replicas(Message):
-    """Scheduler to gateways: all live workers with their newest snapshots. Sent on change and periodically."""
+class ClusterSnapshot(Message):
+    """Scheduler to gateways, on change and periodically: all live workers with their newest snapshots."""
 
     workers: Items[KnownWorker]
     indexes: Items[IndexReport] = field(default_factory=list)

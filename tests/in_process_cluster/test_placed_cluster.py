@@ -100,7 +100,7 @@ async def test_who_waits_when_the_scheduler_dies_is_placed_by_its_gateway(llama:
         await cluster.start_scheduler()
         await finish()
         assert await request == llama.local(PROMPT, greedy(16)).tokens
-        await eventually(lambda: len(cluster.scheduler.scheduler.replicas().workers) == 2)
+        await eventually(lambda: len(cluster.scheduler.scheduler.snapshot().workers) == 2)
 
 
 # --- a new scheduler ---
@@ -113,10 +113,10 @@ async def restarted(cluster: MiniCluster, num_running: int) -> GlobalScheduler:
     scheduler = cluster.scheduler.scheduler
     await eventually(lambda: len(scheduler.ledger) == num_running and len(scheduler.ledger.table) == 2)
     print(f"a new scheduler knew {num_running} requests after {time.monotonic() - started_at:.2f} s")
-    heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.replicas().workers}
+    heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.snapshot().workers}
     await eventually(
         lambda: all(
-            snapshot.sequence_number > heard[info.worker_id] + 1 for info, snapshot in scheduler.replicas().workers
+            snapshot.sequence_number > heard[info.worker_id] + 1 for info, snapshot in scheduler.snapshot().workers
         )
     )
     facts = scheduler.ledger.table.facts

@@ -61,7 +61,7 @@ async def streams_beside_a_death(
 async def nothing_held(cluster: MiniCluster, num_workers: int) -> None:
     """Waits until so many workers, all that are left, have said so since now, and nothing is booked."""
     scheduler = cluster.scheduler.scheduler
-    heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.replicas().workers}
+    heard = {info.worker_id: snapshot.sequence_number for info, snapshot in scheduler.snapshot().workers}
 
     def is_idle(worker: KnownWorker) -> bool:
         info, told = worker
@@ -69,7 +69,7 @@ async def nothing_held(cluster: MiniCluster, num_workers: int) -> None:
         return told.sequence_number > heard[info.worker_id] and not any(counts)
 
     def all_are() -> bool:
-        workers = scheduler.replicas().workers
+        workers = scheduler.snapshot().workers
         return len(workers) == num_workers and all(is_idle(worker) for worker in workers)
 
     await eventually(all_are, NOT_BY_SILENCE_S, "blocks are still held")

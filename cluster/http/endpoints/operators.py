@@ -198,8 +198,8 @@ class _OneFamily(CollectorRegistry):
 async def slo(api: ApiOf, scope: Scope = "cluster") -> dict[str, Any]:
     """Targets, and figures of the sliding windows, for each class, and for each class on each worker."""
     workers: list[dict[str, Any]] = []
-    for snapshot in api.slo.replicas(scope):
-        workers.append({"worker": snapshot.key.replica, **_figures(snapshot)})
+    for snapshot in api.slo.workers(scope):
+        workers.append({"worker": snapshot.key.worker, **_figures(snapshot)})
         await asyncio.sleep(0)
     return {
         "scope": scope,

@@ -347,7 +347,7 @@ class World:
 
     def count(self, metric: Metric, worker: str = "") -> int:
         """Values that there are of one metric, of all or of one worker's."""
-        figures = self.account.totals("gateway") if not worker else self.account.replicas("gateway")
+        figures = self.account.totals("gateway") if not worker else self.account.workers("gateway")
         key = SeriesKey("interactive", "m", worker)
         found = [row.latencies[metric].count for row in figures if row.key == key and metric in row.latencies]
         return sum(found)

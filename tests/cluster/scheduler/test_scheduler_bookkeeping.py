@@ -108,7 +108,7 @@ class Bookkeeping(RuleBasedStateMachine):
             placement = self.placements[request_id]
             assert (booking.computing, booking.decode) == (placement.prefill or placement.decode, placement.decode)
             assert booking.decode in self.alive
-        assert {info.worker_id for info, _ in self.scheduler.replicas().workers} == self.alive
+        assert {info.worker_id for info, _ in self.scheduler.snapshot().workers} == self.alive
 
     @invariant()
     def who_was_not_answered_waits(self) -> None:

@@ -30,7 +30,7 @@ from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, Server, connect
 from kv_transfer.messages.requests import Endpoint, RequestSpec
-from kv_transfer.messages.scheduling import Place, Placement, Replicas, StandingRequest, Unplaceable
+from kv_transfer.messages.scheduling import ClusterSnapshot, Place, Placement, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import (
     ChangeRole,
     Heartbeat,
@@ -126,7 +126,7 @@ async def test_a_worker_that_was_silent_too_long_is_told_to_register_again(monke
         worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
         await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
         await eventually(lambda: known == ["d1"])  # for how long is not ours to see
-        await eventually(lambda: not server.scheduler.replicas().workers)
+        await eventually(lambda: not server.scheduler.snapshot().workers)
         await worker.send(Heartbeat(snapshot=small_snapshot("d1", 2)))
         with pytest.raises(LinkClosedError, match="register again"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
@@ -144,9 +144,9 @@ async def test_the_end_of_an_old_connection_does_not_take_the_worker_away() -> N
         old.close("its network is back")
         await eventually(lambda: first.closed is not None)
         await asyncio.sleep(0.05)
-        assert [info.worker_id for info, _ in server.scheduler.replicas().workers] == ["d1"]
+        assert [info.worker_id for info, _ in server.scheduler.snapshot().workers] == ["d1"]
         new.close("the end")
-        await eventually(lambda: not server.scheduler.replicas().workers)
+        await eventually(lambda: not server.scheduler.snapshot().workers)
 
 
 async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() -> None:
@@ -154,12 +154,12 @@ async def test_what_runs_on_a_worker_counts_again_when_its_connection_is_back() 
         for number in (1, 2):
             worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
             await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1", number)))
-            await eventually(lambda: len(server.scheduler.replicas().workers) == 1)
+            await eventually(lambda: len(server.scheduler.snapshot().workers) == 1)
             if number == 1:
                 await client.place(place("r"))
             assert len(server.scheduler.ledger) == 1
             worker.close("its network is gone")
-            await eventually(lambda: not server.scheduler.replicas().workers)
+            await eventually(lambda: not server.scheduler.snapshot().workers)
             assert len(server.scheduler.ledger) == 0
         client.ended("r")
         await eventually(lambda: not server.scheduler.num_unbooked)
@@ -171,7 +171,7 @@ async def test_a_worker_cannot_speak_for_another() -> None:
         await worker.send(Register(info=small_info("d2"), snapshot=small_snapshot("d2")))
         with pytest.raises(LinkClosedError, match="not for d1"):
             await asyncio.wait_for(worker.receive(), HANGS_S)
-        assert not server.scheduler.replicas().workers
+        assert not server.scheduler.snapshot().workers
 
 
 async def test_a_gateway_s_death_ends_its_requests() -> None:
@@ -313,7 +313,7 @@ async def test_a_new_scheduler_is_believed_once_it_knows_workers_of_each_model(m
     async with _server(["a", "b"]) as server, _client(server, knows=knows) as client:
         first = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
         await first.send(Register(info=small_info("d1", model="a"), snapshot=small_snapshot("d1")))
-        await eventually(lambda: len(server.scheduler.replicas().workers) == 1)
+        await eventually(lambda: len(server.scheduler.snapshot().workers) == 1)
         assert (await client.place(place("r1", model="a"))).decode == "d1"
         assert (await client.place(place("r2", model="b"))).decode == "d2", "it has not found the scheduler yet"
         second = await connect(server.endpoint, _identity("d3"), purpose="worker", timeout_s=HANGS_S)
@@ -548,11 +548,11 @@ async def test_a_new_scheduler_s_ignorance_does_not_count(monkeypatch: pytest.Mo
     monkeypatch.setattr(scheduler_client, "SETTLE_S", HANGS_S)
 
     async def ignorant(gateway: Connection) -> None:
-        gateway.post(Replicas(workers=[]))
+        gateway.post(ClusterSnapshot(workers=[]))
         await gateway.receive()
         gateway.post(Unplaceable(request_id="r", attempt=0, reason="no decode worker is ready", retry_after_s=1.0))
         await gateway.receive()  # where the gateway has placed it
-        gateway.post(Replicas(workers=[_known("p1"), _known("d2")]))
+        gateway.post(ClusterSnapshot(workers=[_known("p1"), _known("d2")]))
         async for _ in gateway:
             pass
 

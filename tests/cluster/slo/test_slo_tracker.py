@@ -99,14 +99,14 @@ def test_each_worker_is_told_its_own_part_and_the_whole_counts_once() -> None:
     news.ended(served(), **finished())
     subject = tracker()
     subject.absorb(1.0, news)
-    totals, replicas = subject.totals(1.0), list(subject.replicas(1.0))
-    found = {series.key.replica: set(series.latencies) for series in totals + replicas}
+    totals, workers = subject.totals(1.0), list(subject.workers(1.0))
+    found = {series.key.worker: set(series.latencies) for series in totals + workers}
     assert found == {
         "": set(Metric),
         "p0": {Metric.TTFT, Metric.QUEUE, Metric.E2E},
         "d0": {Metric.TPOT, Metric.GAP, Metric.E2E},
     }
-    assert [series.counts.met for series in totals + replicas] == [1, 1, 1]
+    assert [series.counts.met for series in totals + workers] == [1, 1, 1]
     assert totals[0].latencies[Metric.GAP].count == 2
 
 
@@ -119,8 +119,8 @@ def test_a_worker_that_does_both_is_counted_once() -> None:
     news = SloReport()
     news.first_byte(alone, ttft_s=1.0, queue_s=0.5)
     subject.absorb(1.0, news)
-    assert subject.snapshot(1.0, ALL._replace(replica="d0")).latencies[Metric.TTFT].count == 1
-    assert subject.snapshot(1.0, ALL).counts.met == subject.snapshot(1.0, ALL._replace(replica="d0")).counts.met == 2
+    assert subject.snapshot(1.0, ALL._replace(worker="d0")).latencies[Metric.TTFT].count == 1
+    assert subject.snapshot(1.0, ALL).counts.met == subject.snapshot(1.0, ALL._replace(worker="d0")).counts.met == 2
 
 
 def test_quantiles_are_those_of_the_short_window() -> None:
@@ -231,7 +231,7 @@ def test_four_gateways_add_up_to_one(
         for gateway in reversed(gateways):
             many.absorb(now_s, SloReport.from_bytes(gateway.to_bytes()))
     assert one.totals(now_s) == many.totals(now_s)
-    assert list(one.replicas(now_s)) == list(many.replicas(now_s))
+    assert list(one.workers(now_s)) == list(many.workers(now_s))
 
 
 @given(st.binary(max_size=60))
@@ -254,7 +254,7 @@ def test_a_damaged_report_is_refused_or_is_still_one(data: st.DataObject) -> Non
     except ValueError:
         return
     subject.totals(0.0)
-    list(subject.replicas(0.0))
+    list(subject.workers(0.0))
 
 
 def test_a_class_that_there_is_not_changes_nothing() -> None:
@@ -291,6 +291,6 @@ def test_a_thousand_workers_take_bounded_memory() -> None:
             held.append(tracemalloc.get_traced_memory()[0] / 1e6)
     finally:
         tracemalloc.stop()
-    assert len(list(subject.replicas(255.0))) == 2000, "those that left are in the long window still"
+    assert len(list(subject.workers(255.0))) == 2000, "those that left are in the long window still"
     assert max(held[12:26]) < 25, "MB"
     assert max(held) < 1.5 * max(held[12:26])

@@ -133,7 +133,7 @@ async def test_requests_are_placed_without_a_scheduler_and_by_its_successor(llam
         for n in range(20):  # across the moment when the new scheduler knows the gateway and no worker yet
             assert await tokens(cluster, f"again{n}", PROMPT, greedy()) == expected
             assert cluster.orchestrator.limits() is not None
-        await eventually(lambda: len(cluster.scheduler.scheduler.replicas().workers) == 4)
+        await eventually(lambda: len(cluster.scheduler.scheduler.snapshot().workers) == 4)
 
 
 async def test_without_a_scheduler_dead_workers_are_not_waited_for(llama: SmallModel) -> None:

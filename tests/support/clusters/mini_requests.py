@@ -63,7 +63,7 @@ def waiting(cluster: MiniCluster) -> int:
 
 def sees_draining(cluster: MiniCluster) -> bool:
     """Whether the scheduler has heard of it."""
-    return any(snapshot.draining for _, snapshot in cluster.scheduler.scheduler.replicas().workers)
+    return any(snapshot.draining for _, snapshot in cluster.scheduler.scheduler.snapshot().workers)
 
 
 async def cancel_a_third(cluster: MiniCluster, model: SmallModel, *, num_requests: int, at_once: int) -> None:

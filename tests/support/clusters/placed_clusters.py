@@ -38,7 +38,7 @@ async def cluster_of(model: SmallModel, **config: Any) -> AsyncIterator[MiniClus
 
 def knows_costs(cluster: MiniCluster) -> bool:
     """Whether the scheduler has heard of them."""
-    return all(snapshot.step_cost is not None for _, snapshot in cluster.scheduler.scheduler.replicas().workers)
+    return all(snapshot.step_cost is not None for _, snapshot in cluster.scheduler.scheduler.snapshot().workers)
 
 
 def terms(ttft_s: float | None, tpot_s: float | None = None) -> RequestTerms:
