@@ -22,7 +22,7 @@ from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import Target
 from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S
 
 pytestmark = pytest.mark.model
 
@@ -63,12 +63,8 @@ def client(target: Target) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture
 def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
-    shared_generator.script = Script(reply="It rains.")
-    shared_generator.requests.clear()
-    shared_generator.terms.clear()
-    yield shared_generator
-    shared_generator.script = Script()
-    wait_until(lambda: shared_generator.num_open == 0)
+    with shared_generator.following(Script(reply="It rains.")) as generator:
+        yield generator
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -80,10 +76,6 @@ def both(client: anthropic.Anthropic, **fields: Any) -> list[Any]:
     whole: Any = client.messages.create(**asked(**fields))
     with client.messages.stream(**asked(**fields)) as stream:
         return [whole, stream.get_final_message()]
-
-
-def prompts(generator: ScriptedGenerator, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in generator.requests]
 
 
 def test_text_whole_and_streamed(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
@@ -122,9 +114,7 @@ def test_events_of_a_stream(client: anthropic.Anthropic, generator: ScriptedGene
     assert blocks == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
 
 
-def test_a_conversation_of_calls_and_results(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_a_conversation_of_calls_and_results(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     generator.script.reply = f"<think>\nIs it rain?\n</think>\n\n{CALLS}"
     answers = both(client, tools=[WEATHER], tool_choice={"type": "auto"}, thinking={"type": "adaptive"})
     for answer in answers:
@@ -146,44 +136,40 @@ def test_a_conversation_of_calls_and_results(
         **asked(messages=history, tools=[WEATHER], system=[{"type": "text", "text": "Hi"}])
     )
     assert followed.stop_reason == "end_turn"
-    (prompt,) = prompts(generator, tokenizer)
+    (prompt,) = generator.prompts()
     assert "system\nHi\n\n# Tools" in prompt and '<tool_call>\n{"name": "weather", "arguments": {"place"' in prompt
     assert "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nWhere?\n</tool_response>" in prompt
     assert prompt.endswith("user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_what_is_said_around_calls_is_told_again(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_is_said_around_calls_is_told_again(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     """Texts side by side are one; those that a call is between are lines."""
     generator.script.reply = f"{CALLS} Then I say."
     answer = client.messages.create(**asked(tools=[WEATHER]))
     content = [*answer.content, {"type": "text", "text": " And now."}]
     client.messages.create(**asked(messages=[*ASKED, {"role": "assistant", "content": content}, *ASKED]))
-    assert "assistant\nI will look.\nThen I say. And now.\n<tool_call>" in prompts(generator, tokenizer)[-1]
+    assert "assistant\nI will look.\nThen I say. And now.\n<tool_call>" in generator.prompts()[-1]
 
 
-def test_empty_texts_are_no_lines(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_empty_texts_are_no_lines(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     call: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "content": "Rain."}
     for texts, told in (("", "B"), "B"), (("A", ""), "A"), (("A", "", "B"), "A\nB"):
         first, *others = ({"type": "text", "text": text} for text in texts)
         said = {"role": "assistant", "content": [first, call, *others]}
         client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
-        assert f"assistant\n{told}\n<tool_call>" in prompts(generator, tokenizer)[-1]
+        assert f"assistant\n{told}\n<tool_call>" in generator.prompts()[-1]
 
 
 def test_a_call_that_failed_without_a_word_is_told_as_failed(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+    client: anthropic.Anthropic, generator: ScriptedGenerator
 ) -> None:
     said = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]}
     some: list[tuple[dict[str, Any], str]] = [({}, "Error"), ({"content": []}, "Error"), ({"is_error": False}, "")]
     for fields, told in some:
         result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "is_error": True, **fields}
         client.messages.create(**asked(messages=[*ASKED, said, {"role": "user", "content": [result]}]))
-        assert f"<tool_response>\n{told}\n</tool_response>" in prompts(generator, tokenizer)[-1]
+        assert f"<tool_response>\n{told}\n</tool_response>" in generator.prompts()[-1]
 
 
 def test_the_thoughts_of_a_turn_are_joined_once() -> None:
@@ -199,7 +185,7 @@ def test_the_thoughts_of_a_turn_are_joined_once() -> None:
 
 
 def test_what_is_meant_for_bills_is_no_part_of_the_prompt(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
+    client: anthropic.Anthropic, generator: ScriptedGenerator
 ) -> None:
     """Claude Code's first block has another hash in each request, behind which no cached prefix would be found."""
     system: list[Any] = [{"type": "text", "text": text} for text in ("You are Claude Code.", "Be brief.")]
@@ -209,26 +195,24 @@ def test_what_is_meant_for_bills_is_no_part_of_the_prompt(
             "text": f"x-anthropic-billing-header: cc_version=2.1.37.0d9; {sent};",
         }
         client.messages.create(**asked(system=system if sent is None else [bill, *system]))
-    first, *others = prompts(generator, tokenizer)
+    first, *others = generator.prompts()
     assert others == [first, first] and "system\nYou are Claude Code.\n\nBe brief.<" in first
     client.messages.create(**asked(system=[bill]))
     client.messages.create(**asked())
-    *_, billed, plain = prompts(generator, tokenizer)
+    *_, billed, plain = generator.prompts()
     assert billed == plain
     whole = f"{bill['text']}\n\nYou are Claude Code.\n\nBe brief."  # what proxies make of the blocks
     for joined in (whole, [{"type": "text", "text": whole}]):
         client.messages.create(**asked(system=joined))
-        assert prompts(generator, tokenizer)[-1] == first
+        assert generator.prompts()[-1] == first
 
 
-def test_examples_of_a_tool_are_told_with_its_schema(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_examples_of_a_tool_are_told_with_its_schema(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     generator.script.reply = CALLS
     client.messages.create(
         **asked(tools=[{**WEATHER, "input_examples": [{"place": "Oslo"}]}], tool_choice={"type": "any"})
     )
-    assert '"examples": [{"place": "Oslo"}]' in prompts(generator, tokenizer)[0]
+    assert '"examples": [{"place": "Oslo"}]' in generator.prompts()[0]
 
 
 def test_a_budget_of_thinking(
@@ -291,9 +275,7 @@ def test_a_function_may_have_a_long_name(client: anthropic.Anthropic, generator:
         assert answer.content[0].name == name
 
 
-def test_what_is_generated_is_what_was_asked_for(
-    client: anthropic.Anthropic, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_is_generated_is_what_was_asked_for(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     client.messages.create(
         **asked(
             messages=[*ASKED, {"role": "assistant", "content": "In short:"}],
@@ -301,7 +283,7 @@ def test_what_is_generated_is_what_was_asked_for(
             extra_body={"temperature": 0.5, "top_p": 0.75, "top_k": 7},
         )
     )
-    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    (request,), (prompt,) = generator.requests, generator.prompts()
     params = request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (100, 0.5, 0.75, 7)
     assert prompt.endswith("assistant\nIn short:")  # to be continued

@@ -88,12 +88,8 @@ def client(target: Target) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
-    shared_generator.script = Script(reply="It rains.")
-    shared_generator.requests.clear()
-    shared_generator.terms.clear()
-    yield shared_generator
-    shared_generator.script = Script()
-    wait_until(lambda: shared_generator.num_open == 0)
+    with shared_generator.following(Script(reply="It rains.")) as generator:
+        yield generator
 
 
 def create(client: openai.OpenAI, **fields: Any) -> Any:
@@ -147,10 +143,6 @@ def both(client: openai.OpenAI, **fields: Any) -> list[Any]:
     return answers
 
 
-def prompts(generator: ScriptedGenerator, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in generator.requests]
-
-
 def ended(client: openai.OpenAI, response_id: str) -> Any:
     wait_until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
     return client.responses.retrieve(response_id)
@@ -183,9 +175,7 @@ def test_how_it_ended(client: openai.OpenAI, generator: ScriptedGenerator) -> No
         assert (answer.status, answer.output_text) == ("completed", "It ")
 
 
-def test_what_is_generated_is_what_was_asked_for(
-    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_is_generated_is_what_was_asked_for(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     items: list[Any] = [
         {"role": "developer", "content": "In verse."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Say "},
@@ -195,7 +185,7 @@ def test_what_is_generated_is_what_was_asked_for(
     ]  # fmt: skip
     extra = {"top_k": 7, "seed": 5, "min_p": 0.1, "repetition_penalty": 1.5, "logit_bias": {"5": -2}}
     create(client, input=items, instructions="Be brief.", max_output_tokens=9, top_p=0.75, extra_body=extra)
-    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    (request,), (prompt,) = generator.requests, generator.prompts()
     params = request.params
     assert (params.max_tokens, params.top_p, params.top_k, params.min_p) == (9, 0.75, 7, 0.1)
     assert (params.seed, params.repetition_penalty, params.logit_bias, params.logprobs) == (5, 1.5, {5: -2.0}, None)
@@ -229,16 +219,16 @@ CODEX: Final[dict[str, Any]] = {  # what Codex CLI sends, beside its tools and t
 }
 
 
-def test_a_request_of_codex(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+def test_a_request_of_codex(target: Target, generator: ScriptedGenerator) -> None:
     with target.http.stream("POST", "/v1/responses", json={"model": MODEL, **CODEX}) as answer:
         assert answer.status_code == 200, answer.read()
         events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["reasoning"] == {"effort": "medium", "summary": "detailed"}
-    assert "user\n<cwd>/</cwd><|im_end|>\n<|im_start|>user\nFix it." in prompts(generator, tokenizer)[0]
+    assert "user\n<cwd>/</cwd><|im_end|>\n<|im_start|>user\nFix it." in generator.prompts()[0]
 
 
-def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     """Codex groups functions of an MCP server, and its own for several agents. The model knows one name of each, the
     client two."""
     inside = {"type": "namespace", "name": "mcp__sky__", "description": "Of a server.", "tools": [WEATHER]}
@@ -267,7 +257,7 @@ def test_functions_in_namespaces(client: openai.OpenAI, generator: ScriptedGener
         one: Any = {"type": "function", **chosen}
         assert create(client, tools=tools, tool_choice=one, max_output_tokens=1).tool_choice.to_dict() == one
         assert name in (generator.requests[-1].params.grammar or "")
-    *_, whole, followed, _, _ = prompts(generator, tokenizer)
+    *_, whole, followed, _, _ = generator.prompts()
     assert whole == followed and f"assistant\n{called}\n{plain}<|im_end|>" in whole
     described = WEATHER["description"]
     for name, told in (
@@ -298,21 +288,19 @@ def test_items_of_an_answer_are_sent_back_as_they_are(client: openai.OpenAI, gen
     assert create(client, input=asked, tools=tools, store=False).output_text == "It rains."
 
 
-def test_what_follows_may_have_no_input(
-    client: openai.OpenAI, target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_follows_may_have_no_input(client: openai.OpenAI, target: Target, generator: ScriptedGenerator) -> None:
     """Nor what instructions alone say."""
     first = create(client)
     for fields in ({"previous_response_id": first.id}, {"previous_response_id": first.id, "input": []}):
         answer = target.http.post("/v1/responses", json={"model": MODEL, **fields}, headers=OWNER)
         assert answer.json()["output"][0]["content"][0]["text"] == "It rains.", answer.text
     assert client.responses.create(model=MODEL, instructions="Tell of Rome.").output_text == "It rains."
-    _, second, third, fourth = prompts(generator, tokenizer)
+    _, second, third, fourth = generator.prompts()
     assert second == third and second.endswith("assistant\nIt rains.<|im_end|>\n<|im_start|>assistant\n")
     assert "system\nTell of Rome.<|im_end|>" in fourth
 
 
-def test_log_probabilities(client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+def test_log_probabilities(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     for fields, num_top in (({"include": ["message.output_text.logprobs"]}, 0), ({"top_logprobs": 2}, 2)):
         for answer in both(client, **fields):
             logprobs = answer.output[0].content[0].logprobs
@@ -343,9 +331,7 @@ def test_log_probabilities_of_all_tokens_are_beside_the_first_text(
     assert told.startswith("".join(said[:2])) and "".join(said).startswith(told)
 
 
-def test_a_conversation_of_calls_and_results(
-    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_a_conversation_of_calls_and_results(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     """Once by giving all back, and once by the id of what was answered."""
     generator.script.reply = f"<think>\nIs it rain?\n</think>\n\n{CALLS}"
     for answer in both(client, tools=[WEATHER], include=["reasoning.encrypted_content"]):
@@ -365,21 +351,19 @@ def test_a_conversation_of_calls_and_results(
     followed = create(client, input=results, tools=[WEATHER], previous_response_id=answer.id)
     assert given_back.output_text == followed.output_text == "It rains."
     assert followed.previous_response_id == answer.id
-    first, second = prompts(generator, tokenizer)
+    first, second = generator.prompts()
     assert first == second
     assert f"user\n{ASKED}" in first and 'I will look.\n<tool_call>\n{"name": "weather", "arguments": ' in first
     assert "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nWhere?\n</tool_response>" in first
 
 
-def test_what_is_said_around_calls_is_told_again(
-    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_is_said_around_calls_is_told_again(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     generator.script.reply = f"{CALLS} Then I say."
     answer = create(client, tools=[WEATHER])
     texts = [item.content[0].text for item in answer.output if item.type == "message"]
     assert texts == ["I will look.", "Then I say."]
     create(client, input="Well?", previous_response_id=answer.id)
-    assert "assistant\nI will look.\nThen I say.\n<tool_call>" in prompts(generator, tokenizer)[-1]
+    assert "assistant\nI will look.\nThen I say.\n<tool_call>" in generator.prompts()[-1]
 
 
 def test_events_of_calls_and_reasoning(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
@@ -448,9 +432,7 @@ def test_structured_answers(client: openai.OpenAI, generator: ScriptedGenerator)
     assert generator.requests[-1].params.grammar == grammars[1]
 
 
-def test_what_does_not_fit_is_left_out_where_asked_for(
-    client: openai.OpenAI, generator: ScriptedGenerator, tokenizer: Tokenizer
-) -> None:
+def test_what_does_not_fit_is_left_out_where_asked_for(client: openai.OpenAI, generator: ScriptedGenerator) -> None:
     items = [{"role": "user", "content": f"({n}) " + "sea " * 200} for n in range(40)]
     items.append({"role": "user", "content": "Now."})
     with pytest.raises(openai.BadRequestError, match="context") as refused:
@@ -458,7 +440,7 @@ def test_what_does_not_fit_is_left_out_where_asked_for(
     assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
     answer = create(client, input=items, truncation="auto", instructions="Be brief.", max_output_tokens=50)
     assert answer.truncation == "auto"
-    (request,), (prompt,) = generator.requests, prompts(generator, tokenizer)
+    (request,), (prompt,) = generator.requests, generator.prompts()
     assert MAX_MODEL_LEN - 50 >= len(request.prompt_token_ids) > MAX_MODEL_LEN - 300
     assert prompt.startswith("<|im_start|>system\nBe brief.") and prompt.count("(39)") == 1 and "(3)" not in prompt
     with pytest.raises(openai.BadRequestError, match="context"):

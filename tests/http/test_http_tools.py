@@ -37,7 +37,6 @@ from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
 from tests.support.thinker import HARMONY_TEMPLATE, replace
 from tests.support.thinker import thinker as thinker_in
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.model
 
@@ -74,11 +73,8 @@ def thinker(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterat
 
 @pytest.fixture
 def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
-    shared_generator.script = Script(reply=CALLS)
-    shared_generator.requests.clear()
-    yield shared_generator
-    shared_generator.script = Script()
-    wait_until(lambda: shared_generator.num_open == 0)
+    with shared_generator.following(Script(reply=CALLS)) as generator:
+        yield generator
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
 from engine.drafting.speculation import SpeculationConfig
 from engine.model.adapters import TURN_S
-from engine.sequence import SequenceKey, StepPlan
+from engine.sequence import SequenceKey
 from kernels.adapters import Adapter
 from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve, TokenEvent
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged_tokens, write_adapter
-from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of, has_generated
 from tests.support.clusters.mini_requests import PROMPT, busy, tokens_of
 from tests.support.clusters.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
@@ -90,10 +90,6 @@ async def generated(
     cluster: MiniCluster, name: str, prompt: list[int], ref: AdapterRef | None, num_tokens: int = NUM_TOKENS
 ) -> list[int]:
     return tokens_of(await cluster.generate(name, prompt, greedy(num_tokens), adapter=ref))
-
-
-def has_generated(num_tokens: int) -> Callable[[StepPlan], bool]:
-    return lambda plan: any(item.seq.num_output_tokens > num_tokens for item in plan.items)
 
 
 def assert_nothing_is_left(cluster: MiniCluster, max_adapters: int) -> None:

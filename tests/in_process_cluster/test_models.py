@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,12 @@ from cluster.simulation.whatif import what_if_models
 from cluster.slo.classes import RequestTerms, SloClass, SloConfig
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.pooling import CheckpointPooling
-from engine.sequence import StepPlan
 from engine.steps.runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.worker.replica import WorkerReplica
 from prefill_workers.worker import PrefillWorkerConfig
-from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
+from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of, has_generated
 from tests.support.clusters.mini_requests import PROMPT, tokens_of
 from tests.support.clusters.placed_clusters import run
 from tests.support.clusters.replica_cluster import ReplicaCluster, replica_cluster
@@ -62,10 +61,6 @@ async def generated(cluster: MiniCluster, name: str, model: str, prompt: list[in
 
 def expected(models: Models, model: str, prompt: list[int]) -> list[int]:
     return models[model].local(prompt, greedy(NUM_TOKENS)).tokens
-
-
-def has_generated(num_tokens: int) -> Callable[[StepPlan], bool]:
-    return lambda plan: any(item.seq.num_output_tokens > num_tokens for item in plan.items)
 
 
 def test_the_models_say_different_things(models: Models) -> None:

@@ -55,7 +55,7 @@ class Clients:
     async def leave_in(self, tier: str) -> None:
         """What is cached is found there and in no better place."""
         cluster = self.cluster
-        await eventually(lambda: cluster.num_held == 0, what="blocks are held")
+        await cluster.copied_down()
         await cluster.flush_disks()
         for model in cluster.models:
             if tier != "device":

@@ -94,7 +94,7 @@ async def ask(cluster: MiniCluster, name: str, prompt: list[int] = PROMPT) -> in
     """How many of the prompt's tokens were cached. Whatever is copied down has been when this returns."""
     cluster.believe(COMPUTING_IS_SLOW)
     events = await cluster.generate(name, prompt, greedy(8))
-    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
+    await cluster.copied_down()
     return events[0].num_cached_tokens or 0
 
 
@@ -160,7 +160,7 @@ async def test_tokens_of_a_neighbour_are_told_as_such(llama: SmallModel) -> None
         metric = Scraper(cluster, cluster.prefills[0].info.worker_id)
         prompt = PROMPT[:40]
         answer = [event.token_id for event in await cluster.generate("first", prompt, greedy(40))]
-        await eventually(lambda: cluster.num_held == 0, what="blocks are held")
+        await cluster.copied_down()
         history = prompt + answer + [1, 2, 3]
         tiers = cluster.prefills[0].prefix.tiers
         assert tiers is not None

@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -27,7 +28,7 @@ from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Placement
 from kv_transfer.messages.workers import KnownWorker, LoadingReport
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
 
 _WORDS: Final = (
     "the",
@@ -87,6 +88,21 @@ class ScriptedGenerator:
         self.num_open = 0
         self.num_cancelled = 0
         self.num_finished = 0
+
+    @contextmanager
+    def following(self, script: Script) -> Iterator[ScriptedGenerator]:
+        """It follows the script inside the block, at whose beginning it knows no requests, and at whose end none is
+        open."""
+        self.script = script
+        self.requests.clear()
+        self.terms.clear()
+        yield self
+        self.script = Script()
+        wait_until(lambda: self.num_open == 0)
+
+    def prompts(self) -> list[str]:
+        """Those of the requests, as text."""
+        return [self._tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in self.requests]
 
     def limits(self, model: str = "") -> ServingLimits | None:
         return self.script.limits

@@ -20,7 +20,7 @@ from cluster.slo.classes import RequestTerms, SloClass
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec, TokenEvent
 from kv_transfer.messages.scheduling import Place, Placement, Queued, StandingRequest, Unplaceable
-from tests.cluster.scheduler.placement.placement_world import costed_snapshot, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import costed_snapshot, fact_of, ledger_of, query_of
 from tests.support.clusters.worker_reports import CLOSE, REPORT, worker_info, worker_snapshot
 
 
@@ -36,10 +36,6 @@ def _standing(
     )
 
 
-def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
-    return float(ledger.table.facts[fact, ledger.table.row(worker_id)])
-
-
 # --- what is told was reported already ---
 
 
@@ -47,39 +43,41 @@ def test_who_decodes_is_no_longer_nobody_s_and_steps_stay_as_long() -> None:
     ledger = ledger_of("p1", "d1")
     report = costed_snapshot("d1", 2, num_running=3, context_tokens=3 * 1040)
     ledger.heartbeat(report, 1.0)
-    step_s = _fact(ledger, "d1", Fact.STEP_S)
+    step_s = fact_of(ledger, "d1", Fact.STEP_S)
     requests = RecoveredRequests(ledger)
     for number in range(3):
-        assert _fact(ledger, "d1", Fact.EXTRA_DECODES) == 3 - number
-        assert _fact(ledger, "d1", Fact.EXTRA_CONTEXT) == 1040 * (3 - number)
+        assert fact_of(ledger, "d1", Fact.EXTRA_DECODES) == 3 - number
+        assert fact_of(ledger, "d1", Fact.EXTRA_CONTEXT) == 1040 * (3 - number)
         requests.add(_standing(f"r{number}", 40, since_first_s=2.0), 1.0)
-        assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(step_s)
-    assert (_fact(ledger, "d1", Fact.EXTRA_DECODES), _fact(ledger, "d1", Fact.EXTRA_CONTEXT)) == (0, 0)
+        assert fact_of(ledger, "d1", Fact.STEP_S) == pytest.approx(step_s)
+    assert (fact_of(ledger, "d1", Fact.EXTRA_DECODES), fact_of(ledger, "d1", Fact.EXTRA_CONTEXT)) == (0, 0)
     ledger.heartbeat(replace(report, sequence_number=3, context_tokens=3 * 1045), 1.1)
-    assert _fact(ledger, "d1", Fact.EXTRA_DECODES) == 0
+    assert fact_of(ledger, "d1", Fact.EXTRA_DECODES) == 0
     slots = ledger.table.slots[:, ledger.table.row("d1"), :3]
     assert list(slots[Slot.FIRST_AT]) == [-1.0] * 3
-    emitted = _fact(ledger, "d1", Fact.STEPS) - slots[Slot.JOINED_STEP]
+    emitted = fact_of(ledger, "d1", Fact.STEPS) - slots[Slot.JOINED_STEP]
     assert emitted == pytest.approx(40 + 0.1 / step_s)
     for number in range(3):
         ledger.ended(f"r{number}", 1.2, 50)
-    assert (len(ledger), _fact(ledger, "d1", Fact.BOOKED), _fact(ledger, "d1", Fact.BOOKED_CONTEXT)) == (0, 0, 0)
+    assert (len(ledger), fact_of(ledger, "d1", Fact.BOOKED), fact_of(ledger, "d1", Fact.BOOKED_CONTEXT)) == (0, 0, 0)
 
 
 def test_prompts_that_are_told_are_the_work_that_was_reported() -> None:
     ledger = ledger_of("p1", "d1")
     ledger.heartbeat(costed_snapshot("p1", 2, queued_prefill_tokens=2500), 1.0)
-    drained_at = _fact(ledger, "p1", Fact.DRAINED_AT)
+    drained_at = fact_of(ledger, "p1", Fact.DRAINED_AT)
     requests = RecoveredRequests(ledger)
     for number in range(3):
         requests.add(_standing(f"r{number}"), 1.0)
-        assert drained_at <= _fact(ledger, "p1", Fact.DRAINED_AT) <= drained_at + 0.6
+        assert drained_at <= fact_of(ledger, "p1", Fact.DRAINED_AT) <= drained_at + 0.6
     ledger.heartbeat(costed_snapshot("p1", 3, queued_prefill_tokens=2400), 1.1)
     ledger.heartbeat(costed_snapshot("p1", 4, queued_prefill_tokens=2300), 1.2)
-    assert _fact(ledger, "p1", Fact.DRAINED_AT) == pytest.approx(1.2 + 2.3, abs=0.1), "700 tokens were computed before"
+    assert fact_of(ledger, "p1", Fact.DRAINED_AT) == pytest.approx(1.2 + 2.3, abs=0.1), (
+        "700 tokens were computed before"
+    )
     for number in range(3):
         ledger.first_token(f"r{number}", 2.0 + number)
-    assert _fact(ledger, "p1", Fact.DRAINED_AT) <= 4.0
+    assert fact_of(ledger, "p1", Fact.DRAINED_AT) <= 4.0
     assert ledger.overhead.seconds == Ledger().overhead.seconds, "how long they took is not known"
 
 
@@ -87,8 +85,8 @@ def test_a_prompt_that_decode_computes_itself_counts_there() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(costed_snapshot("d1", 2, num_waiting=1, queued_prefill_tokens=1000), 0.0)
     RecoveredRequests(ledger).add(_standing("r", prefill=None), 0.0)
-    assert _fact(ledger, "d1", Fact.EXTRA_DECODES) == 0
-    assert _fact(ledger, "d1", Fact.DRAINED_AT) == pytest.approx(1.01)
+    assert fact_of(ledger, "d1", Fact.EXTRA_DECODES) == 0
+    assert fact_of(ledger, "d1", Fact.DRAINED_AT) == pytest.approx(1.01)
 
 
 # --- whoever speaks first ---
@@ -107,7 +105,7 @@ def test_each_counts_once_in_whatever_order_gateways_and_workers_come(said: list
             requests.add(_standing(what, 9 if what == "decodes" else 0, since_first_s=now + 1.0), float(now))
         told = {one for one in said[: now + 1] if one not in ("p1", "d1")}
         assert len(ledger) + len(requests) == len(told)
-    assert (len(ledger), len(requests), _fact(ledger, "d1", Fact.EXTRA_DECODES)) == (2, 0, 0)
+    assert (len(ledger), len(requests), fact_of(ledger, "d1", Fact.EXTRA_DECODES)) == (2, 0, 0)
     assert ledger.queue("p1") == ["computes"]
     for what in then:
         if what == "first":
@@ -183,8 +181,8 @@ def test_nobody_s_follow_the_worker_s_reports_down() -> None:
     for number, left in enumerate((9, 5, 3, 1, 0), start=1):
         report = worker_snapshot("d1", 1 + number, step_cost=REPORT, num_running=left, context_tokens=150 * left)
         assert scheduler.heartbeat(report, number / 2)
-        assert _fact(scheduler.ledger, "d1", Fact.EXTRA_DECODES) == left
-        assert _fact(scheduler.ledger, "d1", Fact.EXTRA_CONTEXT) == 150 * left
+        assert fact_of(scheduler.ledger, "d1", Fact.EXTRA_DECODES) == left
+        assert fact_of(scheduler.ledger, "d1", Fact.EXTRA_CONTEXT) == 150 * left
         assert isinstance(_newcomer(scheduler, number / 2), Placement) == (left <= 5)
         scheduler.ended("new", number / 2)
 

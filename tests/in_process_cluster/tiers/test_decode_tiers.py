@@ -59,10 +59,6 @@ async def ask(cluster: MiniCluster, name: str, prompt: list[int]) -> tuple[list[
     return [event.token_id for event in events], events[0].num_cached_tokens
 
 
-async def copied_down(cluster: MiniCluster) -> None:
-    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
-
-
 def reaches(tiers: PrefixTiers, hashes: Sequence[bytes]) -> bool:
     return tiers.missing(hashes).num_reachable == len(hashes)
 
@@ -81,7 +77,7 @@ async def test_a_prefix_in_host_memory_is_copied_in(llama: SmallModel) -> None:
         for n, (prompt, cached) in enumerate([(PROMPT, 0), (PROMPT, 144), (PROMPT[:100] + [5] * 30, 96)]):
             cluster.models[0].block_pool.drop_cached()
             assert await ask(cluster, f"r{n}", prompt) == (llama.local(prompt, TOKENS).tokens, cached)
-            await copied_down(cluster)
+            await cluster.copied_down()
 
 
 @asynccontextmanager
@@ -93,7 +89,7 @@ async def only_on_disk(
         worker = cluster.decodes[0]
         cluster.believe(COMPUTING_IS_SLOW)
         assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
-        await copied_down(cluster)
+        await cluster.copied_down()
         await cluster.flush_disks()
         disk = cluster.tiers[0].disk
         assert disk is not None and all(map(disk.holds, block_hashes(PROMPT, 16))), "the prompt is not on disk"
@@ -174,7 +170,7 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(llama: 
         await eventually(lambda: worker.snapshot().num_waiting == 0)
         assert not worker.gateway_of
         go.set()
-        await copied_down(cluster)
+        await cluster.copied_down()
         assert worker.snapshot().num_running == 0
 
 
@@ -202,7 +198,7 @@ async def test_a_drain_waits_for_what_loads(llama: SmallModel, tmp_path: Path) -
 async def test_an_answer_that_ends_with_its_first_token_is_kept_too(llama: SmallModel) -> None:
     async with cluster_of(llama, num_prefill=0) as cluster:
         await cluster.generate("first", PROMPT, greedy(1))
-        await copied_down(cluster)
+        await cluster.copied_down()
         cluster.models[0].block_pool.drop_cached()
         assert (await ask(cluster, "second", PROMPT))[1] == 144
 
@@ -220,7 +216,7 @@ async def test_the_next_turn_finds_the_answer_in_the_decode_workers_memory(llama
             cached_by_turn.append(events[0].num_cached_tokens)
             known = (len(history) + len(answer) - 1) // 16  # the last token's KV is nowhere
             history = history + answer + PROMPT[turn : turn + 3]
-            await copied_down(cluster)
+            await cluster.copied_down()
             await eventually(partial(reaches, prefill_tiers, block_hashes(history, 16)[:known]), what="not found")
         assert cached_by_turn == [0, 64, 112]
         assert prefill_tiers.loaded_columns.total() == 2 + 2

@@ -65,10 +65,6 @@ def drop_host(cluster: MiniCluster) -> None:
     pool.drop_cached()
 
 
-async def copied_down(cluster: MiniCluster) -> None:
-    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
-
-
 @dataclass(frozen=True)
 class Executed:
     plan: StepPlan
@@ -111,16 +107,16 @@ async def test_a_hit_in_host_memory_is_streamed_in_and_handed_over(
             assert found == model.local(prompt, TOKENS).tokens == model.hugging_face(prompt, 8, guess=found)
             assert num_cached == cached
             assert sum(step.num_copied for step in steps) == cached // 16 * 4
-            await copied_down(cluster)
+            await cluster.copied_down()
 
 
 async def test_a_hit_partly_on_the_device_and_partly_on_the_host(llama: SmallModel) -> None:
     async with cluster_of(llama, device_columns=12) as cluster:
         await ask(cluster, "long", PROMPT)
-        await copied_down(cluster)
+        await cluster.copied_down()
         other = random_prompts([100], seed=3)[0]
         await ask(cluster, "other", other)  # evicts the tail of the first one
-        await copied_down(cluster)
+        await cluster.copied_down()
         steps = watch(cluster.prefills[0])
         found, num_cached = await ask(cluster, "again", PROMPT)
         assert (found, num_cached) == (llama.local(PROMPT, TOKENS).tokens, 144)
@@ -141,7 +137,7 @@ async def test_many_conversations_in_memory_too_small_for_them(llama: SmallModel
 async def test_a_step_that_fails_while_a_hit_is_copied_publishes_nothing(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster:
         await ask(cluster, "first", PROMPT)
-        await copied_down(cluster)
+        await cluster.copied_down()
         drop_device(cluster)
         runner = cluster.models[0].runner
         execute = runner.execute
@@ -175,7 +171,7 @@ async def cluster_with_disk(
         async with cluster_of(model, prefill_sources=(disk,), prefill_sink=disk, **config) as cluster:
             cluster.believe(COMPUTING_IS_SLOW)  # nothing is worth computing
             assert await ask(cluster, "first", PROMPT) == (model.local(PROMPT, TOKENS).tokens, 0)
-            await copied_down(cluster)
+            await cluster.copied_down()
             assert disk.flush(HANGS_S)
             drop_device(cluster)
             drop_host(cluster)
@@ -272,4 +268,4 @@ async def test_a_split_prompt_hits_what_earlier_ones_left_in_both_tiers(llama: S
     async with cluster_of(llama, device_columns=4, staging_columns=12) as cluster:
         for n, cached in enumerate((0, 144, 144)):
             assert await ask(cluster, f"r{n}", PROMPT) == (llama.local(PROMPT, TOKENS).tokens, cached)
-            await copied_down(cluster)
+            await cluster.copied_down()

@@ -224,7 +224,7 @@ async def _leave_early(cluster: MiniCluster, prompt: list[int], name: str = "lea
 
 async def _leave_prefix_in(cluster: MiniCluster, case: Case, folder: Path) -> None:
     """So that the prefill worker finds it there and in no better place."""
-    await eventually(lambda: cluster.num_held == 0, what="blocks are held")
+    await cluster.copied_down()
     prefill, decode = cluster.prefills[0].model, cluster.decodes[0].model
     if case.source in ("disk", "damaged disk"):
         await cluster.flush_disks()

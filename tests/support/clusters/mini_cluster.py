@@ -246,6 +246,10 @@ class MiniCluster:
         for tiers in self.tiers:
             if tiers.disk is not None:
                 assert await asyncio.to_thread(tiers.disk.flush, HANGS_S)
+        await self.copied_down()
+
+    async def copied_down(self) -> None:
+        """Until nothing is held any more, such as by what copies prefixes down."""
         await eventually(lambda: self.num_held == 0, what="blocks are held")
 
     @property
@@ -356,6 +360,11 @@ class Brake:
 
     def release(self) -> None:
         self._released.set()
+
+
+def has_generated(num_tokens: int) -> Callable[[StepPlan], bool]:
+    """For `brake`: a step of a sequence that has more output than that."""
+    return lambda plan: any(item.seq.num_output_tokens > num_tokens for item in plan.items)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,10 @@ def ledger_of(*worker_ids: str, cost: StepCost = COST, **info: object) -> Ledger
     return ledger
 
 
+def fact_of(ledger: Ledger, worker_id: str, fact: int) -> float:
+    return float(ledger.table.facts[fact, ledger.table.row(worker_id)])
+
+
 def query_of(request_id: str = "r", **changes: object) -> Place:
     query = Place(
         request_id=request_id, attempt=0, num_tokens=1000, max_new_tokens=100, ttft_s=2.0, tpot_s=0.05, tenant="t"

@@ -13,16 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Fact, Slot
-from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, decoding, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import (
+    COST,
+    book,
+    costed_snapshot,
+    decoding,
+    fact_of,
+    ledger_of,
+    query_of,
+)
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 
 def _drained_at(ledger: Ledger, worker_id: str) -> float:
-    return float(ledger.table.facts[Fact.DRAINED_AT, ledger.table.row(worker_id)])
-
-
-def _fact(ledger: Ledger, worker_id: str, fact: int) -> float:
-    return float(ledger.table.facts[fact, ledger.table.row(worker_id)])
+    return fact_of(ledger, worker_id, Fact.DRAINED_AT)
 
 
 # --- the queue of prompts ---
@@ -197,24 +201,24 @@ def test_a_prompt_stretches_its_worker_s_steps_from_its_placement_on() -> None:
 
 def test_decode_steps_are_counted_with_those_who_decode() -> None:
     ledger = ledger_of("p1", "d1")
-    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010)
+    assert fact_of(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010)
     decoding(ledger, "a", 1.0)
-    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.001 + 0.001)
+    assert fact_of(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.001 + 0.001)
     decoding(ledger, "b", 2.2)  # 100 steps later
     slots = ledger.table.slots[:, ledger.table.row("d1")]
     assert slots[Slot.JOINED_STEP, 1] - slots[Slot.JOINED_STEP, 0] == pytest.approx(100)
-    assert _fact(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.002 + 0.0021)
+    assert fact_of(ledger, "d1", Fact.STEP_S) == pytest.approx(0.010 + 0.002 + 0.0021)
 
 
 def test_sequences_of_before_this_scheduler_count_until_they_leave() -> None:
     ledger = ledger_of("d1")
     ledger.heartbeat(costed_snapshot("d1", 2, num_running=3, blocks_available=1900), 1.0)
-    assert _fact(ledger, "d1", Fact.EXTRA_DECODES) == 3
-    assert _fact(ledger, "d1", Fact.EXTRA_CONTEXT) == 1600
+    assert fact_of(ledger, "d1", Fact.EXTRA_DECODES) == 3
+    assert fact_of(ledger, "d1", Fact.EXTRA_CONTEXT) == 1600
     ledger.heartbeat(costed_snapshot("d1", 3, num_running=1, context_tokens=700), 2.0)
-    assert (_fact(ledger, "d1", Fact.EXTRA_DECODES), _fact(ledger, "d1", Fact.EXTRA_CONTEXT)) == (1, 700)
+    assert (fact_of(ledger, "d1", Fact.EXTRA_DECODES), fact_of(ledger, "d1", Fact.EXTRA_CONTEXT)) == (1, 700)
     ledger.heartbeat(costed_snapshot("d1", 4), 3.0)
-    assert _fact(ledger, "d1", Fact.EXTRA_CONTEXT) == 0
+    assert fact_of(ledger, "d1", Fact.EXTRA_CONTEXT) == 0
 
 
 def test_a_lost_worker_takes_its_bookings_along_and_no_others() -> None:
