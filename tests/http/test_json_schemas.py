@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
+from cluster.http.openai.bounded_schemas import with_an_end
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance
 from cluster.http.openai.structured import OutputConstraint, compiled
 from tests.support.schema_answers import drawn_answer, takes, takes_text
 

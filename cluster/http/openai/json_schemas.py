@@ -1,7 +1,7 @@
 """JSON schemas: each keyword enforced or refused, never ignored; and what is made of them for llguidance.
 
-`cluster.http.openai.structured` and `structural_tags` call `enforceable` for every schema, `with_an_end` for the
-arguments of calls that must be made, and last `for_llguidance`.
+`cluster.http.openai.structured` and `structural_tags` call `enforceable` for every schema, and last `for_llguidance`;
+between them `cluster.http.openai.bounded_schemas` may give one bounds.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1") if "~" in name or "/" in name else name
 
 
-def _with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, str], Any]) -> dict[str, Any]:
+def with_each(schema: dict[str, Any], place: str, change: Callable[[str, Any, str], Any]) -> dict[str, Any]:
     """The schema with each schema directly within it replaced by `change(keyword, schema, place)`."""
     changed = dict(schema)
     for name, value in schema.items():
@@ -276,7 +276,8 @@ _NO_KINDS: Final = frozenset[str]()
 _KINDS_OF_TYPE: Final = {kind: frozenset({kind}) for kind in _KINDS} | {"integer": frozenset({"number"})}
 
 
-def _types(schema: dict[str, Any]) -> list[str]:
+def types_of(schema: dict[str, Any]) -> list[str]:
+    """The types that a schema names; without any, all kinds of values."""
     types = schema.get("type", _KINDS)
     return [types] if isinstance(types, str) else [*types]
 
@@ -335,7 +336,7 @@ class _Proof:
                 return
             impossible.add(kind)  # several branches allow all of this kind, so no instance of it is in one branch alone
         if impossible:
-            types = [name for name in _types(schema) if _kind_of_type(name) not in impossible]
+            types = [name for name in types_of(schema) if _kind_of_type(name) not in impossible]
             if not types:
                 raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
         else:
@@ -433,7 +434,7 @@ class _Proof:
 def _takes_all(kind: str, parts: list[dict[str, Any]]) -> bool:
     """Whether all instances of the kind follow all of these schemas."""
     words = _WORDS[kind] | {"enum", "const", "anyOf", "oneOf", "$ref"}
-    return all(kind in _types(part) and not part.keys() & words for part in parts)
+    return all(kind in types_of(part) and not part.keys() & words for part in parts)
 
 
 def _property(part: dict[str, Any], name: str) -> Schema:
@@ -475,8 +476,9 @@ def _is_below(most: object, least: object) -> bool:
 # --- the text for llguidance ---
 
 _OF_ITS_OWN: Final = frozenset({"$id", "id", "$schema", "$anchor"})
-_NEUTRAL: Final = _OF_ITS_OWN | {"$defs", "definitions"}
-_WITH_REFERENCES: Final = _NEUTRAL | {"$ref"}
+NEUTRAL: Final = _OF_ITS_OWN | {"$defs", "definitions"}
+"""Keywords that say nothing of instances."""
+_WITH_REFERENCES: Final = NEUTRAL | {"$ref"}
 _MATTERING: Final = _WITHIN | _OF_ITS_OWN | {"$ref"}
 _OF_VALUES: Final = frozenset({"properties", "patternProperties"})
 _LIMITING: Final = frozenset().union(*_WORDS.values(), {"enum", "const", "allOf", "required"}) - {
@@ -552,7 +554,7 @@ def _text(schema: Any) -> str:
 
 def _directly_within(schema: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
-    _with_each(schema, "#", lambda _, inner, __: found.append(inner))
+    with_each(schema, "#", lambda _, inner, __: found.append(inner))
     return found
 
 
@@ -837,202 +839,3 @@ def _names_for_patterns(schema: dict[str, Any]) -> list[str] | None:
     found = [_ONE_NAME.fullmatch(pattern) for pattern in patterns]
     names = [one[1] or one[2] for one in found if one]
     return names if len({*names} - named.keys()) == len(patterns) else None
-
-
-# --- schemas whose instances end ---
-
-_LEAST_CHARS: Final = 16  # a bound of a text is never lower
-_MAX_NAME_CHARS: Final = 32
-_MAX_ITEMS: Final = 16
-_CHARS_OF_ITEM: Final = 64  # of an item, with what stands around it: so many are left to each, or there are fewer
-_MAX_FREE: Final = 8  # properties of an object whose schema names none
-_MAX_NUMBER: Final = 10**15
-_LEAST_NUMBER: Final = 1e-8  # the smallest step between numbers that llguidance can count in
-
-
-def with_an_end(schema: dict[str, Any], chars: int) -> dict[str, Any]:
-    """The schema, which `enforceable` gave, with bounds where it has none: small models write on for ever where they
-    may.
-
-    Whatever follows the result follows the schema. Objects have only the properties that are named, and texts, lists
-    and numbers a largest size, so that an instance has about `chars` characters. Left open are recursion, texts with a
-    pattern or a format, objects that several schemas describe together (`allOf`, or `$ref` or `anyOf` with more beside
-    it), and what stands below a `oneOf` that remains.
-    """
-    return _Ending(schema, chars).ended(schema, chars)
-
-
-class _Ending:
-    """Gives one schema bounds. First looks, again and again until nothing new is found, where its references lead."""
-
-    def __init__(self, schema: dict[str, Any], chars: int) -> None:
-        # Both are of places that references lead to.
-        self._joined: set[str] = set()  # those that some reference joins with other schemas
-        self._chars: dict[str, int] = {}  # the fewest characters that a place which refers to it has
-        while self._look(schema, "#", chars, True):
-            pass
-
-    def _look(self, schema: Schema, place: str, chars: int, whole: bool) -> bool:
-        """Note what the references in a schema say of the places that they lead to. Returns whether anything is new."""
-        if not isinstance(schema, dict):
-            return False
-        whole, chars = self._is_whole(schema, place, whole), self._of_place(place, chars)
-        found = False
-        if "$ref" in schema:
-            target = unquote(str(schema["$ref"]))
-            found = self._of_place(target, chars + 1) > chars
-            self._chars[target] = self._of_place(target, chars)
-            if not (whole and _stands_alone(schema, "$ref")):
-                found |= target not in self._joined
-                self._joined.add(target)
-        share = _shares(schema, chars)
-        looks: list[bool] = []
-        _with_each(
-            schema,
-            place,
-            lambda name, inner, at: looks.append(self._look(inner, at, share(name), _passed_on(schema, name, whole))),
-        )
-        return found or any(looks)
-
-    def _of_place(self, place: str, chars: int) -> int:
-        """How many characters instances may have at a place: `chars`, or fewer if references lead there."""
-        return min(chars, self._chars.get(place, chars))
-
-    def ended(self, schema: dict[str, Any], chars: int) -> dict[str, Any]:
-        if not schema.keys() - _NEUTRAL - {"type", "properties"} and not schema.get("properties"):
-            schema = {**schema, "additionalProperties": False}  # a function that says nothing of arguments has none
-        ended = self._ended(schema, "#", chars, True)
-        assert isinstance(ended, dict)
-        return ended
-
-    def _is_whole(self, schema: dict[str, Any], place: str, whole: bool) -> bool:
-        """Whether the schema alone says what its instances are, wherever references to it stand.
-        `whole`: it would, but for references."""
-        return whole and place not in self._joined and "$anchor" not in schema
-
-    def _ended(self, schema: Schema, place: str, chars: int, whole: bool) -> Schema:
-        if schema is True or schema == {}:
-            return _anything(chars) if whole else schema
-        if not isinstance(schema, dict) or "oneOf" in schema:
-            return schema
-        whole, chars = self._is_whole(schema, place, whole), self._of_place(place, chars)
-        share = _shares(schema, chars)
-        ended = _with_each(
-            schema, place, lambda name, inner, at: self._ended(inner, at, share(name), _passed_on(schema, name, whole))
-        )
-        if schema.keys() & {"$ref", "allOf", "anyOf", "enum", "const"}:
-            return ended
-        kinds = _types(schema)
-        if "string" in kinds and not schema.keys() & {"maxLength", "pattern", "format"}:
-            ended["maxLength"] = max(chars, _LEAST_CHARS, schema.get("minLength", 0))
-        if "number" in kinds or "integer" in kinds:
-            ended |= _number_bounds(schema, "number" in kinds)
-        if "array" in kinds:
-            ended |= _list_bounds(schema, chars)
-        if "object" in kinds and whole:
-            ended |= _object_bounds(ended, chars)
-        return ended
-
-
-def _stands_alone(schema: dict[str, Any], name: str) -> bool:
-    return not schema.keys() - _NEUTRAL - {name}
-
-
-def _passed_on(schema: dict[str, Any], name: str, whole: bool) -> bool:
-    """Whether the schemas under a keyword alone say what their instances are. `whole`: the schema around them does."""
-    if name in ("$defs", "definitions"):
-        return True
-    if name in ("anyOf", "oneOf"):
-        return whole and _stands_alone(schema, name)
-    return whole and (name != "allOf" or (_stands_alone(schema, name) and len(schema["allOf"]) == 1))
-
-
-def _shares(schema: dict[str, Any], chars: int) -> Callable[[str], int]:
-    """Divide the characters of a schema's instance: gives, for a keyword, how many each of the schemas under it has."""
-    named = schema.get("properties")
-    parts = {
-        "properties": len(named) if isinstance(named, dict) else 1,
-        "items": _num_items(schema, chars),
-        "additionalItems": _num_items(schema, chars),
-        "prefixItems": _num_items(schema, chars),
-        "additionalProperties": _MAX_FREE,
-        "patternProperties": _MAX_FREE,
-    }
-    return lambda name: chars // max(1, parts.get(name, 1))
-
-
-def _num_items(schema: dict[str, Any], chars: int) -> int:
-    """How many items a list may have: as many as its schema says, or a bound that suits `chars`."""
-    bound = max(1, min(_MAX_ITEMS, chars // _CHARS_OF_ITEM), schema.get("minItems", 0))
-    return int(schema.get("maxItems", bound))
-
-
-def _number_bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
-    """Keywords that bound the size and, with `fractions`, the digits of a number, where its schema does not."""
-    bounds: dict[str, Any] = {}
-    low, high = (schema.get(name, schema.get(other)) for name, other in (
-        ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-    ))  # fmt: skip
-    if low is None and (high is None or high > -_MAX_NUMBER):
-        bounds["minimum"] = -_MAX_NUMBER
-    if high is None and (low is None or low < _MAX_NUMBER):
-        bounds["maximum"] = _MAX_NUMBER
-    if fractions and "multipleOf" not in schema and (low is None or high is None or high - low > 1e3 * _LEAST_NUMBER):
-        bounds["multipleOf"] = _LEAST_NUMBER
-    return bounds
-
-
-def _list_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
-    """Keywords that bound a list's length, and items that its schema says nothing of."""
-    bounds: dict[str, Any] = {"maxItems": _num_items(schema, chars)}
-    first = schema.get("prefixItems", schema.get("items"))
-    last = "additionalItems" if isinstance(schema.get("items"), list) else "items"
-    if last not in schema:
-        enough = isinstance(first, list) and schema.get("minItems", 0) <= len(first)
-        bounds[last] = not enough and _scalar(chars // bounds["maxItems"])
-    return bounds
-
-
-def _object_bounds(schema: dict[str, Any], chars: int) -> dict[str, Any]:
-    """Keywords that bound an object's properties. Its schema's values have bounds already."""
-    named, patterns = schema.get("properties", {}), schema.get("patternProperties")
-    others = schema.get("additionalProperties", True)
-    required = schema.get("required", [])
-    bounds: dict[str, Any] = {}
-    if not named:
-        most = max(1, min(_MAX_FREE, chars // _CHARS_OF_ITEM), schema.get("minProperties", 0), len(required))
-        bounds["maxProperties"] = min(most, schema.get("maxProperties", most))
-        if others is not False and not patterns and not required:
-            value = _scalar(chars // _MAX_FREE) if others is True else others
-            bounds["patternProperties"] = {f"^.{{1,{_MAX_NAME_CHARS}}}$": value}
-    if others is not False:
-        bounds["additionalProperties"] = False
-        value = _scalar(chars) if others is True or others == {} else others
-        missing = {} if patterns else {name: value for name in required if name not in named}
-        if missing:
-            bounds["properties"] = {**named, **missing}
-    return bounds
-
-
-def _scalar(chars: int) -> dict[str, Any]:
-    """A schema of any value but lists and objects, with bounds."""
-    return {
-        "type": ["string", "number", "boolean", "null"],
-        "maxLength": max(chars, _LEAST_CHARS),
-        **_number_bounds({}, True),
-    }
-
-
-def _anything(chars: int) -> dict[str, Any]:
-    """A schema of any value, with bounds: lists and objects have one level, of scalars."""
-    some = max(1, min(_MAX_FREE, chars // _CHARS_OF_ITEM))
-    value = _scalar(chars // some)
-    names = f"^.{{1,{_MAX_NAME_CHARS}}}$"
-    return {
-        "anyOf": [
-            _scalar(chars),
-            {"type": "array", "items": value, "maxItems": some},
-            {"type": "object", "patternProperties": {names: value}, "additionalProperties": False,
-             "maxProperties": some},
-        ]
-    }  # fmt: skip

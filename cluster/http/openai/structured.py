@@ -34,9 +34,10 @@ from pydantic import BeforeValidator
 
 from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.http.openai import structural_tags
+from cluster.http.openai.bounded_schemas import with_an_end
 from cluster.http.openai.fields import field_error
 from cluster.http.openai.grammar_process import CPU_S, compiler_process
-from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance, with_an_end
+from cluster.http.openai.json_schemas import UnsupportedGrammarError, enforceable, for_llguidance
 from engine.sampling.grammar import RULES_OF_A_CLIENT, limits_of
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
