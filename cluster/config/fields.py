@@ -61,19 +61,20 @@ def parse_budget(value: object) -> Budget:
         return value
     if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
         return Budget(share=float(match[1]) / 100)
+    return Budget(num_bytes=_size(value, "a share of what the machine has, such as 25%"))
+
+
+def _size(value: object, other_forms: str) -> int:
+    """Read a size in bytes. Raises ValueError, with the other forms, for what is none, and for a bare number so small
+    that a unit or a percent sign must have been meant."""
     try:
         num_bytes = parse_size(value)
     except ValueError as error:
-        raise ValueError(f"{error} (or a share of what the machine has, such as 25%)") from error
-    _require_unit(value, num_bytes)
-    return Budget(num_bytes=num_bytes)
-
-
-def _require_unit(value: object, num_bytes: int) -> None:
-    """Raises ValueError for a bare number so small that a unit or a percent sign must have been meant."""
+        raise ValueError(f"{error} (or {other_forms})") from error
     if 0 < num_bytes < _LEAST_BARE and str(value).strip().isdecimal():
         meant = f"did you mean {num_bytes}%, or {num_bytes}GiB?" if num_bytes <= 100 else "write its unit, such as GiB"
         raise ValueError(f"{value} is a number of bytes, which holds no KV; {meant}")
+    return num_bytes
 
 
 def format_budget(budget: Budget) -> str:
@@ -110,14 +111,8 @@ class KvMemory:
             return cls(num_blocks=int(match[1]))
         if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
             return cls(share=float(match[1]) / 100)
-        try:
-            num_bytes = parse_size(value)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} (or a number of blocks, such as 4096 blocks, or a share, such as 90%)"
-            ) from error
-        _require_unit(value, num_bytes)
-        return cls(num_bytes=num_bytes)
+        other_forms = "a number of blocks, such as 4096 blocks, or a share, such as 90%"
+        return cls(num_bytes=_size(value, other_forms))
 
     def __str__(self) -> str:
         if self.share is not None:
