@@ -23,6 +23,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a tensor of two dimensions where they lie in a file, one behind the other, and what all numbers are
+    multiplied by."""
+
+    first: int  # in bytes, from the file's first tensor
+    dtype: torch.dtype
+    num_rows: int
+    num_columns: int
+    scale: float = 1.0
+    order: Tensor | None = None  # [rows] int64: which of them comes where; None: as they lie
+
+    def __getitem__(self, rows: slice) -> StoredRows:
+        """Those from `rows.start` to `rows.stop`, of rows as they lie."""
+        assert self.order is None
+        first, stop, _ = rows.indices(self.num_rows)
+        skipped = first * self.num_columns * self.dtype.itemsize
+        return replace(self, first=self.first + skipped, num_rows=stop - first)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLowRank:
+    """What an adapter adds to one projection, where it lies in a file."""
+
+    down: StoredRows  # [rank, in]
+    up: StoredRows  # [out, rank]
+
+
+@dataclass(frozen=True, slots=True)
 class UpProjection:
     """One projection's share of an adapter: to these `outputs` it adds what it makes of these `ranks`."""
 
@@ -60,7 +88,7 @@ class Adapter:
     """An adapter that is ready to be computed with, `num_bytes` of a device's memory. `native`: for layers in one call
     of the C++ kernels; None: there are none."""
 
-    layers: tuple[AdapterLayer, ...]
+    layers: Sequence[AdapterLayer]
     num_bytes: int
     native: NativeAdapter | None = None
 

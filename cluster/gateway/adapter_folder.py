@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, check_adapter
+from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterReader, adapter_digest
 from engine.model.config import Backend, ModelConfig, read_config
 from kv_transfer.messages.requests import AdapterRef
 
@@ -41,8 +41,7 @@ class AdapterFolder:
     def __init__(self, folder: Path, model: ModelConfig, *, max_rank: int) -> None:
         """Makes the folder where there is none. Raises OSError."""
         self._folder = folder
-        self._model = model
-        self._max_rank = max_rank
+        self._reader = AdapterReader(model, max_rank)
         self._known: dict[Path, tuple[_Identity, str]] = {}  # what was checked, with its digest
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +142,7 @@ class AdapterFolder:
         known = self._known.get(folder)
         if known is not None and known[0] == identity:
             return known[1]
-        check_adapter(folder, self._model, self._max_rank)
+        self._reader.check(folder)
         digest = adapter_digest(folder)
         if _identity(folder) != identity:
             raise ValueError(f"the adapter in {folder} is being written; ask again when it is whole")

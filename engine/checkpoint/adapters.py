@@ -19,8 +19,9 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -30,16 +31,18 @@ from torch import Tensor
 from engine.checkpoint.stacked_tensors import fused_parts
 from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
 from engine.model.config import ModelConfig
+from kernels.adapters import StoredLowRank, StoredRows
 from kernels.interface import PackedBytes
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _PICKLE_NAME: Final = "adapter_model.bin"
 _LOADABLE: Final = dict(zip(("F32", "BF16", "F16"), LOADABLE_DTYPES, strict=True))  # as files call them
-_ALL: Final = slice(None)
+_READ_BYTES: Final = 1 << 20  # at a time
 _LENGTH_BYTES: Final = 8  # of the header's length, with which a file of tensors begins
 _LONGEST_HEADER: Final = 100_000_000  # bytes, by the format
-_MAX_LAYOUTS: Final = 8  # some 100 KB each
+MAX_LAYOUTS: Final = 8  # that are known, some 100 KB each
+_OF_SCALES: Final = ("lora_alpha", "alpha_pattern", "use_rslora")  # fields that scales depend on
 
 # Says nothing of what the adapter computes, or is looked at below; of any other field only what is false, or nothing.
 _HARMLESS: Final = frozenset(
@@ -96,6 +99,28 @@ AdapterWeights = Mapping[str, LowRankWeights]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AdapterLayout:
+    """Where adapters with the same header and the same scales have their weights. `projections`: as in
+    `AdapterWeights`."""
+
+    start: int  # of the tensors, in the file
+    projections: Mapping[str, StoredLowRank]
+
+    def weights(self, tensors: memoryview, dtype: torch.dtype) -> AdapterWeights:
+        """All weights of a file, from its first tensor on, in the model's type; some of them where they lie there."""
+        stored = [rows for low_rank in self.projections.values() for rows in (low_rank.down, low_rank.up)]
+        tensor = _tensors(tensors, {rows.dtype for rows in stored})
+
+        def scaled(rows: StoredRows) -> Tensor:
+            found = tensor(rows)
+            if found.dtype != dtype:
+                return (found.float() * rows.scale).to(dtype)
+            return found if rows.scale == 1 else found * rows.scale
+
+        return {name: LowRankWeights(scaled(one.down), scaled(one.up)) for name, one in self.projections.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterFiles:
     """An adapter's two files, each read once: what is made of them is what the digest is of, whoever writes over them
     meanwhile."""
@@ -103,82 +128,91 @@ class AdapterFiles:
     folder: Path
     config: bytes
     tensors: memoryview  # the whole file
+    _read: Future[hashlib._Hash]  # of the tensors
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Raises ValueError where the folder holds no adapter."""
-        config, path = _config_bytes(folder), _file(folder, WEIGHTS_NAME)
+    def read(cls, folder: Path, beside: Executor) -> Self:
+        """Raises ValueError where the folder holds no adapter. The digest is taken in `beside`, a thread of its own,
+        from the first bytes on."""
+        config, path, read = _config_bytes(folder), _file(folder, WEIGHTS_NAME), hashlib.sha256()
         with _in_words(path), path.open("rb", buffering=0) as file:
             tensors = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8).numpy().data
             num_read = 0
-            while got := file.readinto(tensors[num_read:]):
+            while got := file.readinto(tensors[num_read : num_read + _READ_BYTES]):
+                beside.submit(read.update, tensors[num_read : num_read + got])
                 num_read += got
-        return cls(folder, config, tensors[:num_read])
+        return cls(folder, config, tensors[:num_read], beside.submit(read.copy))
 
     def digest(self) -> str:
-        """As `adapter_digest` has it. For another thread: it holds no lock of the interpreter's."""
-        return _digest(hashlib.sha256(part) for part in (self.config, self.tensors))
+        """As `adapter_digest` has it."""
+        return _digest((hashlib.sha256(self.config), self._read.result()))
 
 
 class AdapterReader:
-    """Makes one model's weights of adapters' files. Some adapters of one recipe have the same header, and one that
-    comes again has its own: how the last ones lie in their files is known."""
+    """Finds one model's weights in adapters' files. Some adapters of one recipe lie in theirs alike, and one that comes
+    again lies as it did: how the last ones do is known. May be used by several threads."""
 
-    def __init__(self, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> None:
-        """`dtype` is the model's, and of the weights."""
-        self._model, self._max_rank, self._dtype = model, max_rank, dtype
+    def __init__(self, model: ModelConfig, max_rank: int) -> None:
+        self._model, self._max_rank = model, max_rank
         self._shapes = expected_shapes(model)
-        self._layouts: OrderedDict[tuple[bytes, int], _Layout] = OrderedDict()  # the one that came last is the last
+        self._layouts: OrderedDict[tuple[bytes, int, str], AdapterLayout] = OrderedDict()  # the last came last
 
-    def weights(self, files: AdapterFiles) -> AdapterWeights:
-        """All weights, some of them where the file lies. Raises ValueError where they are not whole, or cannot be
-        computed exactly."""
-        config = _config(files.folder, files.config, self._model)
-        layout = self._layout(files)
-        tensor = _tensors(files.tensors[layout.start :], layout.dtypes)
-        found: dict[str, LowRankWeights] = {}
-        for module, down_stored, up_stored, parts in layout.modules:
-            down, up = tensor(down_stored), tensor(up_stored)
-            scale = _scale(config, module, rank=down_stored.shape[0])
-            down = down if down.dtype == self._dtype else down.to(self._dtype)
-            scaled = up * scale if up.dtype == self._dtype else (up.float() * scale).to(self._dtype)
-            for name, rows in parts:
-                found[name] = LowRankWeights(down, scaled if rows == _ALL else scaled[rows])
-        return found
+    def layout(self, files: AdapterFiles) -> AdapterLayout:
+        """Where its weights lie. Raises ValueError where they are not whole, or cannot be computed exactly."""
+        return self._layout(files.folder, files.config, files.tensors, len(files.tensors))
 
-    def _layout(self, files: AdapterFiles) -> _Layout:
-        size = len(files.tensors)
-        key = (_header(files.tensors), size)
-        layout = self._layouts.pop(key, None)
+    def check(self, folder: Path) -> None:
+        """Raises ValueError as `layout` does, for what can be told without reading the weights."""
+        config, path = _config_bytes(folder), _file(folder, WEIGHTS_NAME)
+        with _in_words(path), path.open("rb") as file:
+            length = file.read(_LENGTH_BYTES)
+            header = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+            num_bytes = os.fstat(file.fileno()).st_size
+        self._layout(folder, config, header, num_bytes)
+
+    def _layout(self, folder: Path, stored_config: bytes, begin: bytes | memoryview, num_bytes: int) -> AdapterLayout:
+        """`begin`, of a file of so many bytes, has all of its header if that is whole."""
+        config = _config(folder, stored_config, self._model)
+        header = hashlib.sha256(_header(begin)).digest()
+        key = header, num_bytes, repr([config.get(field) for field in _OF_SCALES])
+        layout = self._layouts.pop(key, None)  # each of these steps is one for several threads
         if layout is None:
-            start, stored = _stored(files.folder / WEIGHTS_NAME, files.tensors, size)
-            modules = tuple(
-                _Module(name, stored[_tensor_name(name, "A")], stored[_tensor_name(name, "B")], self._parts(name))
-                for name in _modules(files.folder, stored, self._shapes, self._max_rank)
-            )
-            layout = _Layout(start, modules, {one.dtype for one in stored.values() if one.dtype is not None})
+            start, stored = _stored(folder / WEIGHTS_NAME, begin, num_bytes)
+            modules = _modules(folder, stored, self._shapes, self._max_rank)
+            layout = AdapterLayout(start, dict(self._projections(config, stored, modules)))
         self._layouts[key] = layout
-        if len(self._layouts) > _MAX_LAYOUTS:
+        if len(self._layouts) > MAX_LAYOUTS:
             self._layouts.popitem(last=False)
         return layout
 
-    def _parts(self, module: str) -> tuple[tuple[str, slice], ...]:
-        """The model's projections of one of a file, and which outputs are whose."""
-        parts = fused_parts(f"{module}.weight", self._shapes)
-        return tuple((part.removesuffix(".weight"), rows) for part, rows in parts.items())
+    def _projections(
+        self, config: Mapping[str, Any], stored: Mapping[str, _Stored], modules: Iterable[str]
+    ) -> Iterator[tuple[str, StoredLowRank]]:
+        """The model's projections, of which one of a file may be several."""
+        for module in modules:
+            down, up = (_rows(stored[_tensor_name(module, part)]) for part in "AB")
+            up = replace(up, scale=_scale(config, module, rank=down.num_rows))
+            for name, rows in fused_parts(f"{module}.weight", self._shapes).items():
+                yield name.removesuffix(".weight"), StoredLowRank(down, up[rows])
 
 
-def _tensors(data: memoryview, dtypes: Iterable[torch.dtype]) -> Callable[[_Stored], Tensor]:
-    """Gives tensors of two dimensions and a type that can be loaded, where they lie: there are hundreds, so each takes
-    one call of torch's."""
+def _rows(stored: _Stored) -> StoredRows:
+    assert stored.dtype is not None, "refused by its type"
+    num_rows, num_columns = stored.shape
+    return StoredRows(stored.place[0], stored.dtype, num_rows, num_columns)
+
+
+def _tensors(data: memoryview, dtypes: Iterable[torch.dtype]) -> Callable[[StoredRows], Tensor]:
+    """Gives tensors where they lie, as they are stored: there are hundreds, so each takes one call of torch's."""
     numbers = {dtype: torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize) for dtype in dtypes}
 
-    def tensor(one: _Stored) -> Tensor:
-        assert one.dtype is not None, "refused by its type"
-        first, rest = divmod(one.place[0], one.dtype.itemsize)
+    def tensor(rows: StoredRows) -> Tensor:
+        shape = rows.num_rows, rows.num_columns
+        first, rest = divmod(rows.first, rows.dtype.itemsize)
         if rest:  # behind a tensor of another type
-            return torch.frombuffer(bytearray(data[slice(*one.place)]), dtype=one.dtype).view(one.shape)
-        return numbers[one.dtype].as_strided(one.shape, (one.shape[1], 1), first)
+            stop = rows.first + math.prod(shape) * rows.dtype.itemsize
+            return torch.frombuffer(bytearray(data[rows.first : stop]), dtype=rows.dtype).view(shape)
+        return numbers[rows.dtype].as_strided(shape, (rows.num_columns, 1), first)
 
     return tensor
 
@@ -195,21 +229,13 @@ def adapter_digest(folder: Path) -> str:
     return _digest(map(of_file, (CONFIG_NAME, WEIGHTS_NAME)))
 
 
-def check_adapter(folder: Path, model: ModelConfig, max_rank: int) -> None:
-    """Raises ValueError as `read_adapter` does, for what can be told without reading the weights."""
-    _config(folder, _config_bytes(folder), model)
-    path = _file(folder, WEIGHTS_NAME)
-    with _in_words(path), path.open("rb") as file:
-        length = file.read(_LENGTH_BYTES)
-        header = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
-        num_bytes = os.fstat(file.fileno()).st_size
-    _modules(folder, _stored(path, header, num_bytes)[1], expected_shapes(model), max_rank)
-
-
 def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
     """All weights of an adapter for this model, in its type. Raises ValueError where the folder holds none, or one that
     cannot be computed exactly."""
-    return AdapterReader(model, max_rank, dtype).weights(AdapterFiles.read(folder))
+    with ThreadPoolExecutor(1) as beside:
+        files = AdapterFiles.read(folder, beside)
+    layout = AdapterReader(model, max_rank).layout(files)
+    return layout.weights(files.tensors[layout.start :], dtype)
 
 
 def product_shapes(model: ModelConfig, ranks: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -241,24 +267,7 @@ class _Stored(NamedTuple):
     place: tuple[int, int]  # in bytes, from the first tensor
 
 
-class _Module(NamedTuple):
-    """The tensors of one projection of a file."""
-
-    name: str
-    down: _Stored
-    up: _Stored
-    parts: tuple[tuple[str, slice], ...]  # the model's projections that it is, and which outputs are whose
-
-
-class _Layout(NamedTuple):
-    """What is known of adapters with the same header."""
-
-    start: int  # of the tensors, in the file
-    modules: tuple[_Module, ...]
-    dtypes: set[torch.dtype]
-
-
-def _header(begin: memoryview) -> bytes:
+def _header(begin: bytes | memoryview) -> bytes:
     """All that stands before the tensors, where the file is whole."""
     return bytes(begin[: _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")])
 

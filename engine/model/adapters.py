@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -244,18 +245,19 @@ def adapter_pool(model: Model, config: ModelConfig, *, max_loaded: int, max_rank
     """The pool of one model's adapters."""
     import torch  # who replays a log has the schedulers, which import this module, and computes nothing
 
-    from engine.checkpoint.adapters import AdapterFiles, AdapterReader
+    from engine.checkpoint.adapters import MAX_LAYOUTS, AdapterFiles, AdapterReader
     from kernels.cpu.thread_team import dissolve_team
 
-    reader = AdapterReader(config, max_rank, model.dtype)
+    reader = AdapterReader(config, max_rank)
+    packer = lru_cache(MAX_LAYOUTS)(model.adapter_packer)
 
     def load(digest: str, folder: Path) -> Adapter:
-        files = AdapterFiles.read(folder)
         try:
             with ThreadPoolExecutor(1, "adapter-digest") as beside, torch.inference_mode():
-                read = beside.submit(files.digest)
-                adapter = model.adapter(reader.weights(files))
-                if read.result() != digest:
+                files = AdapterFiles.read(folder, beside)
+                layout = reader.layout(files)
+                adapter = packer(layout)(files.tensors[layout.start :])
+                if files.digest() != digest:
                     raise ValueError(f"the adapter in {folder} is another one by now; ask for it anew")
         finally:
             dissolve_team()  # beside it, those that compute steps would sleep between any two products

@@ -8,7 +8,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.checkpoint.adapters import AdapterWeights, product_shapes
+from engine.checkpoint.adapters import AdapterLayout, AdapterWeights, product_shapes
 from engine.checkpoint.weights import Weights
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
@@ -30,7 +31,7 @@ from engine.model.latent import (
 )
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import WHOLE, Shard
-from kernels.adapters import Adapter, AdapterLayer, LowRank, UpProjection
+from kernels.adapters import Adapter, AdapterLayer, LowRank, StoredLowRank, UpProjection
 from kernels.cpu.huge_pages import memory_apart
 from kernels.interface import (
     ExpertChoice,
@@ -43,7 +44,7 @@ from kernels.interface import (
     Linear,
     PagedAttention,
 )
-from kernels.native.adapters import native_adapter
+from kernels.native.adapters import StoredLayer
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
@@ -232,44 +233,65 @@ class Model:
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def adapter(self, weights: AdapterWeights) -> Adapter:
-        """Pack an adapter for batches of this model, in memory of its own that goes with it. For a model without
-        ranks."""
+    def adapter_packer(self, layout: AdapterLayout) -> Callable[[memoryview], Adapter]:
+        """What packs adapters that lie in their files like this: of each it is given the file from the first tensor on.
+        Each has memory of its own that goes with it. For a model without ranks."""
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
+        if isinstance(self._kernels, NativeCpuKernels):
+            layers = [self._stored_layer(layout, index) for index in range(len(self.config.layers))]
+            if (form := self._kernels.adapter_form(layers, self.dtype)) is not None:
+                return form.pack
+        return lambda tensors: self.adapter(layout.weights(tensors, self.dtype))
+
+    def _stored_layer(self, layout: AdapterLayout, index: int) -> StoredLayer:
+        rope = self.config.layers[index].rope
+        stored: dict[str, list[tuple[StoredLowRank, int]]] = {}
+        for place, outputs in self._adapted_projections(index).items():
+            first_outputs = itertools.accumulate(outputs.values(), initial=0)
+            for name, first_output in zip(outputs, first_outputs, strict=False):
+                if (low_rank := layout.projections.get(name)) is None:
+                    continue
+                if rope.reorders_heads and name.endswith(("q_proj", "k_proj")):
+                    order = self._in_head_order(torch.arange(outputs[name]), rope)
+                    low_rank = replace(low_rank, up=replace(low_rank.up, order=order))
+                stored.setdefault(place, []).append((low_rank, first_output))
+        return stored
+
+    def adapter(self, weights: AdapterWeights) -> Adapter:
+        """Pack an adapter for batches of this model weight by weight, in memory of its own that goes with it."""
         kernels = self._kernels
         ranks = {name: low_rank.up.shape[1] for name, low_rank in weights.items()}
         num_bytes = kernels.packed_bytes(product_shapes(self.config, ranks), self.dtype)
         if isinstance(kernels, NativeCpuKernels):
             kernels = kernels.packing_into(memory_apart(num_bytes))
-        layers = tuple(
-            self._adapter_layer(weights, f"model.layers.{index}.", kernels, layer.rope)
-            for index, layer in enumerate(self.config.layers)
-        )
-        return Adapter(layers, num_bytes, None if self.fused is None else native_adapter(layers))
+        layers = tuple(self._adapter_layer(weights, index, kernels) for index in range(len(self.config.layers)))
+        return Adapter(layers, num_bytes)
 
-    def _adapter_layer(self, weights: AdapterWeights, prefix: str, kernels: Kernels, rope: RopeConfig) -> AdapterLayer:
-        config = self.config
+    def _adapter_layer(self, weights: AdapterWeights, index: int, kernels: Kernels) -> AdapterLayer:
+        rope = self.config.layers[index].rope
         if rope.reorders_heads:
-            turned = {name for name in (f"{prefix}self_attn.{kind}_proj" for kind in "qk") if name in weights}
+            turned = [name for kind in "qk" if (name := f"model.layers.{index}.self_attn.{kind}_proj") in weights]
             ups = {name: self._in_head_order(weights[name].up, rope) for name in turned}
             weights = {**weights, **{name: replace(weights[name], up=up) for name, up in ups.items()}}
-        sizes = {
-            name: config.num_heads * config.head_dim if name == "q" else config.num_kv_heads * config.head_dim
-            for name in "qkv"
+        projections = self._adapted_projections(index).items()
+        packed = {place: _low_rank(kernels, outputs, weights, self.device) for place, outputs in projections}
+        return AdapterLayer(**packed)
+
+    def _adapted_projections(self, index: int) -> dict[str, dict[str, int]]:
+        """The projections of a layer that adapters are for and how many outputs each has, by the names of
+        `AdapterLayer`, in the order in which they are packed."""
+        config, prefix = self.config, f"model.layers.{index}"
+        keys, width = config.num_kv_heads * config.head_dim, config.intermediate_size
+        return {
+            "qkv": {
+                f"{prefix}.self_attn.q_proj": config.num_heads * config.head_dim,
+                f"{prefix}.self_attn.k_proj": keys,
+                f"{prefix}.self_attn.v_proj": keys,
+            },
+            "output": {f"{prefix}.self_attn.o_proj": config.hidden_size},
+            "gate_up": {f"{prefix}.mlp.gate_proj": width, f"{prefix}.mlp.up_proj": width},
+            "down": {f"{prefix}.mlp.down_proj": config.hidden_size},
         }
-
-        def packed(outputs: Mapping[str, int]) -> LowRank | None:
-            return _low_rank(
-                kernels, {f"{prefix}{name}_proj": size for name, size in outputs.items()}, weights, self.device
-            )
-
-        width = config.intermediate_size
-        return AdapterLayer(
-            qkv=packed({f"self_attn.{name}": size for name, size in sizes.items()}),
-            output=packed({"self_attn.o": config.hidden_size}),
-            gate_up=packed({"mlp.gate": width, "mlp.up": width}),
-            down=packed({"mlp.down": config.hidden_size}),
-        )
 
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
         """Run as many of the first layers as one call takes, and return how many these are: `x`, `normed` become

@@ -29,6 +29,7 @@ from kernels.interface import (
 from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
+from kernels.native.adapters import NativeAdapterForm, StoredLayer, can_pack_adapter
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import (
     can_pack,
@@ -78,6 +79,12 @@ class NativeCpuKernels:
         if can_pack_linear(weight):
             return pack_linear(self._library, weight, bias, self._memory)
         return cpu.pack_linear(weight, bias)
+
+    def adapter_form(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> NativeAdapterForm | None:
+        """How adapters that lie so in their files are packed for a model of this type; None: weight by weight."""
+        if dtype not in TYPE_NAMES or not can_pack_adapter(layers, dtype):
+            return None
+        return NativeAdapterForm(self._library, layers, dtype)
 
     def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
         by_form: dict[bool, list[tuple[int, int]]] = {True: [], False: []}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -64,10 +65,14 @@ def can_pack(num_inputs: int, dtype: torch.dtype) -> bool:
     return dtype in TYPE_NAMES and (dtype.itemsize == 4 or num_inputs % 2 == 0)
 
 
+def packed_numbers(num_outputs: int, num_inputs: int) -> int:
+    """Of a packed weight, without asking the library: see `packed_size` in `src/linear.cpp`."""
+    return -(-num_outputs // 16) * 16 * num_inputs
+
+
 def packed_bytes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Of weights that can be packed, in memory apart, without asking the library: see `packed_size` in
-    `src/linear.cpp`."""
-    return whole_pages(sum(-(-outputs // 16) * 16 * inputs for outputs, inputs in shapes) * dtype.itemsize)
+    """Of weights that can be packed, in memory apart."""
+    return whole_pages(sum(itertools.starmap(packed_numbers, shapes)) * dtype.itemsize)
 
 
 @functools.cache
@@ -78,6 +83,19 @@ def _linear_functions(library: ctypes.CDLL, name: str) -> tuple[Function, Functi
         declare(library, "linear_packed_size", [Size, Size], Size),
         declare(library, f"linear_pack_{name}", [Pointer, Size, Size, Pointer]),
         declare(library, f"linear_{name}", [Pointer, Size, Size, Pointer, Size, Pointer, Pointer, Pointer]),
+    )
+
+
+def linear_of(library: ctypes.CDLL, packed: Tensor, num_outputs: int, num_inputs: int) -> NativeLinear:
+    """The projection by a weight that was packed before."""
+    _, _, compute = _linear_functions(library, TYPE_NAMES[packed.dtype])
+    return NativeLinear(
+        compute=compute,
+        packed=packed,
+        dtype=packed.dtype,
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        bias=None,
     )
 
 

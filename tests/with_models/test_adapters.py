@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint.adapters import AdapterWeights, adapter_digest, largest_adapter_bytes, read_adapter
+from engine.checkpoint.adapters import (
+    WEIGHTS_NAME,
+    AdapterLayout,
+    adapter_digest,
+    largest_adapter_bytes,
+    read_adapter,
+)
 from engine.model.adapters import AdapterSlot, adapter_pool
 from engine.model.config import ModelConfig
 from engine.model.transformer import Model
 from engine.sequence import Sequence
 from engine.steps.threads import StepThreads
 from kernels import reference
-from kernels.adapters import Adapter
+from kernels.adapters import Adapter, LowRank
 from kernels.cpu import kernels as cpu
 from kernels.cpu.huge_pages import whole_pages
 from kernels.cpu.thread_team import set_team
@@ -27,6 +37,7 @@ from kernels.interface import Kernels
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
 from kernels.native.linear import NativeLinear
+from tests.engine.checkpoint.test_adapter_folders import parts_of, write_parts
 from tests.kernels.test_thread_team import threads_of_process
 from tests.support.adapters import ALL, ATTENTION, is_what_the_model_says, merged_tokens, write_adapter
 from tests.support.model_families import WITH_HEADS, build_oracle
@@ -67,11 +78,9 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def slots(model: Model, adapted: Adapted) -> list[AdapterSlot | None]:
     """All of them, and none."""
-    config = ModelConfig.from_folder(adapted.folder)
-    with torch.inference_mode():
-        loaded = [model.adapter(read_adapter(folder, config, 64, model.dtype)) for folder in adapted.adapters]
-    found = zip(adapted.adapters, loaded, strict=True)
-    return [None, *(AdapterSlot(adapter_digest(folder), folder, adapter) for folder, adapter in found)]
+    pool = adapter_pool(model, ModelConfig.from_folder(adapted.folder), max_loaded=1, max_rank=64)
+    named = [(adapter_digest(folder), folder) for folder in adapted.adapters]
+    return [None, *(AdapterSlot(digest, folder, pool.load(digest, folder)) for digest, folder in named)]
 
 
 def drive(
@@ -104,17 +113,17 @@ def test_what_is_loaded_under_a_digest_is_what_that_is_of(
     runner, _ = recording_runner(adapted.folder)
     model = runner.model
     assert isinstance(model, Model)
+    packer_of = model.adapter_packer
+
+    def put_back(layout: AdapterLayout) -> Callable[[memoryview], Adapter]:
+        shutil.copytree(first, folder, dirs_exist_ok=True)
+        return packer_of(layout)
+
+    monkeypatch.setattr(model, "adapter_packer", put_back)
     pool = adapter_pool(model, config, max_loaded=1, max_rank=64)
     shutil.copytree(first, folder)
     assert pool.load(digest, folder).num_bytes
     shutil.copytree(second, folder, dirs_exist_ok=True)
-    pack = model.adapter
-
-    def put_back(weights: AdapterWeights) -> Adapter:
-        shutil.copytree(first, folder, dirs_exist_ok=True)
-        return pack(weights)
-
-    monkeypatch.setattr(model, "adapter", put_back)
     with pytest.raises(ValueError, match="is another one by now"):
         pool.load(digest, folder)
     assert pool.load(digest, folder).num_bytes, "what is there again is loaded"
@@ -153,8 +162,8 @@ def test_what_is_reckoned_for_the_largest_is_what_it_takes(
 
     def taken(rank: int, layers: tuple[int, ...] | None = None) -> int:
         folder = write_adapter(tmp_path / "made", adapted.folder, seed=1, rank=rank, targets=targets, layers=layers)
-        with torch.inference_mode():
-            made = model.adapter(read_adapter(folder, config, rank, dtype))
+        pool = adapter_pool(model, config, max_loaded=1, max_rank=rank)
+        made = pool.load(adapter_digest(folder), folder)
         assert made.num_bytes == bytes_of(made)
         return made.num_bytes
 
@@ -185,6 +194,90 @@ def bytes_of(adapter: Adapter) -> int:
         assert in_one_mapping == sum(packed.nbytes for packed in native)
         total += whole_pages(in_one_mapping)
     return total + sum(storages.values())
+
+
+@pytest.mark.parametrize("kernels", NATIVE, ids=["native"] * len(NATIVE))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_one_call_packs_is_what_is_packed_weight_by_weight(
+    adapted: Adapted, tmp_path: Path, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """To the bit, from files of any type, also where the tensors of several lie behind each other."""
+    model = recording_runner(adapted.folder, dtype=dtype, kernels=kernels)[0].model
+    config = ModelConfig.from_folder(adapted.folder)
+    assert isinstance(model, Model)
+    targets = ATTENTION if adapted.is_mixture else ALL
+    half = write_adapter(
+        tmp_path / "float16", adapted.folder, seed=5, rank=33, dtype=torch.float16, lora_alpha=7, targets=targets
+    )
+    pool = adapter_pool(model, config, max_loaded=1, max_rank=64)
+    for folder in (*adapted.adapters, half, in_several_types(half, tmp_path / "mixed")):
+        found = pool.load(adapter_digest(folder), folder)
+        with torch.inference_mode():
+            expected = model.adapter(read_adapter(folder, config, 64, dtype))
+        assert found.native is not None and found.num_bytes == expected.num_bytes
+        pairs = list(zip(low_ranks(found), low_ranks(expected), strict=True))
+        assert any(low_rank is not None for _, low_rank in pairs)
+        for one, other in pairs:
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert [(up.ranks, up.outputs) for up in one.ups] == [(up.ranks, up.outputs) for up in other.ups]
+                assert packed_weights(one) == packed_weights(other)
+
+
+def in_several_types(adapter: Path, folder: Path) -> Path:
+    """The same adapter with each second tensor in float32, wherever that comes to lie."""
+    shutil.copytree(adapter, folder)
+    header, data = parts_of(adapter / WEIGHTS_NAME)
+    pieces, place = [], 0
+    for number, (name, fields) in enumerate(header.items()):
+        if name == "__metadata__":
+            continue
+        stored = torch.frombuffer(bytearray(data[slice(*fields["data_offsets"])]), dtype=torch.float16)
+        piece = (stored.float() if number % 2 else stored).numpy().tobytes()
+        fields["dtype"], fields["data_offsets"] = "F32" if number % 2 else "F16", [place, place + len(piece)]
+        pieces.append(piece)
+        place += len(piece)
+    write_parts(folder / WEIGHTS_NAME, header, b"".join(pieces))
+    return folder
+
+
+def low_ranks(adapter: Adapter) -> list[LowRank | None]:
+    return [low for layer in adapter.layers for low in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+
+
+def packed_weights(low_rank: LowRank) -> list[bytes]:
+    linears = (low_rank.down, *(up.linear for up in low_rank.ups))
+    packed = [linear.packed for linear in linears if isinstance(linear, NativeLinear)]
+    assert len(packed) == len(linears)
+    return [weight.view(torch.uint8).numpy().tobytes() for weight in packed]
+
+
+@pytest.mark.parametrize("adapted", ["llama"], indirect=True)
+@pytest.mark.parametrize("kernels", NATIVE, ids=["native"] * len(NATIVE))
+def test_the_second_of_a_recipe_makes_no_tensor_for_each_weight(
+    adapted: Adapted, tmp_path: Path, kernels: Kernels
+) -> None:
+    """Hundreds of calls would take longer than all that they do."""
+    model = recording_runner(adapted.folder, kernels=kernels)[0].model
+    assert isinstance(model, Model)
+    pool = adapter_pool(model, ModelConfig.from_folder(adapted.folder), max_loaded=1, max_rank=64)
+    first, second = (write_adapter(tmp_path / str(seed), adapted.folder, seed=seed) for seed in (1, 2))
+    pool.load(adapter_digest(first), first)
+    with CountingOperators() as operators:
+        pool.load(adapter_digest(second), second)
+    assert operators.num_called < 10 < len(load_file(second / WEIGHTS_NAME))
+
+
+class CountingOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_called = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_called += 1
+        return func(*args, **(kwargs or {}))
 
 
 def assert_merged(adapted: Adapted, seq: Sequence) -> None:

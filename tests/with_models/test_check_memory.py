@@ -19,11 +19,12 @@ from cluster.command.check import worker_memory
 from cluster.config.build import engine_config
 from cluster.config.load import load_config
 from cluster.config.settings import LegatoConfig
-from engine.checkpoint.adapters import read_adapter
+from engine.checkpoint.adapters import adapter_digest
 from engine.checkpoint.quantisation import QuantisationName
 from engine.checkpoint.weights import load_weights
 from engine.drafting.draft_model import DraftModel
 from engine.drafting.heads import HeadsConfig
+from engine.model.adapters import adapter_pool
 from engine.model.config import ModelConfig
 from engine.model.shards import shards_of
 from engine.model.transformer import Model
@@ -87,8 +88,8 @@ def test_adapters_have_room_of_their_own(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "mine", folder, seed=1, rank=64)
     model = runner_of(folder, kv_blocks=100).model
     assert isinstance(model, Model)
-    with torch.inference_mode():
-        largest = model.adapter(read_adapter(adapter, model.config, 64, torch.float32)).num_bytes
+    pool = adapter_pool(model, model.config, max_loaded=1, max_rank=64)
+    largest = pool.load(adapter_digest(adapter), adapter).num_bytes
     without = configured(folder)
     adapters = without.adapters.model_copy(update={"folder": str(tmp_path), "max_loaded": 3})
     said = worker_memory("decode", without.model_copy(update={"adapters": adapters}), folder)

@@ -3,6 +3,7 @@
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
 // row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
 
+#include <cstring>
 #include <numeric>
 #include <type_traits>
 #include <vector>
@@ -268,6 +269,107 @@ void pack(const T* weight, int64_t inputs, int64_t outputs, T* packed) {
   }
 }
 
+// Of the numbers in a file: those of kernels/native/adapters.py, in their order.
+enum Stored : int64_t { kF32, kBf16, kF16 };
+
+// Rows in a file, which become outputs of a packed weight, from `first_output` on. Where a row has fewer `numbers` than
+// the weight has inputs, zeros follow. Field by field as in kernels/native/adapters.py.
+struct Piece {
+  int64_t begin;         // in bytes
+  Stored type;           // of the numbers there
+  const int64_t* order;  // [rows], which row of the file comes where; null: as they lie
+  int64_t rows, numbers;
+  float scale;
+  int64_t into;  // where the weight begins, in numbers
+  int64_t inputs, outputs, first_output;
+};
+
+inline __m512 load_stored(const char* from, Stored type, int64_t at, __mmask16 lanes) {
+  const auto* narrow = reinterpret_cast<const bf16*>(from) + at;
+  switch (type) {
+    case kF32: return load(reinterpret_cast<const float*>(from) + at, lanes);
+    case kBf16: return load(narrow, lanes);
+    default: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, narrow));
+  }
+}
+
+// 8 rows of 8 words each become 8 rows of what stood one below the other; so many words from row to row.
+inline void turn(const char* from, int64_t from_words, uint32_t* to, int64_t to_words) {
+  __m256 rows[8], pairs[8], fours[8];
+  for (int i = 0; i < 8; ++i) rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + i * from_words * 4));
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(reinterpret_cast<float*>(to + i * to_words), _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+    _mm256_storeu_ps(reinterpret_cast<float*>(to + (i + 4) * to_words),
+                     _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+  }
+}
+
+// Rows of words become columns of a panel that is `width` words wide.
+void turn_rows(const char* from, int64_t rows, int64_t words, uint32_t* to, int64_t width) {
+  for (int64_t row = 0; row < rows; row += 8) {
+    const int64_t whole = rows - row < 8 ? 0 : words / 8 * 8;
+    for (int64_t word = 0; word < whole; word += 8) {
+      turn(from + (row * words + word) * 4, words, to + word * width + row, width);
+    }
+    for (int64_t left = row; left < std::min(row + 8, rows); ++left) {
+      for (int64_t word = whole; word < words; ++word) {
+        std::memcpy(to + word * width + left, from + (left * words + word) * 4, 4);
+      }
+    }
+  }
+}
+
+// The row `at` of a piece, as the weight has it: scaled, and as long as the weight has inputs.
+template <typename T>
+void convert(const Piece& piece, const char* file, int64_t at, __m512 scale, T* into) {
+  const int64_t numbers = piece.numbers, row_bytes = numbers * (piece.type == kF32 ? 4 : 2);
+  const char* from = file + piece.begin + (piece.order ? piece.order[at] : at) * row_bytes;
+  for (int64_t number = 0; number < numbers; number += 16) {
+    const __mmask16 lanes = first_lanes(numbers - number);
+    store(into + number, lanes, _mm512_mul_ps(load_stored(from, piece.type, number, lanes), scale));
+  }
+  std::fill(into + numbers, into + piece.inputs, T{});
+}
+
+template <typename T>
+void pack_piece(const Piece& piece, const char* file, T* memory) {
+  static thread_local std::vector<T> kept;  // rows of a panel
+  if (static_cast<int64_t>(kept.size()) < kPanel * piece.inputs) kept.resize(kPanel * piece.inputs);
+  const bool as_they_lie = piece.type == (std::is_same_v<T, float> ? kF32 : kBf16) && piece.scale == 1 &&
+                           !piece.order && piece.numbers == piece.inputs;
+  const __m512 scale = _mm512_set1_ps(piece.scale);
+  const int64_t row_bytes = piece.inputs * sizeof(T), end = piece.first_output + piece.rows;
+  for (int64_t panel = piece.first_output / kPanel; panel * kPanel < end; ++panel) {
+    const int64_t first = std::max(panel * kPanel, piece.first_output), width = width_of(piece.outputs, panel);
+    const int64_t rows = std::min(panel * kPanel + width, end) - first, at = first - piece.first_output;
+    const char* from = file + piece.begin + at * row_bytes;
+    if (!as_they_lie) {
+      for (int64_t row = 0; row < rows; ++row) {
+        convert(piece, file, at + row, scale, kept.data() + row * piece.inputs);
+      }
+      from = reinterpret_cast<const char*>(kept.data());
+    }
+    auto* into = reinterpret_cast<uint32_t*>(memory + piece.into + panel * kPanel * piece.inputs);
+    turn_rows(from, rows, row_bytes / 4, into + first - panel * kPanel, width);
+  }
+}
+
+// In the calling thread alone: a digest is taken beside.
+template <typename T>
+void pack_pieces(const Piece* pieces, int64_t count, const char* file, T* memory) {
+  for (int64_t i = 0; i < count; ++i) pack_piece(pieces[i], file, memory);
+}
+
 }  // namespace
 
 namespace legato {
@@ -298,6 +400,15 @@ void linear_pack_bf16(const bf16* weight, int64_t inputs, int64_t outputs, bf16*
 
 void linear_pack_f32(const float* weight, int64_t inputs, int64_t outputs, float* packed) {
   pack(weight, inputs, outputs, packed);
+}
+
+// Many weights from a file, into memory that is zeros: outputs of no piece stay these.
+void linear_pack_pieces_bf16(const Piece* pieces, int64_t count, const char* file, bf16* memory) {
+  pack_pieces(pieces, count, file, memory);
+}
+
+void linear_pack_pieces_f32(const Piece* pieces, int64_t count, const char* file, float* memory) {
+  pack_pieces(pieces, count, file, memory);
 }
 
 void linear_bf16(const bf16* x, int64_t rows, int64_t inputs, const bf16* weight, int64_t outputs, const bf16* bias,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,8 @@ from engine.checkpoint.adapters import (
     WEIGHTS_NAME,
     AdapterFiles,
     AdapterReader,
+    AdapterWeights,
     adapter_digest,
-    check_adapter,
     read_adapter,
 )
 from engine.model.config import LatentConfig, LayerConfig, ModelConfig
@@ -47,11 +49,11 @@ Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 SHAPES = {Q: (8, 8), V: (4, 8)}
 
 
-def write(folder: Path, rank: int = 4, **config: Any) -> Path:
+def write(folder: Path, rank: int = 4, modules: Mapping[str, tuple[int, int]] = SHAPES, **config: Any) -> Path:
     """With PEFT's own defaults beside what is given."""
     folder.mkdir(exist_ok=True)
     tensors = {}
-    for module, (outputs, inputs) in SHAPES.items():
+    for module, (outputs, inputs) in modules.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs)
         tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank)
     save_file(tensors, folder / WEIGHTS_NAME)
@@ -84,6 +86,10 @@ def write(folder: Path, rank: int = 4, **config: Any) -> Path:
     return folder
 
 
+def check_adapter(folder: Path, model: ModelConfig, max_rank: int) -> None:
+    AdapterReader(model, max_rank).check(folder)
+
+
 def rename(folder: Path, old: str, new: str) -> None:
     tensors = load_file(folder / WEIGHTS_NAME)
     save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / WEIGHTS_NAME)
@@ -110,7 +116,15 @@ def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scales: tupl
 
 def test_one_reader_reads_many(tmp_path: Path) -> None:
     """What it knows of a file's header, it knows of no other, and nothing else of the file."""
-    reader = AdapterReader(MODEL, 64, torch.float32)
+    reader = AdapterReader(MODEL, 64)
+
+    def read(folder: Path) -> AdapterWeights:
+        with ThreadPoolExecutor(1) as beside:
+            files = AdapterFiles.read(folder, beside)
+        assert files.digest() == adapter_digest(folder)
+        layout = reader.layout(files)
+        return layout.weights(files.tensors[layout.start :], torch.float32)
+
     folders = [
         write(tmp_path / f"{rank} {alpha}", rank=rank, lora_alpha=alpha) for rank in (4, 8, 2, 6) for alpha in (1, 16)
     ]
@@ -119,7 +133,7 @@ def test_one_reader_reads_many(tmp_path: Path) -> None:
         for name in weights:
             weights[name] = torch.randn_like(weights[name])
         save_file(weights, folder / WEIGHTS_NAME)
-        found, alone = reader.weights(AdapterFiles.read(folder)), read_adapter(folder, MODEL, 64, torch.float32)
+        found, alone = read(folder), read_adapter(folder, MODEL, 64, torch.float32)
         assert found.keys() == alone.keys()
         for name, low_rank in found.items():
             assert torch.equal(low_rank.down, weights[f"base_model.model.{name}.lora_A.weight"])
@@ -127,7 +141,7 @@ def test_one_reader_reads_many(tmp_path: Path) -> None:
     whole = (folders[0] / WEIGHTS_NAME).read_bytes()
     (folders[0] / WEIGHTS_NAME).write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        reader.weights(AdapterFiles.read(folders[0]))
+        read(folders[0])
 
 
 def test_it_is_read_in_the_models_type(tmp_path: Path) -> None:
