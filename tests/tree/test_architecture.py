@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import tomllib
 from collections.abc import Iterator
@@ -81,8 +82,13 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+@functools.cache  # asked of most files a dozen times
+def imports(path: Path) -> frozenset[tuple[str, str]]:
     """Every (module, name) that a file imports anywhere, lazily or for types too; name is "" for a whole module."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str]]:
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -141,7 +147,7 @@ def test_no_package_knows_what_it_must_not(package: str) -> None:
 
 def test_imports_are_seen_wherever_they_stand() -> None:
     """The checks above find nothing, so what they look with is itself looked at."""
-    seen = set(imports(Path(__file__)))
+    seen = imports(Path(__file__))
     assert {("importlib.metadata", ""), ("pathlib", "Path"), ("kernels", "")} <= seen
     assert any(
         module.partition(".")[0] == "ray" for module, _ in imports(ROOT / "cluster" / "deployment" / "worker.py")
@@ -210,4 +216,4 @@ def test_our_kernels_is_not_taken_for_the_one_of_hugging_face() -> None:
 
 def test_kernels_package_itself_imports_nothing() -> None:
     assert kernels.__version__ == "0.0.0"
-    assert list(imports(ROOT / "kernels" / "__init__.py")) == []
+    assert imports(ROOT / "kernels" / "__init__.py") == frozenset()

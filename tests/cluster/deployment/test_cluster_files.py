@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -198,6 +199,7 @@ Labels = dict[str, str]
 NAMESPACE = {"kubernetes.io/metadata.name": "default"}
 
 
+@functools.cache  # nobody changes what it gives
 def policies(kind: str) -> list[Any]:
     return [found for found in yaml.safe_load_all(POLICIES.read_text(encoding="utf-8")) if found["kind"] == kind]
 
