@@ -17,6 +17,7 @@ SLOW_MODULES = {
     "multiprocessing",
     "subprocess",
     "torch.multiprocessing",
+    "cluster.gateway.layout_study",  # simulates in a process of its own
     "tests.support.interpreted",
     "tests.support.clusters.mini_cluster",
     "tests.support.small_models",
