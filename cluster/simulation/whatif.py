@@ -204,13 +204,16 @@ def what_if(
     acceptance: float = 0.0,
 ) -> WhatIf:
     """Simulate the logged requests on the cluster that they were served by, and on another one, see `supposed`; None:
-    on the same again. `acceptance`: of its decode workers' drafts, see `WorkerShape`. Raises ValueError for an empty
+    on no other. `acceptance`: of its decode workers' drafts, see `WorkerShape`. Raises ValueError for an empty
     log."""
     trace = _trace(cluster, requests)
+    played = replayed = _play(cluster, trace).records
+    if acceptance or other not in (None, cluster):
+        played = _play(other or cluster, trace, acceptance=acceptance).records
     return WhatIf(
         measured=ServiceSummary.of_logs([(cluster, requests)]),
-        replayed=ServiceSummary.of_records("replayed", _play(cluster, trace).records),
-        supposed=ServiceSummary.of_records("supposed", _play(other or cluster, trace, acceptance=acceptance).records),
+        replayed=ServiceSummary.of_records("replayed", replayed),
+        supposed=ServiceSummary.of_records("supposed", played),
     )
 
 

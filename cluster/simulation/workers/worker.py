@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import ClassVar, Final, Protocol, get_args
 
 from cluster.simulation.clock import VirtualClock
@@ -49,6 +50,9 @@ Refuse = Callable[[str, float | None], None]
 _LEAST_ERROR: Final = 0.02
 _KINDS: Final[tuple[StepKind, ...]] = get_args(StepKind)
 _NOWHERE: Final = Endpoint(host="", port=0, node_id="")
+# Who compares layouts plays the same workers in many of them. Of observed steps there are half a megabyte each.
+_step_factors = lru_cache(maxsize=256)(step_factors)
+_observed_factors = lru_cache(maxsize=32)(observed_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ class WorkerShape:
     def factors(self, kind: StepKind, seed: int) -> list[float]:
         """What to multiply the costs of its steps of a kind by, one after the other."""
         observed = self.noise.get(kind)
-        return step_factors(self.step_noise, seed) if observed is None else observed_factors(observed, seed)
+        return _step_factors(self.step_noise, seed) if observed is None else _observed_factors(observed, seed)
 
     def stretch(self, kind: StepKind) -> float:
         """How many times what they cost steps of a kind take in the mean."""
