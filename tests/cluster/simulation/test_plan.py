@@ -358,10 +358,11 @@ TWO = ["--model", "llama-3.1-8b", "--model", "llama-3.1-8b", "--tpot-ms", "14", 
 def test_each_model_has_the_plan_that_it_has_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(monkeypatch, *TWO, "--json") == 0
+    few = ("--requests", "30", "--json")
+    assert plan(monkeypatch, *TWO, *few) == 0
     told = json.loads(capsys.readouterr().out)
     for seed, (name, report) in enumerate(told["by_model"].items()):
-        assert plan(monkeypatch, *TWO[2:], "--seed", str(seed), "--json") == 0
+        assert plan(monkeypatch, *TWO[2:], "--seed", str(seed), *few) == 0
         assert {**json.loads(capsys.readouterr().out), "model": name} == report
     assert told["num_gpus"] == sum(report["answer"]["num_gpus"] for report in told["by_model"].values())
     assert (told["changing"], told["is_complete"]) == (None, True)

@@ -29,6 +29,7 @@ from engine.cost_model.fit import scaled
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place, Placement, Queued, Unplaceable
 from kv_transfer.messages.workers import WorkerSnapshot
+from tests.support.thoroughness import THOROUGH
 
 COST = StepCost(base_s=0.004, prefill_token_s=3e-5, prefill_pair_s=1e-9, decode_s=2e-5, context_token_s=4e-8)
 SHAPE = WorkerShape(
@@ -36,7 +37,10 @@ SHAPE = WorkerShape(
 )
 CONFIG = SimulationConfig(num_prefill=2, num_decode=2, prefill=SHAPE, decode=SHAPE, message_s=0.001)
 WORKLOAD = Workload(
-    requests_per_s=4.0, num_requests=120, burstiness=3.0, turn=LogNormal(median=900, sigma=1.0, most=6000)
+    requests_per_s=4.0,
+    num_requests=120 if THOROUGH else 60,
+    burstiness=3.0,
+    turn=LogNormal(median=900, sigma=1.0, most=6000),
 )
 
 

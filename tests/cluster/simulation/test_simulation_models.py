@@ -59,10 +59,16 @@ def played(seed: int, change_s: float | None) -> ModelsResult:
 
 
 def test_models_whose_workers_stay_are_as_if_each_were_alone() -> None:
-    for number, (name, found) in enumerate(played(1, None).by_model.items()):
+    until_s = PERIOD_S if THOROUGH else PERIOD_S / 5
+    requests = {
+        name: [request for request in swinging(2 + number, number / 2, swing) if request.arrival_s < until_s]
+        for number, name in enumerate("ab")
+    }
+    together = simulate_models(dict.fromkeys("ab", CONFIG), requests, decisions=dict.fromkeys("ab", ONE_POOL))
+    for number, (name, found) in enumerate(together.by_model.items()):
         alone = replace(CONFIG, first_number=2 * number)
-        requests = swinging(2 + number, number / 2, swing)
-        assert found.records == simulate(alone, requests, LegatoRouter(ONE_POOL)).records, name
+        assert len(found.records) > 20
+        assert found.records == simulate(alone, requests[name], LegatoRouter(ONE_POOL)).records, name
 
 
 def test_workers_follow_a_demand_that_swings_from_one_model_to_the_other() -> None:
