@@ -7,7 +7,7 @@ block or never computed is noticed the moment it is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 from engine.kv.allocation import BlockAllocator
 from engine.sequence import (
@@ -104,28 +104,32 @@ class GhostRunner:
 
     def _spoil(self, item: ScheduledSequence) -> None:
         """It was planned ahead of a step that brought the sequence nothing: what it writes is nobody's KV."""
-        for position in range(item.start, item.stop):
-            for slot in self._slots(item.seq, position):
+        for slots in self._slots(item.seq, item.start, item.stop):
+            for slot in slots:
                 self._kv[slot] = -1
 
     def _write(self, seq: Sequence, start: int, stop: int, drafts: tuple[int, ...] = ()) -> None:
-        state = chain_of(seq.tokens(0, start))
-        for position, token_id in enumerate(DraftedSequence(seq, drafts).tokens(start, stop), start):
+        state, tokens = chain_of(seq.tokens(0, start)), DraftedSequence(seq, drafts).tokens(start, stop)
+        for token_id, slots in zip(tokens, self._slots(seq, start, stop), strict=True):
             state = _chain(state, token_id)
-            for group, slot in enumerate(self._slots(seq, position)):
+            for group, slot in enumerate(slots):
                 self._kv[slot] = _chain(state, group)
 
     def _verify(self, seq: Sequence, stop: int, drafts: tuple[int, ...] = ()) -> None:
-        state = _START
-        for position, token_id in enumerate(DraftedSequence(seq, drafts).tokens(0, stop)):
+        state, tokens = _START, DraftedSequence(seq, drafts).tokens(0, stop)
+        for position, (token_id, slots) in enumerate(zip(tokens, self._slots(seq, 0, stop), strict=True)):
             state = _chain(state, token_id)
-            for group, slot in enumerate(self._slots(seq, position)):
+            for group, slot in enumerate(slots):
                 assert self._kv.get(slot) == _chain(state, group), f"{seq.key} reads foreign KV at position {position}"
 
-    def _slots(self, seq: Sequence, position: int) -> list[_Slot]:
-        """By layer group."""
-        column, offset = divmod(position, self._block_size)
-        return [(*self._block(seq, group, column), offset) for group in range(self._layer_groups)]
+    def _slots(self, seq: Sequence, start: int, stop: int) -> Iterator[list[_Slot]]:
+        """Those of each position, by layer group. A block is looked up once for all of its positions."""
+        blocks: list[tuple[str, int]] = []
+        for position in range(start, stop):
+            column, offset = divmod(position, self._block_size)
+            if not blocks or offset == 0:
+                blocks = [self._block(seq, group, column) for group in range(self._layer_groups)]
+            yield [(tier, block, offset) for tier, block in blocks]
 
     @staticmethod
     def _block(seq: Sequence, group: int, column: int) -> tuple[str, int]:
