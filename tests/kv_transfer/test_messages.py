@@ -26,6 +26,7 @@ from kv_transfer.messages import KINDS, PROTOCOL_VERSION, MalformedMessageError,
 from kv_transfer.messages.connections import Ping
 from kv_transfer.messages.requests import Reserve
 from tests.support.processor_time import in_loop_turns
+from tests.support.thoroughness import THOROUGH
 
 _KINDS: tuple[type[Any], ...] = tuple(KINDS.values())
 
@@ -96,7 +97,7 @@ _MESSAGES = st.one_of(list(_STRATEGIES.values()))
 
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_wire(kind: type[Any]) -> None:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30 if THOROUGH else 15, deadline=None)
     @given(_STRATEGIES[kind])
     def survives(message: Message) -> None:
         received = decode(memoryview(encode(message)))
@@ -171,7 +172,7 @@ def test_the_bytes_of_messages_are_those_of_the_protocol_version() -> None:
 _JUNK = {"junk": 1}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if THOROUGH else 150, deadline=None)
 @given(_MESSAGES, st.data())
 def test_a_field_of_the_wrong_type_is_refused_by_name(message: Message, data: st.DataObject) -> None:
     tag, fields = msgpack.unpackb(encode(message), strict_map_key=False)
@@ -243,7 +244,7 @@ def test_random_bytes(data: bytes) -> None:
     _decode_or_refuse(data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if THOROUGH else 250, deadline=None)
 @given(_MESSAGES, st.data())
 def test_mutated_messages(message: Message, data: st.DataObject) -> None:
     encoded = bytearray(encode(message))
@@ -261,7 +262,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if THOROUGH else 150, deadline=None)
 @given(_VALUES, st.sampled_from(_KINDS))
 def test_well_formed_msgpack_of_anything(value: Any, kind: type[Any]) -> None:
     for frame in (value, [kind.__name__, value], [value, {}], [kind.__name__, {"request_id": value, "fence": value}]):

@@ -159,7 +159,7 @@ def test_more_prompts_take_more_prefill_workers() -> None:
 
 
 def test_a_layout_is_enough_or_not() -> None:
-    requests = list(draw_requests(Workload(requests_per_s=40.0, num_requests=150), 0))
+    requests = list(draw_requests(Workload(requests_per_s=40.0, num_requests=100), 0))
     problem = Problem(
         requests, Targets(ttft_s=1.0, tpot_s=0.05, share=0.9), Hardware(model=LLAMA_3_1_8B, device=H100_SXM)
     )
