@@ -132,18 +132,14 @@ class AdapterPool:
         if self._loading is not None or not self.is_contended:
             return None
         needing = [(user, user.adapter, need) for user, need in users if user.adapter is not None]
-        needs: dict[AdapterSlot, Need] = {}
-        asked_for: set[AdapterSlot] = set()
-        for user, slot, need in needing:
-            if slot.last is None or user in slot.last:
-                needs[slot] = max(need, needs.get(slot, need))
-            if need is not Need.LATER and not slot.serves(user):
-                asked_for.add(slot)
+        asked_for = {slot for user, slot, need in needing if need is not Need.LATER and not slot.serves(user)}
+        needs = self._needs(needing)
         for slot in [slot for slot in self._slots.values() if slot.loaded is None and slot not in needs]:
             del self._slots[slot.digest]
         self._note_waits(asked_for, now)
         waiting = [slot for slot in self._slots.values() if slot.loaded is None]
-        self._drain(waiting, needing, now)
+        self._drain(waiting, needing, needs, now)
+        needs = self._needs(needing)  # of one that opened, its newcomers count by now, or it would go with them waiting
         wanted = max(waiting, key=lambda slot: (needs[slot], slot.waited_s(now)), default=None)
         if wanted is None or not self._make_room(needs[wanted], needs, now):
             return None
@@ -181,6 +177,15 @@ class AdapterPool:
             "more adapters than there is room for"
         )
 
+    @staticmethod
+    def _needs(needing: list[tuple[AdapterUser, AdapterSlot, Need]]) -> dict[AdapterSlot, Need]:
+        """The largest of each slot that has users; of one that drains, only its last ones count."""
+        needs: dict[AdapterSlot, Need] = {}
+        for user, slot, need in needing:
+            if slot.last is None or user in slot.last:
+                needs[slot] = max(need, needs.get(slot, need))
+        return needs
+
     def _note_waits(self, asked_for: Set[AdapterSlot], now: float) -> None:
         """Note who waits for a place or for another turn, and since when."""
         for slot in self._slots.values():
@@ -193,26 +198,30 @@ class AdapterPool:
             slot.is_overdue = slot.loaded is None and slot.waited_s(now) >= TURN_S
 
     def _drain(
-        self, waiting: list[AdapterSlot], needing: list[tuple[AdapterUser, AdapterSlot, Need]], now: float
+        self,
+        waiting: list[AdapterSlot],
+        needing: list[tuple[AdapterUser, AdapterSlot, Need]],
+        needs: Mapping[AdapterSlot, Need],
+        now: float,
     ) -> None:
         """Have one slot more drain where that is due, or open again what drains for nobody.
 
         For each slot that waits one drains after a turn, two after two turns, and so on: the first of them may have a
         sequence that takes minutes. Those come first whose own turn began first. Who is computed with a slot that
-        drains, or asked for it before the one that waits longest began to, is still to be.
+        drains, or asked for it before the one that waits longest began to, is still to be. For those that wait only
+        until others are loaded, as there is room for them, nobody drains.
         """
-        overdue = [slot for slot in waiting if slot.is_overdue]
+        loaded = [slot for slot in self._slots.values() if slot.loaded is not None]
+        num_taken = sum(slot in needs or slot.last is not None for slot in loaded)
+        overdue = sorted((slot for slot in waiting if slot.is_overdue), key=lambda slot: slot.waited_s(now))
+        overdue = overdue[: max(0, len(overdue) - (self._max_loaded - num_taken))]
         num_due = sum(int(slot.waited_s(now) / TURN_S) for slot in overdue)
         self._draining = [slot for slot in self._draining if slot.loaded is not None]
         while len(self._draining) > num_due:
             opened = self._draining.pop()
             opened.last, opened.turn_at, opened.waits_at = None, now, None
             self.on_open()
-        candidates = [
-            slot
-            for slot in self._slots.values()
-            if slot.loaded is not None and slot.last is None and now - slot.turn_at >= TURN_S
-        ]
+        candidates = [slot for slot in loaded if slot.last is None and now - slot.turn_at >= TURN_S]
         for slot in sorted(candidates, key=lambda slot: slot.turn_at)[: num_due - len(self._draining)]:
             since = now - max(each.waited_s(now) for each in overdue)
             slot.last = {

@@ -164,6 +164,39 @@ def test_what_drains_for_one_that_is_gone_takes_on_others_again() -> None:
     assert story.loads == ["a"]
 
 
+def test_what_opens_keeps_its_place_for_those_that_came_while_it_drained() -> None:
+    """All at once, as while another one was loaded: its last one is through, and who it drained for is gone."""
+    story = Story(max_loaded=1)
+    story.comes("a", need=Need.NOW)
+    story.passes(TURN_S)
+    story.comes("b")
+    story.passes(TURN_S)
+    assert story.pool.open == []
+    newcomer = story.comes("a")
+    other = User(story.pool.want("c", Path("c")), Need.SOON, story.now)
+    story.users = [newcomer, other]
+    story.load()
+    assert newcomer.is_served()
+    story.goes(newcomer)
+    assert other.is_served()
+
+
+def test_nobody_drains_for_one_that_waits_only_until_others_are_loaded() -> None:
+    """Loading takes several turns, one after the other; there is a free place, and one whose adapter nobody uses."""
+    story = Story(max_loaded=3)
+    story.comes("a", need=Need.NOW)
+    story.goes(story.comes("unused"))
+    story.passes(TURN_S)
+    story.users += [User(story.pool.want(name, Path(name)), Need.SOON, story.now) for name in ("b", "c")]
+    slot = story.pool.next_load(((user, user.need) for user in story.users), story.now)
+    assert slot is not None
+    story.now += 3 * TURN_S
+    story.pool.has_loaded(slot, story.pool.load(slot.digest, slot.folder), story.now)
+    assert story.pool.next_load(((user, user.need) for user in story.users), story.now) is not None
+    assert "a" in story.pool.open
+    assert story.comes("a").is_served()
+
+
 def test_nobody_waits_for_ever_while_others_keep_all_places_busy() -> None:
     """Sequences of forty adapters follow each other without a gap, on places for four: at each moment two of an adapter
     are there. Each of them is computed for three turns at most."""
