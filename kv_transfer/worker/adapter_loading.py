@@ -47,6 +47,7 @@ class AdapterLoading:
         self._task: asyncio.Task[None] | None = None
         self._timer: DeadlineTimer | None = None
         self._last_load_s = 0.0
+        self._turns_away = False
         if pool is not None:
             pool.on_open = on_loaded
 
@@ -75,7 +76,7 @@ class AdapterLoading:
 
     def retry(self) -> None:
         """Load the next adapter that is needed, if there is room for it, and turn away who has waited too long."""
-        if self._pool is None:
+        if self._pool is None or self._turns_away:  # each that leaves brings another call, and hundreds leave at once
             return
         users = list(self._users()) if self._pool.is_contended else []
         if self._task is None:
@@ -97,9 +98,13 @@ class AdapterLoading:
         late = [seq for seq, deadline in deadlines.items() if deadline <= now]
         if late:
             place_in_s = pool.place_in_s(now)  # as if they asked again now, behind the others
-            for seq in late:
-                del deadlines[seq]
-                self._on_late(seq, self._wait_s if place_in_s is None else min(place_in_s, self._wait_s))
+            self._turns_away = True
+            try:
+                for seq in late:
+                    del deadlines[seq]
+                    self._on_late(seq, self._wait_s if place_in_s is None else min(place_in_s, self._wait_s))
+            finally:
+                self._turns_away = False
             asyncio.get_running_loop().call_soon(self.retry)  # what drained for them need not
         if self._timer is None:
             self._timer = DeadlineTimer(self.retry)

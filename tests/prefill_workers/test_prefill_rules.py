@@ -9,8 +9,10 @@ from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from engine.model.adapters import TURN_S, AdapterPool
-from engine.sequence import SequenceKey
+from engine.sequence import Sequence, SequenceKey
 from kernels.adapters import Adapter
+from kv_transfer.messages.requests import AdapterRef
+from kv_transfer.worker.adapter_loading import AdapterLoading
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
 from tests.support.ghost_runner import GhostRunner, kv_of
@@ -316,3 +318,38 @@ def test_a_prompt_comes_to_its_adapter_s_turn_however_many_want_another() -> Non
         now += step_s
     assert "prompt" in computed and num_loads == 3
     assert 15 < computed.index("prompt") < len(computed) / 2, "theirs had turns before it, and after"
+
+
+async def test_hundreds_whose_adapter_finds_no_place_are_turned_away_together() -> None:
+    """Each that leaves has the worker look again who may go on."""
+    bench, pool, told = Bench(), AdapterPool(lambda digest, folder: Adapter((), 0), 1), list[str]()
+
+    def come(name: str, adapter: str) -> None:
+        seq = prompt_of(name, [ord("a")] * 20)
+        seq.adapter = loading.want(AdapterRef(name=adapter, digest=adapter, folder=adapter))
+        bench.scheduler.add(seq)
+
+    def leave(seq: Sequence, retry_after_s: float) -> None:
+        told.append(seq.request_id)
+        bench.scheduler.release(seq.key)
+        loading.retry()
+
+    loading = AdapterLoading(
+        pool,
+        users=bench.scheduler.adapter_users,
+        on_loaded=lambda: None,
+        on_failed=lambda slot, reason: None,
+        on_late=leave,
+        wait_s=0.0,
+    )
+    come("runs", "theirs")
+    slot = pool.next_load(bench.scheduler.adapter_users(), 0.0)
+    assert slot is not None
+    pool.has_loaded(slot, pool.load(slot.digest, slot.folder), 0.0)
+    names = [str(number) for number in range(1_000)]
+    for name in names:
+        come(name, "its own")
+    loading.retry()
+    assert told == names
+    assert bench.scheduler.num_held == 1
+    await loading.close()
