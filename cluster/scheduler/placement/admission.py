@@ -112,7 +112,7 @@ class Admission:
         verdict = self._judge(query, now, now)
         self._learn(query, verdict)
         if verdict.decision.rows and query.ttft_s is not None:
-            self._ledger.demand.observe(verdict.decision.best.prefill_s)
+            self._ledger.demand.observe(verdict.decision.best.computing_s)
         return verdict
 
     def move(self, query: Place, now: float) -> Decision | None:
@@ -304,7 +304,7 @@ class Admission:
         cost = table.cost(table.row(best.decode))
         num_output = self._ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
         token_s = cost.decode_s + cost.context_token_s * (query.num_tokens + num_output / 2)
-        return best.prefill_s + num_output * token_s
+        return best.computing_s + num_output * token_s
 
     def _may_wait(self, query: Place) -> bool:
         num_contenders = sum(waiting.query.has_targets for waiting in self._waiting.values())

@@ -31,8 +31,9 @@ _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either
 @dataclass(frozen=True, slots=True)
 class PromptForecast:
     """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to load its adapter, to bring
-    up the hits that lie in lower tiers and to compute the rest, as fast as those who decode there can bear; `added_s`:
-    of that, what it adds to steps that they have in any case; `pace`: seconds for each that it adds.
+    up the hits that lie in lower tiers and to compute the rest, as fast as those who decode there can bear. Of that
+    `adapter_s` is until its adapter is there, in which others are computed, and `added_s` what it adds to steps that
+    they have in any case; `pace`: seconds for each that it adds.
 
     Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
     in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
@@ -40,6 +41,7 @@ class PromptForecast:
     cached_tokens: Floats
     wait_s: Floats
     work_s: Floats
+    adapter_s: Floats
     added_s: Floats
     pace: Floats
     split_at: Floats
@@ -82,7 +84,7 @@ def filter_workers(
     prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
     if query.adapter:  # who decodes loads it while the prompt is computed
         adapter_s = table.adapter_s(query.adapter)
-        prompt = replace(prompt, work_s=prompt.work_s + adapter_s, first_s=prompt.first_s + adapter_s)
+        prompt = replace(prompt, work_s=prompt.work_s + adapter_s, adapter_s=adapter_s)
     alone_tpot_s = table.alone_s(decodes, query.num_tokens) / table.facts[Fact.TOKENS_PER_STEP, decodes]
     return Filtered(
         prompt=prompt,
@@ -177,6 +179,7 @@ def forecast_prompt(
         cached_tokens=cached[best],
         wait_s=np.maximum(facts[Fact.DRAINED_AT] - now, 0.0),
         work_s=work_s[best],
+        adapter_s=nothing,
         added_s=added_s[best],
         pace=1.0 + step_s / np.maximum(np.minimum(room_s, full_s), 1e-9),
         split_at=nothing,

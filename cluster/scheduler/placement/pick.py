@@ -66,6 +66,12 @@ class CandidateRow(NamedTuple):
     split_at: int = 0  # `prefill` computes the tokens before, `decode` the others, in `rest_s`; 0: `prefill` all
     first_s: float = 0.0
     rest_s: float = 0.0
+    adapter_s: float = 0.0  # of `prefill_s`, until the adapter is there
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of `prefill_s` in which no other prompt is computed: others do not wait for its adapter."""
+        return self.prefill_s - self.adapter_s
 
     @property
     def computing(self) -> str:
@@ -261,13 +267,13 @@ def bind(ledger: Ledger, decision: Decision) -> None:
         prefill=best.prefill,
         decode=best.decode,
         uncached_tokens=decision.uncached_tokens - rest_tokens,
-        prefill_s=best.first_s if best.split_at else best.prefill_s,
+        prefill_s=best.first_s if best.split_at else best.computing_s,
         weight=best.slo_probability,
         now=decision.now,
         rest_tokens=rest_tokens,
         rest_s=best.rest_s,
     )
-    booking.is_first = booking.is_first and best.wait_s == 0.0  # also of memory and slots
+    booking.is_first = booking.is_first and best.wait_s + best.adapter_s == 0.0  # also of memory and slots
 
 
 def _relative(seconds: Floats, target_s: float | None, assumed_s: float) -> Floats:
@@ -283,14 +289,14 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
         *(prompt.work_s, scores.ttft_s[0], forecast.tpot_s[0], forecast.kv_share[0]),
         *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
-    parts = zip(
-        prompt.split_at[best].tolist(), prompt.first_s[best].tolist(), prompt.rest_s[best].tolist(), strict=True
-    )
+    parts = (prompt.split_at, prompt.first_s, prompt.rest_s, prompt.adapter_s)
     return tuple(
         CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)._replace(
-            split_at=int(split_at), first_s=first_s, rest_s=rest_s
+            split_at=int(split_at), first_s=first_s, rest_s=rest_s, adapter_s=adapter_s
         )
-        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s) in zip(
-            zip(*(column[best].tolist() for column in columns), strict=True), parts, strict=True
+        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s, adapter_s) in zip(
+            zip(*(column[best].tolist() for column in columns), strict=True),
+            zip(*(part[best].tolist() for part in parts), strict=True),
+            strict=True,
         )
     )

@@ -152,8 +152,8 @@ def score(
 ) -> Score:
     """Score a predicted placement. `waited_s`: how long the client has waited by now, or will have by each moment's
     now."""
-    work_s, later_s, forecast = predicted.prompt.work_s, predicted.later_s, predicted.forecast
-    ttft_s = waited_s + predicted.start_s + work_s + ledger.overhead.seconds
+    prompt, later_s, forecast = predicted.prompt, predicted.later_s, predicted.forecast
+    ttft_s = waited_s + predicted.start_s + prompt.work_s + ledger.overhead.seconds
     slo_probability = _slo_probability(ledger.table, query, predicted, ttft_s)
     # Who has no room yet is bound to nobody yet.
     early = forecast.room_s > later_s[:, None] + policy.max_room_s
@@ -163,7 +163,8 @@ def score(
         room = np.ones(slo_gain.shape, dtype=bool)  # nobody asks
     else:
         wait_s = predicted.start_s - later_s[:, None]
-        room = _leaves_room(policy, work_s, wait_s, predicted.slo_loss, predicted.idle_share)
+        computing_s = prompt.work_s - prompt.adapter_s
+        room = _leaves_room(policy, computing_s, wait_s, predicted.slo_loss, predicted.idle_share)
     return Score(ttft_s, slo_probability, slo_gain, room)
 
 
@@ -216,7 +217,7 @@ def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) ->
 
 
 def _leaves_room(
-    policy: DecisionPolicy, work_s: Floats, wait_s: Floats, slo_loss: Floats, idle_share: Floats
+    policy: DecisionPolicy, computing_s: Floats, wait_s: Floats, slo_loss: Floats, idle_share: Floats
 ) -> NDArray[np.bool_]:
     quiet = (slo_loss <= policy.batch_slo_loss) & (wait_s <= policy.batch_queue_s)
-    return quiet & ((work_s <= policy.batch_queue_s) | (idle_share >= policy.batch_idle))
+    return quiet & ((computing_s <= policy.batch_queue_s) | (idle_share >= policy.batch_idle))

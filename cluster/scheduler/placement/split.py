@@ -66,7 +66,8 @@ def with_splits(
     first_s = up_to(at, token_s[chosen], pair_s[chosen]) - before_s[chosen]
     rest_s = all_s[chosen] - up_to(at, other_token_s[chosen], other_pair_s[chosen])
     begun_s = np.maximum(first_s, (other_s - wait_s)[chosen])  # the rest is
-    parts = replace(forecast.at(i), work_s=begun_s + rest_s, split_at=at, first_s=first_s, rest_s=rest_s)
+    work_s = forecast.adapter_s[i] + begun_s + rest_s
+    parts = replace(forecast.at(i), work_s=work_s, split_at=at, first_s=first_s, rest_s=rest_s)
     return np.concatenate([computing, i]), np.concatenate([decode, j]), prompt.and_then(parts)
 
 

@@ -16,7 +16,7 @@ from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, A
 from cluster.scheduler.placement.ledger import START_S, Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from kv_transfer.messages.scheduling import Place
-from tests.cluster.scheduler.placement.placement_world import book, decoding, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 BATCH: dict[str, Any] = {"ttft_s": None, "tpot_s": None}
@@ -194,6 +194,29 @@ def test_who_finds_no_worker_is_told_when_one_takes_the_place_of_one_that_left()
     ledger.register(worker_info("d3", load_s=20.0), worker_snapshot("d3"), 60.0)
     ledger.unregister("d3", 61.0, may_be_replaced=False)
     assert _ask(_admission(ledger), now=61.0).retry_after_s == 1.0, "it changes its model"
+
+
+def test_nobody_waits_for_another_s_adapter() -> None:
+    """It waits half a minute for its place in the worker, which computes others meanwhile."""
+    ledger = ledger_of("p1", "d1")
+    ledger.heartbeat(costed_snapshot("p1", 2, adapter_load_s=30.0), 0.0)
+    admission = _admission(ledger)
+    waits = _ask(admission, "waits", adapter="new", **BATCH)
+    assert waits.outcome is AdmissionOutcome.PLACED and waits.decision.best.ttft_s > 30.0
+    beside = _ask(admission, "beside", ttft_s=4.0)
+    assert beside.outcome is AdmissionOutcome.PLACED
+    assert beside.decision.best.wait_s == pytest.approx(1.01)
+
+
+def test_a_batch_prompt_that_waits_for_its_adapter_takes_no_more_of_a_worker_than_another() -> None:
+    ledger = ledger_of("d1")
+    ledger.heartbeat(costed_snapshot("d1", 2, adapter_load_s=30.0), 0.0)
+    admission = _admission(ledger)
+    assert _ask(admission, "promised", num_tokens=500).outcome is AdmissionOutcome.PLACED
+    for adapter in ("", "new"):
+        verdict = _ask(admission, "batch", num_tokens=300, adapter=adapter, **BATCH)
+        assert verdict.outcome is AdmissionOutcome.PLACED, adapter
+        ledger.ended("batch", 0.0)
 
 
 def test_what_never_fits_and_what_has_no_worker_yet() -> None:

@@ -17,7 +17,7 @@ from cluster.scheduler.placement.split import with_splits
 from cluster.scheduler.placement.worker_table import Fact
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
-from tests.cluster.scheduler.placement.placement_world import COST, book, ledger_of, query_of
+from tests.cluster.scheduler.placement.placement_world import COST, book, costed_snapshot, ledger_of, query_of
 
 QUADRATIC = replace(COST, prefill_pair_s=2e-7)  # of 6,000 tokens, 6 s for tokens and 3.6 s for pairs
 
@@ -110,6 +110,17 @@ def test_a_split_is_chosen_where_nobody_could_be_in_time_alone() -> None:
     assert _decision(_one_pool(), QUERY, one_pool=True, splits=False).best.split_at == 0
     in_time = replace(QUERY, ttft_s=20.0)
     assert _decision(_one_pool(), in_time, one_pool=True).best.split_at == 0, "it would bring nobody more in time"
+
+
+def test_a_part_waits_for_its_adapter_as_the_whole_does() -> None:
+    ledger = ledger_of("p1", "d1", block_size=16)
+    ledger.heartbeat(costed_snapshot("p1", 2, adapter_load_s=30.0), 0.0)
+    book(ledger, "before", prefill=None, prefill_s=2.0, tpot_s=None)
+    query = query_of(num_tokens=6000, ttft_s=60.0)
+    plain, adapted = _splits(ledger, query), _splits(ledger, replace(query, adapter="new"))
+    assert plain and adapted.keys() == plain.keys()
+    for at, (first_s, rest_s, work_s) in plain.items():
+        assert adapted[at] == pytest.approx((first_s, rest_s, work_s + 30.0))
 
 
 def test_work_without_a_promise_is_not_split() -> None:
