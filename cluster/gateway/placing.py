@@ -110,9 +110,12 @@ class Placer:
 
 def _held_until(run: RequestRun, error: UnavailableError | OverloadedError) -> float:
     """Until when a request that was told that no worker is there may wait for one; no longer than its first token may
-    take. In the past where none is expected by then."""
+    take, nor than half of its time: at its deadline it would not hear when to come back. In the past where none is
+    expected by then."""
     now, ttft_s = time.monotonic(), run.terms.slo.ttft_s
-    longest_s = HELD_S if ttft_s is None else min(HELD_S, ttft_s - (now - run.terms.arrived_at))
+    longest_s = min(HELD_S, (run.deadline - now) / 2)
+    if ttft_s is not None:
+        longest_s = min(longest_s, ttft_s - (now - run.terms.arrived_at))
     is_expected = error.retry_after_s is not None and MIN_RETRY_AFTER_S < error.retry_after_s <= longest_s
     return now + longest_s if is_expected else -math.inf
 

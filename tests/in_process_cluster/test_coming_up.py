@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from cluster.errors import UnavailableError
 from cluster.gateway.timeline import SequenceTimeline
+from cluster.scheduler.placement.ledger import START_S
 from cluster.slo.classes import RequestTerms, SloClass
 from decode_workers.worker import DecodeWorker
 from engine.checkpoint import weights
@@ -152,6 +155,11 @@ async def test_who_comes_when_the_last_worker_has_left_waits_for_the_one_in_its_
         request = RequestSpec(request_id="hurried", attempt=0, prompt_token_ids=PROMPT, params=greedy())
         with pytest.raises(UnavailableError) as refused:
             _ = [each async for each in cluster.orchestrator.generate(request, hurried)]
+        assert refused.value.retry_after_s is not None and refused.value.retry_after_s > 0.5
+        ends_first = SequenceTimeline(RequestTerms(deadline=time.monotonic() + START_S))
+        request = replace(request, request_id="ends first")
+        with pytest.raises(UnavailableError) as refused:
+            _ = [each async for each in cluster.orchestrator.generate(request, ends_first)]
         assert refused.value.retry_after_s is not None and refused.value.retry_after_s > 0.5
         await cluster.add_replica("decode", cluster.roles)
         assert await asked == llama.local(PROMPT, greedy()).tokens
