@@ -37,6 +37,7 @@ class WorkerInfo:
     home_model: Text | None = None  # of that pool; None: its model
     models: Items[Text] = field(default_factory=list)  # others that it may become a worker of
     load_s: NonNegative = 0.0  # that its model took to be there, from when it was wanted; 0: unknown
+    keeps_prefixes: Flag = True  # prompts find what earlier ones left
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model are its own; "": for whichever there is."""
@@ -177,6 +178,7 @@ class WorkerSnapshot:
     drafts_stretch: NonNegative = 1.0  # how many times as long these took as they would have without drafts
     links: dict[Text, LinkReport] = field(default_factory=dict)  # by the other worker's id, of the latest ones
     num_failed_handoffs: Count = 0  # that came to nothing here, since its start
+    unreachable: Items[Text] = field(default_factory=list)  # decode workers to whom it could make no link lately
     step_cost: StepCostReport | None = None  # None until there is one
     tiers: TiersReport = field(default_factory=TiersReport)
     adapters: Items[Text] = field(default_factory=list)  # digests of those that are loaded and drain for no other

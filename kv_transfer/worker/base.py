@@ -377,6 +377,7 @@ class Worker(ABC):
             home_model=self.parts.home_model,
             models=list(self.parts.models),
             load_s=self.parts.load_s,
+            keeps_prefixes=model.prefix_caching,
         )
 
     def _tiers_report(self) -> TiersReport:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 
 from cluster.errors import OverloadedError
 from cluster.gateway.generator import one_by_one
@@ -18,8 +19,9 @@ from cluster.scheduler.scheduler import GlobalScheduler
 from cluster.slo.classes import RequestTerms
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
+from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import MiniCluster, brake
-from tests.support.clusters.placed_clusters import PROMPT, cluster_of, run, terms
+from tests.support.clusters.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel, greedy
 from tests.support.waiting import HANGS_S, eventually
 
@@ -34,7 +36,7 @@ async def test_overload_is_answered_at_once_and_whoever_is_let_in_is_served(llam
         async def ask(number: int) -> list[int] | None:
             asked_at = time.monotonic()
             try:
-                return await run(cluster, f"r{number}", terms(ttft_s=60.0, tpot_s=10.0))
+                return await run(cluster, f"r{number}", terms(ttft_s=60.0, tpot_s=10.0), cache_salt=str(number))
             except OverloadedError as error:
                 refused.append((time.monotonic() - asked_at, error.retry_after_s or 0.0))
                 return None
@@ -48,6 +50,34 @@ async def test_overload_is_answered_at_once_and_whoever_is_let_in_is_served(llam
         assert len(refused) >= 15, "60 s are four prompts' time on either worker"
         assert all(retry_after_s >= 1.0 for _, retry_after_s in refused)
         print(f"{len(refused)} were told to come back, the last after {1000 * max(refused)[0]:.0f} ms")
+
+
+async def test_prompts_that_begin_alike_find_what_was_foretold_that_the_first_one_leaves(llama: SmallModel) -> None:
+    """A step has room for one of them; where several shared one, each would compute all of it."""
+    quick = replace(COST, prefill_token_s=0.01)
+    asked = {f"r{number}": [*PROMPT[:144], 5 + number, 6, 7] for number in range(4)}
+    async with cluster_of(llama, prefill=PrefillWorkerConfig(chunk_tokens=147)) as cluster:
+        [prefill] = cluster.prefills
+        for loaded in cluster.models:
+            loaded.costs.cost = lambda: quick  # type: ignore[method-assign]
+            loaded.costs.cautious_cost = lambda: quick  # type: ignore[method-assign]
+        table = cluster.scheduler.scheduler.ledger.table
+        await eventually(lambda: all(table.cost(row).prefill_token_s == 0.01 for row in range(2)))
+        with brake(prefill.model.runner) as held:
+            before = asyncio.create_task(cluster.generate("before", [9] * 20, greedy()))
+            await held.reached()
+            requests = [asyncio.create_task(cluster.generate(name, prompt, greedy())) for name, prompt in asked.items()]
+            await eventually(lambda: prefill.scheduler.num_waiting == len(asked))
+        found = {name: await asyncio.wait_for(request, HANGS_S) for name, request in zip(asked, requests, strict=True)}
+        await before
+        for name, events in found.items():
+            assert [event.token_id for event in events] == llama.local(asked[name], greedy()).tokens
+        decisions = cluster.scheduler.scheduler.log.newest(100)
+        foretold = {one.request.request_id: one.verdict.decision.best for one in decisions}
+        assert {foretold[name].prefill for name in asked} == {prefill.info.worker_id}
+        cached = {name: events[0].num_cached_tokens or 0 for name, events in found.items()}
+        assert sorted(cached.values()) == [0, 144, 144, 144]
+        assert cached == {name: foretold[name].cached_tokens for name in asked}
 
 
 # --- waiting ---

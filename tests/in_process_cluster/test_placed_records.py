@@ -175,7 +175,7 @@ async def test_what_a_gateway_served_can_be_replayed_by_the_simulator(llama: Sma
         serve = partial(run, cluster, on_ended=recorder.ended)
         await asyncio.gather(*(serve(f"r{number}", terms(1000.0), 4 + number) for number in range(6)))
         with brake(cluster.prefills[0].model.runner), pytest.raises(OverloadedError):
-            await asyncio.gather(*(serve(f"late{number}", terms(20.0)) for number in range(6)))
+            await asyncio.gather(*(serve(f"late{number}", terms(20.0)) for number in range(40)))
         left = asyncio.create_task(serve("left", terms(1000.0)))
         await asyncio.sleep(0)
         left.cancel()

@@ -13,8 +13,8 @@ A gateway's `Place` message comes to `GlobalScheduler.place`, and `Admission.ask
     retry_after.py  where nothing is good now: when a client is asked to come back (and every constant of that)
 
 What the stages read: `policy.py`, the rules; `worker_table.py`, all workers as arrays; `estimates.py`, what was learned
-of outputs, overheads and demand. `recovery.py` books requests that somebody else placed: a scheduler before this one,
-or a gateway alone.
+of outputs, overheads and demand; `coming_prefixes.py`, what prompts in queues leave to those behind them. `recovery.py`
+books requests that somebody else placed: a scheduler before this one, or a gateway alone.
 
 Nothing here knows sockets or Ray, and the clock is always passed in.
 """

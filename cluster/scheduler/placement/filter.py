@@ -35,6 +35,8 @@ class PromptForecast:
     `adapter_s` is until its adapter is there, in which others are computed, and `added_s` what it adds to steps that
     they have in any case; `pace`: seconds for each that it adds.
 
+    Of `cached_tokens`, `coming_tokens` are not there yet: prompts in the worker's queue bring them.
+
     Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
     in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
 
@@ -47,6 +49,7 @@ class PromptForecast:
     split_at: Floats
     first_s: Floats
     rest_s: Floats
+    coming_tokens: Floats
 
     def at(self, index: Rows) -> PromptForecast:
         return PromptForecast(*(getattr(self, name)[index] for name in _PROMPT_FIELDS))
@@ -81,7 +84,12 @@ def filter_workers(
     table, allowed = ledger.table, eligible(ledger.table, query)
     _, decodes = table.pools()
     tiers = (policy.host_token_s, policy.disk_token_s)
-    prompt = forecast_prompt(table, query.num_tokens, _reach_tokens(table, reach), tiers, now)
+    held = _reach_tokens(table, reach)
+    coming = ledger.coming.reaches(query.prefix_hashes)
+    reaching = np.maximum(held, _coming_tokens(table, coming)) if coming else held
+    prompt = forecast_prompt(table, query.num_tokens, reaching, tiers, now)
+    if coming:
+        prompt = replace(prompt, coming_tokens=np.maximum(prompt.cached_tokens - held[2], 0.0))
     if query.adapter:  # who decodes loads it while the prompt is computed
         adapter_s = table.adapter_s(query.adapter)
         prompt = replace(prompt, work_s=prompt.work_s + adapter_s, adapter_s=adapter_s)
@@ -185,6 +193,7 @@ def forecast_prompt(
         split_at=nothing,
         first_s=work_s[best],
         rest_s=nothing,
+        coming_tokens=nothing,
     )
 
 
@@ -234,6 +243,13 @@ def _reach_tokens(table: WorkerTable, reach: Mapping[str, PrefixReach]) -> Float
         known = rows >= 0
         columns = np.fromiter(chain.from_iterable(reach.values()), np.float64).reshape(-1, 3)[known].T
         tokens[:, rows[known]] = columns * table.facts[Fact.BLOCK_SIZE, rows[known]]
+    return tokens
+
+
+def _coming_tokens(table: WorkerTable, columns: Mapping[str, int]) -> Floats:
+    """`columns`: leading ones of the prompt that these workers, all of them known, will hold when its turn comes."""
+    tokens, rows = np.zeros(len(table)), table.rows_of(columns)
+    tokens[rows] = np.fromiter(columns.values(), np.float64) * table.facts[Fact.BLOCK_SIZE, rows]
     return tokens
 
 

@@ -16,9 +16,11 @@ from typing import Final
 
 import numpy as np
 
+from cluster.scheduler.placement.coming_prefixes import ComingPrefixes, num_common
 from cluster.scheduler.placement.estimates import OutputLengths, Overhead, PromptDemand
 from cluster.scheduler.placement.worker_table import RESIDUAL_STEP, Fact, Slot, WorkerTable
 from engine.cost_model.step_cost import ASSUMED_PREFILL_TOKENS_PER_S, KEPT, StepCost, margin_of
+from engine.kv.prefix import HASH_BYTES
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 from kv_transfer.messages.workers import KnownWorker, WorkerInfo, WorkerSnapshot
 from kv_transfer.worker.cost_report import reported_cost
@@ -45,7 +47,9 @@ _ASSUMED_COST: Final = StepCost(
 class Booking:
     """`slot`: of `decode`; what is pooled has none, and `decode` is who computes it. `computing`: the worker of the
     prompt; `prefill_s`: predicted, for `uncached_tokens`; `computed_at`: its end.
-    Where the request is split, so much of it only, and `rest_s` for the `rest_tokens` which `decode` computes then."""
+    Where the request is split, so much of it only, and `rest_s` for the `rest_tokens` which `decode` computes then.
+    Of the other tokens, `coming_tokens` are not there yet: prompts before it in the queue bring them. `brings`: hashes
+    of the columns that it leaves to those behind it."""
 
     query: Place
     computing: str
@@ -57,8 +61,28 @@ class Booking:
     computed_at: float
     rest_tokens: float = 0.0
     rest_s: float = 0.0
+    coming_tokens: float = 0.0
+    brings: bytes = b""
     is_first: bool = False  # nobody was ahead of it there, and it had not to wait for room
     reported: bool = False  # the computing worker's snapshots include it by now
+
+    @property
+    def cached_tokens(self) -> float:
+        """Of its prompt, or its first part, those that need not be computed."""
+        return self.query.num_tokens - self.rest_tokens - self.uncached_tokens
+
+    def fall_back(self, block_size: int, ahead: Iterable[bytes], cost: StepCost, chunk_tokens: float) -> None:
+        """Count on no more than what is there and what those `ahead` bring, each by the hashes of its columns."""
+        cached = self.cached_tokens
+        lacks = self.coming_tokens
+        for brings in ahead:
+            lacks = min(lacks, max(0.0, cached - block_size * num_common(brings, self.query.prefix_hashes)))
+            if not lacks:
+                return
+        before_s = cost.prefill_s(self.uncached_tokens, cached, chunk_tokens)
+        self.uncached_tokens += lacks
+        self.coming_tokens -= lacks
+        self.prefill_s *= cost.prefill_s(self.uncached_tokens, cached - lacks, chunk_tokens) / before_s
 
 
 @dataclass(slots=True)
@@ -72,6 +96,7 @@ class BookedWorker:
     decoding: list[Booking]  # by slot; also those whose prompts are being computed
     coming: dict[str, Booking]  # of these, those whose rest is to be computed here once the first part is
     busy_since: float  # the queue's first prompt counts as begun then, behind `extra_s` of unknown work
+    left: list[tuple[float, bytes]]  # what prompts brought, and when: its reports of blocks may not tell of it yet
     extra_s: float = 0.0
     is_measured: bool = False  # it reported a cost once: better than any assumption, also when it says nothing
 
@@ -106,9 +131,12 @@ class BookedWorker:
 
     @property
     def queued_tokens(self) -> float:
-        """Prompt tokens that are to be computed here: as booked, or as reported where that is more."""
-        booked = sum(booking.uncached_tokens for booking in self.queue.values())
-        return max(booked, self.snapshot.queued_prefill_tokens)
+        """Prompt tokens that are to be computed here: as booked, or as reported where that is more. What a prompt will
+        find cached the worker reports until it begins it."""
+        bookings = list(self.queue.values())
+        cached = sum(booking.cached_tokens for booking in bookings[1:] if booking.reported)
+        booked = sum(booking.uncached_tokens for booking in bookings)
+        return max(booked, self.snapshot.queued_prefill_tokens - cached)
 
     def correct_queue(self, cost: StepCost, chunk_tokens: float, now: float) -> None:
         """The worker says how much is left: what is missing of the bookings is done, what is too much is unknown.
@@ -132,11 +160,13 @@ class BookedWorker:
 class Ledger:
     """What the scheduler believes to be placed where, in numbers (`table`) and by request and worker.
 
-    `lengths`, `overhead` and `demand` are learned here, from what ends and what comes. `joins_at`: when a worker is
-    expected that is on its way here; inf: none is. `now` never goes back."""
+    `lengths`, `overhead` and `demand` are learned here, from what ends and what comes. `coming`, to read: the prefixes
+    that prompts in workers' queues bring. `joins_at`: when a worker is expected that is on its way here; inf: none is.
+    `now` never goes back."""
 
     def __init__(self) -> None:
         self.table = WorkerTable()
+        self.coming = ComingPrefixes()
         self.lengths = OutputLengths()
         self.overhead = Overhead()
         self.demand = PromptDemand()
@@ -154,7 +184,7 @@ class Ledger:
         self.joins_at = math.inf
         if info.role == "decode":
             self._replaced_at = math.inf
-        self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now)
+        self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now, [])
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
 
@@ -167,6 +197,9 @@ class Ledger:
             # What was placed before the previous snapshot has reached the worker and counts in this one.
             for booking in worker.queue.values():
                 booking.reported = booking.reported or booking.placed_at < worker.heard_at
+            # Of what was computed by then it has told what blocks there are, as it does with every report.
+            while worker.left and worker.left[0][0] < worker.heard_at:
+                self.coming.remove(snapshot.worker_id, worker.left.pop(0)[1])
             # A worker that does not count its context tokens reports none, whatever runs there.
             counts_context = snapshot.context_tokens > 0 or snapshot.num_running == 0
             self._take_in(worker, snapshot, now, snapshot.context_tokens if counts_context else None)
@@ -177,8 +210,11 @@ class Ledger:
         `may_be_replaced`: another like it may be on its way."""
         if worker_id not in self._workers:
             return False
-        for booking in self.booked_on(worker_id):
+        worker = self._workers[worker_id]
+        for booking in [*reversed(worker.queue.values()), *worker.decoding]:  # from behind: nobody there counts on it
             self.ended(booking.query.request_id, now)
+        for _, brought in worker.left:
+            self.coming.remove(worker_id, brought)
         info = self._workers.pop(worker_id).info
         if info.role == "decode" and may_be_replaced:
             self._gone[info.max_model_len] = now
@@ -281,12 +317,14 @@ class Ledger:
         now: float,
         rest_tokens: float = 0.0,
         rest_s: float = 0.0,
+        coming_tokens: float = 0.0,
     ) -> Booking:
         """Count the request as theirs from now on; an earlier attempt's booking ends. `prefill` None: decode alone.
-        `rest_tokens`: of its prompt, those at the end that `decode` computes in `rest_s`; `prefill` the others."""
+        `rest_tokens`: of its prompt, those at the end that `decode` computes in `rest_s`; `prefill` the others.
+        `coming_tokens`: see `Booking`."""
         booking = self._take_slot(query, prefill or decode, decode, uncached_tokens, prefill_s, weight, now)
         computing, decoding = self._workers[booking.computing], self._workers[decode]
-        booking.rest_tokens, booking.rest_s = rest_tokens, rest_s
+        booking.rest_tokens, booking.rest_s, booking.coming_tokens = rest_tokens, rest_s, coming_tokens
         is_idle = self._join_queue(computing, booking, now)
         booking.is_first = is_idle and computing.extra_s == 0.0 and not rest_tokens
         num_first = query.num_tokens - rest_tokens
@@ -353,7 +391,7 @@ class Ledger:
         del decoding.coming[request_id]
         booking.computing, booking.placed_at, booking.reported = booking.decode, now, False
         booking.uncached_tokens, booking.prefill_s = booking.rest_tokens, booking.rest_s
-        booking.rest_tokens = booking.rest_s = 0.0
+        booking.rest_tokens = booking.rest_s = booking.coming_tokens = 0.0
         self._join_queue(decoding, booking, now)
         self._plan_queue(decoding, now)
 
@@ -453,6 +491,8 @@ class Ledger:
         if is_idle:  # begins now, or when the unknown work is done
             computing.busy_since = max(now - computing.extra_s, min(now, computing.busy_since))
         computing.queue[booking.query.request_id] = booking
+        booking.brings = _brought(booking, computing.info)
+        self.coming.add(computing.info.worker_id, booking.brings)
         self._count_lent(booking, 1)
         return is_idle
 
@@ -506,10 +546,33 @@ class Ledger:
 
     def _leave_queue(self, computing: BookedWorker, request_id: str, now: float, *, computed: bool) -> None:
         was_first = next(iter(computing.queue)) == request_id
-        self._count_lent(computing.queue.pop(request_id), -1)
+        booking = computing.queue.pop(request_id)
+        self._count_lent(booking, -1)
+        self._count_brought(computing, booking.brings, now, computed=computed)
         if was_first or computed:
             computing.busy_since, computing.extra_s = now, 0.0 if computed else computing.extra_s
         self._plan_queue(computing, now)
+
+    def _count_brought(self, computing: BookedWorker, brought: bytes, now: float, *, computed: bool) -> None:
+        """What a prompt that has left the queue brought is there now; or, where it was not `computed`, it is left to
+        those behind it, of whom the first computes it for the others."""
+        if not brought:
+            return
+        worker_id, block_size = computing.info.worker_id, computing.info.block_size
+        if computed:
+            computing.left.append((now, brought))
+        else:
+            self.coming.remove(worker_id, brought)
+        ahead = [brings for _, brings in computing.left]
+        row = self.table.row(worker_id)
+        cost, chunk_tokens = self.table.cost(row), float(self.table.facts[Fact.CHUNK_TOKENS, row])
+        for booking in computing.queue.values():
+            if booking.coming_tokens and computed:
+                there = block_size * num_common(brought, booking.query.prefix_hashes)
+                booking.coming_tokens = min(booking.coming_tokens, max(0.0, booking.cached_tokens - there))
+            elif booking.coming_tokens:
+                booking.fall_back(block_size, ahead, cost, chunk_tokens)
+            ahead.append(booking.brings)
 
     def _plan_queue(self, worker: BookedWorker, now: float) -> None:
         """Plan when each prompt will have been computed, one after the other; then what is coming."""
@@ -522,6 +585,17 @@ class Ledger:
         row = self.table.row(worker.info.worker_id)
         coming_s = sum(booking.rest_s for booking in worker.coming.values())
         self.table.facts[Fact.DRAINED_AT, row] = max(at, now) + coming_s if coming_s else at
+
+
+def _brought(booking: Booking, worker: WorkerInfo) -> bytes:
+    """The hashes of the columns that a prompt leaves to those behind it: none where the worker keeps nothing, or has
+    blocks of another size than those that the prompt's are named by."""
+    query = booking.query
+    num_named = (query.num_tokens - 1) // worker.block_size
+    if query.is_pooled or not worker.keeps_prefixes or len(query.prefix_hashes) != HASH_BYTES * num_named:
+        return b""
+    num_columns = int(query.num_tokens - booking.rest_tokens) // worker.block_size
+    return query.prefix_hashes[: HASH_BYTES * num_columns]
 
 
 def _seconds_of(bookings: Iterable[Booking], num_tokens: float) -> float:

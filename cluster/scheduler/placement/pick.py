@@ -67,6 +67,7 @@ class CandidateRow(NamedTuple):
     first_s: float = 0.0
     rest_s: float = 0.0
     adapter_s: float = 0.0  # of `prefill_s`, until the adapter is there
+    coming_tokens: int = 0  # of `cached_tokens`, those that prompts in its queue bring
 
     @property
     def computing_s(self) -> float:
@@ -272,6 +273,7 @@ def bind(ledger: Ledger, decision: Decision) -> None:
         now=decision.now,
         rest_tokens=rest_tokens,
         rest_s=best.rest_s,
+        coming_tokens=best.coming_tokens,
     )
     booking.is_first = booking.is_first and best.wait_s + best.adapter_s == 0.0  # also of memory and slots
 
@@ -289,12 +291,12 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
         *(prompt.work_s, scores.ttft_s[0], forecast.tpot_s[0], forecast.kv_share[0]),
         *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
     )
-    parts = (prompt.split_at, prompt.first_s, prompt.rest_s, prompt.adapter_s)
+    parts = (prompt.split_at, prompt.first_s, prompt.rest_s, prompt.adapter_s, prompt.coming_tokens)
     return tuple(
         CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)._replace(
-            split_at=int(split_at), first_s=first_s, rest_s=rest_s, adapter_s=adapter_s
+            split_at=int(split_at), first_s=first_s, rest_s=rest_s, adapter_s=adapter_s, coming_tokens=int(coming)
         )
-        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s, adapter_s) in zip(
+        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s, adapter_s, coming) in zip(
             zip(*(column[best].tolist() for column in columns), strict=True),
             zip(*(part[best].tolist() for part in parts), strict=True),
             strict=True,

@@ -225,6 +225,7 @@ class SimulatedWorker(ABC):
             layer_groups=1,
             chunk_tokens=shape.token_budget,
             max_num_seqs=shape.max_num_seqs if self.role == "decode" else 0,
+            keeps_prefixes=shape.prefix_caching,
         )
         self.draining = False
         self.is_dead = False

@@ -137,6 +137,26 @@ def test_a_prefix_that_was_computed_before_is_not_computed_again() -> None:
     assert records[1].ttft_s == pytest.approx(6 * 0.001 + prefill_s((1024, 1024)), rel=1e-12)
 
 
+def test_a_burst_behind_one_text_is_served_as_the_scheduler_foretells_what_its_workers_find() -> None:
+    """A worker computes all of a prompt in 0.15 s: by that two on each would be in time."""
+    slo = SloConfig(classes=(SloClass(name="fast", ttft_s=0.5, tpot_s=0.1),), default="fast")
+    config = replace(CONFIG, num_prefill=1, num_decode=1, slo=slo)
+    burst = [
+        replace(one(4196, 4, f"r{n}", 1.0 + n / 1000), content=(*range(8), 100 + n), content_tokens=512)
+        for n in range(12)
+    ]
+    router = LegatoRouter()
+    records = simulate(config, burst, router).records
+    assert all(record.is_met and not record.num_rejections for record in records)
+    foretold = {one.request.request_id: one.verdict.decision.best for one in router.log.newest(1000)}
+    assert {r.request_id: r.cached_tokens for r in records} == {n: row.cached_tokens for n, row in foretold.items()}
+    assert sum(record.cached_tokens == 0 for record in records) == len({(r.prefill or r.decode) for r in records})
+    bare = replace(config, prefill=replace(SHAPE, prefix_caching=False), decode=replace(SHAPE, prefix_caching=False))
+    router = LegatoRouter()
+    assert any(record.num_rejections for record in simulate(bare, burst, router).records)
+    assert all(one.verdict.decision.best.cached_tokens == 0 for one in router.log.newest(1000)), "nothing is kept"
+
+
 def played(config: SimulationConfig, seed: int = 5) -> SimulationResult:
     return simulate(config, draw_requests(WORKLOAD, seed), QueueLengthRouter())
 

@@ -51,11 +51,20 @@ async def run(
     given: RequestTerms | None,
     num_tokens: int = 8,
     on_ended: Callable[[RequestTimeline], None] = lambda timeline: None,
+    cache_salt: str = "",
 ) -> list[int]:
-    """The tokens; `on_ended` is told of the request as the HTTP side would tell it."""
+    """The tokens of `PROMPT`'s continuation; `on_ended` is told of the request as the HTTP side would tell it. Requests
+    with the same `cache_salt` find each other's prefix."""
     terms = given or RequestTerms()
     params = greedy(num_tokens)
-    request = RequestSpec(request_id=name, attempt=0, prompt_token_ids=PROMPT, params=params, model=terms.model)
+    request = RequestSpec(
+        request_id=name,
+        attempt=0,
+        prompt_token_ids=PROMPT,
+        params=params,
+        model=terms.model,
+        cache_salt=cache_salt,
+    )
     timeline = RequestTimeline(endpoint="", terms=terms)
     timeline.parsed([request], len(PROMPT))
     tokens = []

@@ -49,6 +49,7 @@ def book(
     num_cached: int = 0,
     rest_tokens: int = 0,
     rest_s: float = 0.0,
+    coming_tokens: float = 0.0,
     **changes: object,
 ) -> Booking:
     query = query_of(request_id, **changes)
@@ -62,6 +63,7 @@ def book(
         now=now,
         rest_tokens=rest_tokens,
         rest_s=rest_s,
+        coming_tokens=coming_tokens,
     )
 
 

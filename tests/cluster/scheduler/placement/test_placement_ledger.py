@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cluster.scheduler.placement.coming_prefixes import num_common
 from cluster.scheduler.placement.estimates import OutputLengths
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.worker_table import Fact, Slot
+from engine.kv.prefix import block_hashes
 from tests.cluster.scheduler.placement.placement_world import (
     COST,
     book,
@@ -240,6 +243,22 @@ def test_an_attempt_replaces_the_one_before() -> None:
     assert (len(ledger), _drained_at(ledger, "p1"), _drained_at(ledger, "p2")) == (1, 0.0, 1.0)
 
 
+def _prefix(*runs: tuple[str, int]) -> bytes:
+    """The names of a prompt's 62 blocks, alike as far as runs of so many of them are."""
+    tokens = [ord(name) for name, count in runs for _ in range(16 * count)]
+    return b"".join(block_hashes(tokens, 16))
+
+
+PREFIXES = [
+    b"",
+    _prefix(("s", 40), ("a", 22)),
+    _prefix(("s", 40), ("b", 22)),
+    _prefix(("s", 20), ("c", 42)),
+    _prefix(("s", 20), ("c", 30), ("d", 12)),
+    _prefix(("e", 62)),
+]
+
+
 class LedgerRules(RuleBasedStateMachine):
     """Whatever happens in whatever order, each request is where the model says, once."""
 
@@ -250,6 +269,7 @@ class LedgerRules(RuleBasedStateMachine):
         self.number = 1
         self.model: dict[str, tuple[str, str, bool]] = {}  # computing, decode, still in the queue
         self.rests: dict[str, float] = {}  # seconds, of those whose first part is in the queue
+        self.brought: dict[str, list[bytes]] = defaultdict(list)  # by worker, what was computed in this life of it
 
     @rule(dt=st.floats(0.0, 3.0))
     def wait(self, dt: float) -> None:
@@ -261,9 +281,15 @@ class LedgerRules(RuleBasedStateMachine):
         decode=st.sampled_from(["d1", "d2"]),
         prefill_s=st.floats(0.01, 3.0),
         rest_s=st.sampled_from([0.0, 0.0, 0.5, 2.0]),
+        hashes=st.sampled_from(PREFIXES),
     )
-    def book(self, request_id: str, prefill: str | None, decode: str, prefill_s: float, rest_s: float) -> None:
+    def book(
+        self, request_id: str, prefill: str | None, decode: str, prefill_s: float, rest_s: float, hashes: bytes
+    ) -> None:
         rest_s = rest_s if prefill else 0.0
+        self.ledger.ended(request_id, self.now)
+        num_cached = 16 * self.ledger.coming.reaches(hashes).get(prefill or decode, 0)
+        num_cached = min(num_cached, 700 if rest_s else 1000)
         book(
             self.ledger,
             request_id,
@@ -273,6 +299,9 @@ class LedgerRules(RuleBasedStateMachine):
             prefill_s=prefill_s,
             rest_tokens=300 if rest_s else 0,
             rest_s=rest_s,
+            num_cached=num_cached,
+            coming_tokens=num_cached,
+            prefix_hashes=hashes,
         )
         self.model.pop(request_id, None)
         self.model[request_id] = (prefill or decode, decode, True)
@@ -280,6 +309,7 @@ class LedgerRules(RuleBasedStateMachine):
 
     @rule(request_id=st.sampled_from("abcdefghijkl"))
     def part_computed(self, request_id: str) -> None:
+        self._computed(request_id, whole=False)
         self.ledger.part_computed(request_id, self.now)
         if request_id in self.model and self.model[request_id][2] and self.rests[request_id]:
             decode = self.model.pop(request_id)[1]
@@ -288,10 +318,18 @@ class LedgerRules(RuleBasedStateMachine):
 
     @rule(request_id=st.sampled_from("abcdefghijkl"))
     def first_token(self, request_id: str) -> None:
+        self._computed(request_id, whole=True)
         self.ledger.first_token(request_id, self.now)
         if request_id in self.model:
             self.model[request_id] = (*self.model[request_id][:2], False)
             self.rests[request_id] = 0.0
+
+    def _computed(self, request_id: str, *, whole: bool) -> None:
+        booking = {b.query.request_id: b for b in self.ledger.bookings()}.get(request_id)
+        if booking is not None and self.model[request_id][2] and (whole or booking.rest_tokens):
+            self.brought[booking.computing].append(booking.brings)
+            if booking.rest_tokens and whole:
+                self.brought[booking.decode].append(booking.query.prefix_hashes)
 
     @rule(request_id=st.sampled_from("abcdefghijkl"))
     def ended(self, request_id: str) -> None:
@@ -307,6 +345,7 @@ class LedgerRules(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
     def restart(self, worker: str) -> None:
         self.number += 1
+        self.brought.pop(worker, None)
         self.ledger.register(worker_info(worker), costed_snapshot(worker, self.number), self.now)
         gone = [r for r, (p, d, queued) in self.model.items() if worker == d or (queued and worker == p)]
         for request_id in gone:
@@ -345,6 +384,26 @@ class LedgerRules(RuleBasedStateMachine):
             assert self.ledger.table.facts[Fact.LENT_TOKENS, self.ledger.table.row(worker)] == lent
             work_s = sum(b.prefill_s for b in queued) + coming_s
             assert _drained_at(self.ledger, worker) <= self.now + work_s + 6.0  # at most 5000 unknown tokens
+
+    @invariant()
+    def nobody_counts_on_what_nobody_brings(self) -> None:
+        bookings = {b.query.request_id: b for b in self.ledger.bookings()}
+        for worker in ("p1", "p2", "d1", "d2"):
+            ahead = list(self.brought[worker])
+            for request_id in self.ledger.queue(worker):
+                booking = bookings[request_id]
+                there = max((num_common(brought, booking.query.prefix_hashes) for brought in ahead), default=0)
+                assert 0 <= booking.coming_tokens <= booking.cached_tokens
+                assert booking.coming_tokens == 0 or booking.cached_tokens <= 16 * there
+                ahead.append(booking.brings)
+            for hashes in PREFIXES:
+                most = max((num_common(one, hashes) for one in ahead), default=0)
+                assert self.ledger.coming.reaches(hashes).get(worker, 0) <= most
+
+    def teardown(self) -> None:
+        for worker in ("p1", "p2", "d1", "d2"):
+            self.ledger.unregister(worker, self.now)
+        assert len(self.ledger.coming) == 0
 
 
 LedgerRules.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
