@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from kv_transfer.transports.base import Link, SlabBytes, Transport, TransportErr
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+UNREACHABLE_S: Final = 30.0  # after a link could not be made, until it is worth another try
 _MAX_LINKS = 64  # that are told of: in a long life there are many peers
 
 
@@ -117,6 +118,7 @@ class _Peer:
         self._unfilled: dict[SequenceKey, dict[_SlabJob, None]] = {}  # those, and those that wait for a slab to fill
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._ended = False
+        self.was_connected = False
 
     def enqueue(self, job: _SlabJob | Message) -> None:
         if not isinstance(job, _SlabJob):
@@ -138,6 +140,7 @@ class _Peer:
         reason = "the sender stops"
         try:
             link = await self._sender.transport.connect(self._endpoint, timeout_s=CONNECT_TIMEOUT_S)
+            self.was_connected = True
             tasks = [
                 asyncio.create_task(work)
                 for work in (
@@ -245,6 +248,7 @@ class KvSender:
         self._handoffs: dict[SequenceKey, _HandOff] = {}
         self._peers: dict[str, _Peer] = {}
         self._links: dict[str, LinkReport] = {}  # who was sent to last is last
+        self._unreachable: dict[str, float] = {}  # when a link to them could not be made
         self.num_failed = 0
         self._copying = copying_threads("kv-copies-out")
         self.home = HomeLoop()
@@ -258,6 +262,13 @@ class KvSender:
     def links(self) -> Mapping[str, LinkReport]:
         """What came of hand-offs, by the decode worker; of those that were sent to last."""
         return self._links
+
+    @property
+    def unreachable(self) -> list[str]:
+        """Decode workers to whom no link could be made lately."""
+        since = time.monotonic() - UNREACHABLE_S
+        self._unreachable = {worker_id: at for worker_id, at in self._unreachable.items() if at > since}
+        return list(self._unreachable)
 
     def hands_over(self, key: SequenceKey) -> bool:
         """Whether the sequence's blocks are still read, or will be."""
@@ -389,6 +400,8 @@ class KvSender:
 
     def on_peer_lost(self, peer: _Peer, reason: str) -> None:
         logger.info("link to decode worker %s is down: %s", peer.worker_id, reason)
+        if not peer.was_connected:
+            self._unreachable[peer.worker_id] = time.monotonic()
         if self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
             self._do(self.machine.on_link_lost(peer.worker_id))

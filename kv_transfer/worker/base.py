@@ -241,6 +241,7 @@ class Worker(ABC):
             ),
             links=dict(self.sender.links),
             num_failed_handoffs=self.sender.num_failed,
+            unreachable=self.sender.unreachable,
             blocks_available=self.model.block_pool.num_available,
             num_leases=self.model.block_pool.num_leases,
             host_blocks_available=0 if host_pool is None else host_pool.num_available,

@@ -201,9 +201,9 @@ def shortlist(
     table: WorkerTable, policy: DecisionPolicy, query: Place, found: Filtered
 ) -> tuple[tuple[Rows, Rows], Rows]:
     """The candidates: who computes the prompt and who decodes, by row. Of each group that can hand over to each other,
-    the best few of either pool with each other; and for decode alone those few, and the two who would have the prompt
-    computed first. In one pool also these few, each for each of them. With them, which of the candidates may be
-    split. Of what is pooled nobody decodes: the best few alone."""
+    the best few of either pool with each other, unless one told that it cannot reach the other; and for decode alone
+    those few, and the two who would have the prompt computed first. In one pool also these few, each for each of them.
+    With them, which of the candidates may be split. Of what is pooled nobody decodes: the best few alone."""
     if query.is_pooled:
         best = np.array(_first(found.ready_s, policy.num_exact), dtype=np.intp)
         return (best, best), np.array([], dtype=np.intp)
@@ -220,12 +220,14 @@ def shortlist(
         first = [decodes.start + row for row in _first(ready_s[decodes], 2)]
         alone = sorted({*emptiest, *first})
         for rank, prefill in enumerate(_first(ready_s[prefills], policy.num_exact)):
+            reached = _reached(table, decodes, prefill, of_kind, emptiest, policy.num_exact)
             if rank < _NUM_SPLIT:
-                first_pairs += range(len(decode), len(decode) + min(_NUM_SPLIT, len(emptiest)))
-            computing += [prefill] * len(emptiest)
-            decode += emptiest
+                first_pairs += range(len(decode), len(decode) + min(_NUM_SPLIT, len(reached)))
+            computing += [prefill] * len(reached)
+            decode += reached
         for here in _first_to_compute(table, decodes, ready_s, query) if policy.one_pool else ():
-            others = [row for row in emptiest[:_NUM_IN_POOL] if row != here]
+            reached = _reached(table, decodes, here, of_kind, emptiest, policy.num_exact)
+            others = [row for row in reached[:_NUM_IN_POOL] if row != here]
             first_pairs += range(len(decode), len(decode) + len(others))
             computing += [here] * len(others)
             decode += others
@@ -264,6 +266,19 @@ def _first(score: Floats, count: int) -> list[int]:
         best.append(lowest)
         left[lowest] = np.inf
     return best
+
+
+def _reached(table: WorkerTable, pool: slice, computing: int, score: Floats, first: list[int], count: int) -> list[int]:
+    """The rows of the decode workers with the lowest scores to whom this worker can hand over. `first`: whether it can
+    or not."""
+    unreachable = table.unreachable.get(table.ids[computing])
+    if not unreachable:
+        return first
+    rows = table.rows_of(unreachable)
+    rows = rows[rows >= pool.start] - pool.start
+    left = score.copy()
+    left[rows] = np.inf
+    return [pool.start + row for row in _first(left, count)]
 
 
 def _first_to_compute(table: WorkerTable, pool: slice, ready_s: Floats, query: Place) -> list[int]:

@@ -525,6 +525,7 @@ class Ledger:
         self.table.facts[Fact.DRAINING, row] = snapshot.draining
         self.table.facts[Fact.SHARED, row] = worker.shared
         self.table.set_adapters(snapshot.worker_id, snapshot.adapters, snapshot.adapter_load_s)
+        self.table.set_unreachable(snapshot.worker_id, snapshot.unreachable)
         self.table.set_tokens_per_step(row, snapshot.tokens_per_step / max(1.0, snapshot.drafts_stretch))
         self._correct_queue(worker, now)
         self._correct_decodes(worker, row, context_tokens)

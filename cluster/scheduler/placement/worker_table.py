@@ -82,7 +82,8 @@ class WorkerTable:
     prefill workers, then the decode workers, each by id. Rows move as workers come and go; whoever keeps a worker keeps
     its id. The table grows by doubling.
 
-    `adapters`: digests of those that are loaded, by worker. `num_prefills`: of its rows. `ids`: by row. `kinds`: the
+    `adapters`: digests of those that are loaded, by worker. `unreachable`: by worker, the decode workers to whom it
+    cannot hand over; without those that reach everybody. `num_prefills`: of its rows. `ids`: by row. `kinds`: the
     different values of COMPATIBILITY. `residuals`: what an output still has to come after 0, 1, 2... times
     `RESIDUAL_STEP` of its expected length, as a share of that.
     """
@@ -92,6 +93,7 @@ class WorkerTable:
         self.slots = np.zeros((len(Slot), num_rows, num_slots))
         self.ids: list[str] = []
         self.adapters: dict[str, frozenset[str]] = {}
+        self.unreachable: dict[str, frozenset[str]] = {}
         self.kinds: list[float] = []
         self.residuals = np.ones(1)
         self._order: list[tuple[bool, str]] = []  # whether it decodes, and its id
@@ -148,6 +150,7 @@ class WorkerTable:
             facts[:, end - 1] = 0.0
         del self._order[row]
         self.adapters.pop(worker_id, None)
+        self.unreachable.pop(worker_id, None)
         self._number()
 
     def has_targets(self) -> bool:
@@ -230,6 +233,13 @@ class WorkerTable:
         """Note which adapters a worker has loaded. `load_s` 0: it has not loaded any yet."""
         self.adapters[worker_id] = frozenset(loaded)
         self.facts[Fact.ADAPTER_S, self.row(worker_id)] = load_s or _ADAPTER_S
+
+    def set_unreachable(self, worker_id: str, others: Sequence[str]) -> None:
+        """Note to whom a worker cannot hand over."""
+        if others:
+            self.unreachable[worker_id] = frozenset(others)
+        else:
+            self.unreachable.pop(worker_id, None)
 
     def adapter_s(self, digest: str) -> Floats:
         """Seconds that loading this adapter takes on each worker; 0 where it is loaded."""

@@ -20,6 +20,7 @@ from cluster.gateway.request_state import RequestRun
 from cluster.slo.classes import RequestTerms
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.sampling.params import SamplingParams
+from kv_transfer.handoff import sender
 from kv_transfer.messages import Message
 from kv_transfer.messages.requests import StepFrame
 from prefill_workers.worker import PrefillWorkerConfig
@@ -315,9 +316,12 @@ async def test_a_reservation_whose_prefill_falls_silent_lapses_and_the_request_g
             assert tokens_of(found) == llama.local(PROMPT, greedy()).tokens
 
 
-async def test_a_decode_that_nobody_can_hand_kv_to_fails_no_request(llama: SmallModel) -> None:
-    """Its gateways hear it, so the scheduler sends it requests all the same; two prefill workers try in vain, and then
-    another decode worker has the request. Without another one it computes the prompt itself."""
+async def test_a_decode_that_nobody_can_hand_kv_to_fails_no_request(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateways hear it, so the scheduler sends it requests until prefill workers have told that they try in vain;
+    then another decode worker has the request. Without another one it computes the prompt itself."""
+    monkeypatch.setattr(sender, "UNREACHABLE_S", 10 * HANGS_S)
     async with cluster_of(llama, num_prefill=2, num_decode=2) as cluster:
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))
@@ -328,6 +332,12 @@ async def test_a_decode_that_nobody_can_hand_kv_to_fails_no_request(llama: Small
             found = [await asyncio.wait_for(request, HANGS_S) for request in requests]
             assert cut_off.model.block_pool.num_leases == 0, "reservations are left that nobody needs"
             assert max(events[0].attempt for events in found) > 0, "nobody was sent there"
+            unreachable = cluster.scheduler.scheduler.ledger.table.unreachable
+            told = {prefill.info.worker_id: {cut_off.info.worker_id} for prefill in cluster.prefills}
+            await eventually(lambda: unreachable == told)
+            for number in range(4):
+                found.append(await asyncio.wait_for(cluster.generate(f"later{number}", PROMPT, greedy()), HANGS_S))
+                assert found[-1][0].attempt == 0, "it was sent there in vain"
             await cluster.retire(other)
             found.append(await asyncio.wait_for(cluster.generate("alone", PROMPT, greedy()), HANGS_S))
             assert {tuple(tokens_of(events)) for events in found} == {tuple(llama.local(PROMPT, greedy()).tokens)}

@@ -44,6 +44,30 @@ def _found(ledger: Ledger, **changes: object) -> Candidates:
 # --- who gets it ---
 
 
+def test_nobody_is_to_hand_over_to_a_worker_that_it_cannot_reach() -> None:
+    ledger = ledger_of("p1", "p2", "d1", "d2", "d3")
+    for name in ("d2", "d3"):
+        decoding(ledger, f"on {name}", decode=name)
+    assert _where(_decide(ledger))[1] == "d1"
+    for name in ("p1", "p2"):
+        ledger.heartbeat(costed_snapshot(name, 2, unreachable=["d1", "gone"]), 1.0)
+    pairs = {(row.prefill, row.decode) for row in _decide(ledger, now=1.0).rows}
+    assert {("p1", "d2"), (None, "d1")} <= pairs and not {("p1", "d1"), ("p2", "d1")} & pairs
+    ledger.heartbeat(costed_snapshot("p1", 3), 2.0)
+    assert _where(_decide(ledger, now=2.0)) == ("p1", "d1")
+    ledger.unregister("p2", 3.0)
+    assert not ledger.table.unreachable
+
+
+def test_beside_many_that_cannot_be_reached_the_others_are_found() -> None:
+    names = [f"d{number}" for number in range(10, 30)]
+    ledger = ledger_of("p1", *names)
+    decoding(ledger, "there", decode="d29", num_tokens=5000)
+    ledger.heartbeat(costed_snapshot("p1", 2, unreachable=names[:-1]), 1.0)
+    pairs = {(row.prefill, row.decode) for row in _decide(ledger, now=1.0).rows}
+    assert ("p1", "d29") in pairs
+
+
 def test_who_leaves_the_room_that_is_asked_for_goes_before_who_is_better_and_does_not() -> None:
     """With a pair the first token would come after 1.5 s, with the decode worker alone after 1.01 s."""
     ledger = ledger_of("p1", "d1")
