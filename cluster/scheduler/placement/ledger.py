@@ -82,7 +82,8 @@ class Booking:
         before_s = cost.prefill_s(self.uncached_tokens, cached, chunk_tokens)
         self.uncached_tokens += lacks
         self.coming_tokens -= lacks
-        self.prefill_s *= cost.prefill_s(self.uncached_tokens, cached - lacks, chunk_tokens) / before_s
+        after_s = cost.prefill_s(self.uncached_tokens, cached - lacks, chunk_tokens)
+        self.prefill_s *= after_s / before_s if before_s else 1.0  # a worker may report that nothing costs anything
 
 
 @dataclass(slots=True)
