@@ -127,6 +127,31 @@ def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
         assert torch.equal(apart, expected), f"{num_threads} threads"
 
 
+def test_threads_keep_their_places_whatever_the_number_of_rows(library: ctypes.CDLL, tmp_path: Path) -> None:
+    """Of 50 and 75 rows the last parts, of 13, were once larger than the first ones, by which places were counted. So
+    often that two threads are at it at once."""
+    build_oracle("qwen2", tmp_path, intermediate_size=1024)
+    kernels = NativeCpuKernels(library)
+
+    def logits(num_rows: int, *, fused: bool, num_threads: int = 1) -> Tensor:
+        runner, sampler = recording_runner(
+            tmp_path, dtype=torch.bfloat16, num_blocks=900, kernels=kernels, threads=StepThreads(num_threads)
+        )
+        assert isinstance(runner.model, Model)
+        if not fused:
+            runner.model.fused = None
+        stepper = Stepper(runner, seed=3)
+        for prompt in random_prompts([num_rows] * 40):
+            stepper.step([(stepper.add(prompt, "r"), num_rows)])
+        return torch.stack(sampler.sampled["r"])
+
+    for num_rows in (36, 50, 61, 75):
+        expected = logits(num_rows, fused=False)
+        for num_threads in (2, 3):
+            apart = logits(num_rows, fused=True, num_threads=num_threads)
+            assert torch.equal(apart, expected), f"{num_threads} threads, {num_rows} rows"
+
+
 def test_the_same_bits_with_quantised_weights_and_many_rows(library: ctypes.CDLL, tmp_path: Path) -> None:
     build_oracle("llama-tied-biased-llama3", tmp_path)
     alike = [

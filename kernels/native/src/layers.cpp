@@ -269,9 +269,10 @@ class Parts {
     const int64_t fewest = has_adapters ? 2 * largest : fewest_rows(number_bytes) * threads;
     if (threads == 1 || rows < fewest * threads) return;  // nobody to wait for, or too few
     for (int64_t first = 0; first < rows;) {
-      // Smaller ones come last, and as many of each size as there are threads, so that all end together.
+      // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left
+      // behind half of a share is no more than that: a thread's own places are as many as the first part has rows.
       const int64_t fair = (rows - first + threads - 1) / threads;
-      const int64_t half = (fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
+      const int64_t half = (fair - fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
       const int64_t size = fair - half <= kMultiple ? fair : std::min(half, largest);
       for (int64_t thread = 0; thread < threads && first < rows; ++thread, first += parts_.back().rows) {
         parts_.push_back({first, std::min(size, rows - first), 0});
