@@ -107,15 +107,14 @@ class AdapterLayout:
     projections: Mapping[str, StoredLowRank]
 
     def weights(self, tensors: memoryview, dtype: torch.dtype) -> AdapterWeights:
-        """All weights of a file, from its first tensor on, in the model's type; some of them where they lie there."""
+        """All weights of a file, from its first tensor on, in the model's type: copies, as kernels may keep them, and
+        what lies in the file would keep all of it."""
         stored = [rows for low_rank in self.projections.values() for rows in (low_rank.down, low_rank.up)]
         tensor = _tensors(tensors, {rows.dtype for rows in stored})
 
         def scaled(rows: StoredRows) -> Tensor:
             found = tensor(rows)
-            if found.dtype != dtype:
-                return (found.float() * rows.scale).to(dtype)
-            return found if rows.scale == 1 else found * rows.scale
+            return found * rows.scale if found.dtype == dtype else (found.float() * rows.scale).to(dtype)
 
         return {name: LowRankWeights(scaled(one.down), scaled(one.up)) for name, one in self.projections.items()}
 

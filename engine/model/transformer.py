@@ -577,8 +577,7 @@ def _low_rank(
         first_output += num_outputs
     if not downs:
         return None
-    down = torch.cat(downs)  # also of one: kernels may keep it, and it may be a view of all of the adapter's file
-    return LowRank(kernels.pack_linear(down.to(device), None), tuple(ups))
+    return LowRank(kernels.pack_linear(torch.cat(downs).to(device), None), tuple(ups))
 
 
 def _tensor(weights: Weights, name: str, *default: Tensor) -> Tensor:

@@ -160,8 +160,10 @@ def test_what_is_reckoned_for_the_largest_is_what_it_takes(
     assert isinstance(model, Model)
     targets = ATTENTION if adapted.is_mixture else ALL
 
-    def taken(rank: int, layers: tuple[int, ...] | None = None) -> int:
-        folder = write_adapter(tmp_path / "made", adapted.folder, seed=1, rank=rank, targets=targets, layers=layers)
+    def taken(rank: int, layers: tuple[int, ...] | None = None, **told: Any) -> int:
+        folder = write_adapter(
+            tmp_path / "made", adapted.folder, seed=1, rank=rank, targets=targets, layers=layers, **told
+        )
         pool = adapter_pool(model, config, max_loaded=1, max_rank=rank)
         made = pool.load(adapter_digest(folder), folder)
         assert made.num_bytes == bytes_of(made)
@@ -171,6 +173,7 @@ def test_what_is_reckoned_for_the_largest_is_what_it_takes(
         reckoned = largest_adapter_bytes(config, rank, dtype, kernels.packed_bytes)
         assert reckoned == taken(rank)
         assert reckoned >= max(taken(-(-rank // 2)), taken(rank, layers=(0, 2)))
+    assert reckoned == taken(64, lora_alpha=64), "what is not scaled is not kept where it lies in the file"
 
 
 def bytes_of(adapter: Adapter) -> int:
