@@ -89,7 +89,7 @@ def drafters_of(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """`drafters` in the order in which they are asked; `model` and `heads` only where they are loaded. `fixed`: so many
-    drafts for everyone whenever there are some, for experiments; None: as it pays."""
+    drafts for everyone who may have some, whenever there are some, for experiments; None: as it pays."""
 
     drafters: tuple[DrafterName, ...] = ("prediction", "grammar", "lookup", "history", "model", "heads")
     fixed: int | None = None

@@ -318,6 +318,7 @@ class DecodeMachine(RuleBasedStateMachine):
             params=params,
             prompt_token_ids=prompt,
             num_alone=num_alone,
+            tpot_s=1.0 if self.num_requests % 2 else None,  # beside prompts nobody else has drafts
         )
         return self._grown(seq, num_prior)
 
@@ -328,6 +329,7 @@ class DecodeMachine(RuleBasedStateMachine):
             params=old.params,
             prompt_token_ids=old.prompt_token_ids,
             output_token_ids=list(old.output_token_ids),
+            tpot_s=old.tpot_s,
         )
         return self._grown(seq, num_more)
 
