@@ -71,6 +71,19 @@ class Booking:
         """Of its prompt, or its first part, those that need not be computed."""
         return self.query.num_tokens - self.rest_tokens - self.uncached_tokens
 
+    def find(self, brought: bytes, block_size: int) -> None:
+        """The columns with these hashes are there by now."""
+        if self.coming_tokens:
+            there = block_size * num_common(brought, self.query.prefix_hashes)
+            self.coming_tokens = min(self.coming_tokens, max(0.0, self.cached_tokens - there))
+
+    def counts_on(self, brought: bytes, block_size: int) -> bool:
+        """Whether columns with these hashes, were they to come, are among those that it lacks."""
+        if not self.coming_tokens:
+            return False
+        there = self.cached_tokens - self.coming_tokens
+        return block_size * num_common(brought, self.query.prefix_hashes) > there
+
     def fall_back(self, block_size: int, ahead: Iterable[bytes], cost: StepCost, chunk_tokens: float) -> None:
         """Count on no more than what is there and what those `ahead` bring, each by the hashes of its columns."""
         cached = self.cached_tokens
@@ -212,7 +225,9 @@ class Ledger:
         if worker_id not in self._workers:
             return False
         worker = self._workers[worker_id]
-        for booking in [*reversed(worker.queue.values()), *worker.decoding]:  # from behind: nobody there counts on it
+        for booking in worker.queue.values():
+            booking.coming_tokens = 0.0  # so that nobody looks for what is left when those ahead of it end
+        for booking in self.booked_on(worker_id):
             self.ended(booking.query.request_id, now)
         for _, brought in worker.left:
             self.coming.remove(worker_id, brought)
@@ -326,6 +341,8 @@ class Ledger:
         booking = self._take_slot(query, prefill or decode, decode, uncached_tokens, prefill_s, weight, now)
         computing, decoding = self._workers[booking.computing], self._workers[decode]
         booking.rest_tokens, booking.rest_s, booking.coming_tokens = rest_tokens, rest_s, coming_tokens
+        for _, brought in computing.left:  # of these, what the worker is yet to tell of
+            booking.find(brought, computing.info.block_size)
         is_idle = self._join_queue(computing, booking, now)
         booking.is_first = is_idle and computing.extra_s == 0.0 and not rest_tokens
         num_first = query.num_tokens - rest_tokens
@@ -563,16 +580,15 @@ class Ledger:
         worker_id, block_size = computing.info.worker_id, computing.info.block_size
         if computed:
             computing.left.append((now, brought))
-        else:
-            self.coming.remove(worker_id, brought)
-        ahead = [brings for _, brings in computing.left]
+            for booking in computing.queue.values():
+                booking.find(brought, block_size)
+            return
+        self.coming.remove(worker_id, brought)
         row = self.table.row(worker_id)
         cost, chunk_tokens = self.table.cost(row), float(self.table.facts[Fact.CHUNK_TOKENS, row])
+        ahead: list[bytes] = []
         for booking in computing.queue.values():
-            if booking.coming_tokens and computed:
-                there = block_size * num_common(brought, booking.query.prefix_hashes)
-                booking.coming_tokens = min(booking.coming_tokens, max(0.0, booking.cached_tokens - there))
-            elif booking.coming_tokens:
+            if booking.counts_on(brought, block_size):  # the others need not look at all that is ahead
                 booking.fall_back(block_size, ahead, cost, chunk_tokens)
             ahead.append(booking.brings)
 

@@ -148,6 +148,21 @@ def test_what_is_there_by_now_is_not_lost_with_who_came_after() -> None:
     assert uncached(ledger)["c"] == 104
 
 
+def test_what_was_computed_before_is_not_lost_with_who_came_after_once_it_is_told_of() -> None:
+    """`b` and `c` come before the worker has told of what `a` left, and `b` goes after that."""
+    ledger = ledger_of("p1", "d1")
+    queue_up(ledger, "a", 0)
+    ledger.heartbeat(costed_snapshot("p1", 2), 0.5)
+    ledger.first_token("a", 1.0)
+    for number, name in enumerate("bc", 1):
+        queue_up(ledger, name, number, 1.1)
+    assert found(ledger, named(9)) == (896.0, 896.0)
+    for number in (3, 4):
+        ledger.heartbeat(costed_snapshot("p1", number, queued_prefill_tokens=2000), number / 2)
+    ledger.ended("b", 2.1)
+    assert uncached(ledger)["c"] == 104
+
+
 def test_a_longer_common_prefix_falls_back_to_a_shorter_one() -> None:
     ledger = ledger_of("p1", "d1")
     queue_up(ledger, "short", 0, num_shared=160)
@@ -188,6 +203,31 @@ def test_an_embedding_s_prompt_brings_nothing_and_a_part_brings_what_it_has() ->
     ledger.part_computed("part", 0.5)
     assert found(ledger, named(9)) == (192.0, 192.0)
     assert found(ledger, named(9), "d1") == (896.0, 896.0), "it has the first part from p1, and computes the rest"
+
+
+def test_who_leaves_makes_only_those_look_who_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a long queue of many texts, each of which two have in common: else each that leaves costs the square of it,
+    and a worker that leaves its cube."""
+    num_compared = 0
+
+    def counting(one: bytes, other: bytes) -> int:
+        nonlocal num_compared
+        num_compared += 1
+        return num_common(one, other)
+
+    ledger, num_texts = ledger_of("p1", "d1"), 50
+    for number in range(2 * num_texts):
+        tokens = [number % num_texts] * 896 + [10_000 + number] * 104
+        hashes = b"".join(block_hashes(tokens[:-1], 16))
+        cached, coming = found(ledger, hashes)
+        book(ledger, f"{number}", num_cached=int(cached), coming_tokens=coming, prefix_hashes=hashes)
+    monkeypatch.setattr("cluster.scheduler.placement.ledger.num_common", counting)
+    ledger.ended("0", 0.0)
+    assert uncached(ledger)[f"{num_texts}"] == 1000
+    assert num_compared <= 4 * num_texts
+    num_compared = 0
+    ledger.unregister("p1", 1.0)
+    assert num_compared == 0 and len(ledger.coming) == 0
 
 
 # --- whom it serves ---
