@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ MAX_BYTES: Final = 256 * 2**20
 MAX_WAITING_BYTES: Final = 16 * 2**20
 RETRY_S: Final = 1.0
 STOP_S: Final = 2.0
+_LOCKED_S: Final = 0.01  # far longer than another process has the file
 _AT_ONCE: Final = 256  # entries that are written together; all that waits of a file stays far below its bound
 
 
@@ -42,6 +44,7 @@ class LineLog:
         self._waiting_bytes = 0
         self._num_lost = 0
         self._retry_at = 0.0  # by `time.monotonic()`; 0: the last attempt succeeded
+        self.is_locked = False  # at the last attempt another process was at the file
 
     @property
     def has_waiting(self) -> bool:
@@ -55,10 +58,11 @@ class LineLog:
             self._keep(f"{line}\n".encode())
         if not self._waiting or time.monotonic() < self._retry_at:
             return
+        self.is_locked = False
         try:
             self._write()
         except BlockingIOError:
-            pass  # another process is at it
+            self.is_locked = True
         except OSError as error:
             if not self._retry_at:
                 logger.error("%s cannot be written, which is tried again each second: %s", self._path, error)
@@ -121,6 +125,7 @@ class LineWriter(Generic[T]):
         self._num_left_out = 0  # since it fell behind
         self._told = threading.Event()
         self._is_stopping = False
+        self._stops_at = math.inf  # by `time.monotonic()`
         self._thread = threading.Thread(target=self._run, name=title, daemon=True)
         self._thread.start()
 
@@ -138,6 +143,7 @@ class LineWriter(Generic[T]):
 
     def stop(self, within_s: float = STOP_S) -> None:
         """Write what waits, if that takes no longer, and end the thread. Call it off the event loop."""
+        self._stops_at = time.monotonic() + within_s
         self._is_stopping = True
         self._told.set()
         self._thread.join(within_s)
@@ -153,6 +159,9 @@ class LineWriter(Generic[T]):
                 self._told.wait(RETRY_S if self._log.has_waiting else None)
                 self._told.clear()
             self._write(min(len(self._entries), _AT_ONCE))
+        while self._log.is_locked and time.monotonic() < self._stops_at:
+            time.sleep(_LOCKED_S)
+            self._write(0)
 
     def _write(self, num: int) -> None:
         """Write the oldest `num` entries; with none the log tries again what it could not write."""

@@ -114,6 +114,29 @@ def test_what_cannot_be_written_is_tried_again_though_nothing_comes(tmp_path: Pa
     writer.stop(HANGS_S)
 
 
+def test_the_last_lines_wait_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways of one machine stop at one time and share a file."""
+    path, lock, num_tries = tmp_path / "log", fcntl.flock, 0
+    with path.open("ab") as other:
+        lock(other, fcntl.LOCK_EX)
+
+        def lock_in_vain(file: IO[bytes], operation: int) -> None:
+            nonlocal num_tries
+            try:
+                lock(file, operation)
+            except BlockingIOError:
+                num_tries += 1
+                if num_tries == 3:  # the first when it is put, or stopped
+                    lock(other, fcntl.LOCK_UN)
+                raise
+
+        monkeypatch.setattr(fcntl, "flock", lock_in_vain)
+        writer = writer_of(LineLog(path))
+        writer.put(Entry("last"))
+        writer.stop(HANGS_S)
+    assert path.read_text() == "last\n"
+
+
 def test_who_has_no_lines_costs_nobody_else_any(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "log"
     writer = LineWriter[Entry](LineLog(path), "log of m", lambda entry: [f"{1 / int(entry)}"], 10)
