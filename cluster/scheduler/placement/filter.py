@@ -219,7 +219,11 @@ def shortlist(
         emptiest = [decodes.start + row for row in _first(of_kind, policy.num_exact)]
         first = [decodes.start + row for row in _first(ready_s[decodes], 2)]
         alone = sorted({*emptiest, *first})
-        for rank, prefill in enumerate(_first(ready_s[prefills], policy.num_exact)):
+        reaching_s = ready_s[prefills].copy()
+        for row in table.rows_of(table.unreachable):
+            if row < prefills.stop and not _reached(table, decodes, row, of_kind, emptiest, 1):
+                reaching_s[row] = np.inf  # nobody gives it work, so it would be the first
+        for rank, prefill in enumerate(_first(reaching_s, policy.num_exact)):
             reached = _reached(table, decodes, prefill, of_kind, emptiest, policy.num_exact)
             if rank < _NUM_SPLIT:
                 first_pairs += range(len(decode), len(decode) + min(_NUM_SPLIT, len(reached)))

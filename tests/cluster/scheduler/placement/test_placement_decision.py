@@ -59,6 +59,17 @@ def test_nobody_is_to_hand_over_to_a_worker_that_it_cannot_reach() -> None:
     assert not ledger.table.unreachable
 
 
+def test_prefill_workers_that_reach_nobody_are_in_nobody_s_way() -> None:
+    """They have nothing to do, so that they would be done first."""
+    cut_off = [f"p{number}" for number in range(10, 30)]
+    ledger = ledger_of(*cut_off, "p9", "d1", "d2")
+    book(ledger, "there", prefill="p9", decode="d2", num_tokens=5000)
+    for name in cut_off:
+        ledger.heartbeat(costed_snapshot(name, 2, unreachable=["d1", "d2"]), 1.0)
+    computing = {row.prefill for row in _decide(ledger, now=1.0).rows}
+    assert "p9" in computing and not computing & {*cut_off}
+
+
 def test_beside_many_that_cannot_be_reached_the_others_are_found() -> None:
     names = [f"d{number}" for number in range(10, 30)]
     ledger = ledger_of("p1", *names)
