@@ -102,6 +102,13 @@ def _idle(info: WorkerInfo) -> WorkerSnapshot:
     )
 
 
+def _report_all(ledger: Ledger, now: float) -> None:
+    for info, before in [*ledger.workers()]:
+        num_running = len(ledger.booked_on(info.worker_id)) if info.role == "decode" else 0
+        told = replace(before, sequence_number=before.sequence_number + 1, num_running=num_running)
+        ledger.heartbeat(told, now)
+
+
 def _digest(owner: int, block: int) -> bytes:
     return owner.to_bytes(8, "little") + block.to_bytes(8, "little")
 
@@ -134,6 +141,10 @@ def timed_decisions(
     first = PER_DECODE * num_workers // 2
     for number in range(first + num_decisions):
         now += 0.001
+        if number == first:
+            for _ in range(2):  # workers have told what they hold of what they computed
+                now += 0.5
+                _report_all(ledger, now)
         hopeless = number >= first and number % 2 == 1
         query = _query(rng, number, num_workers, now, 0.2 if hopeless else 30.0)
         began = [clock() for clock in clocks]

@@ -14,6 +14,7 @@ import numpy as np
 from engine.kv.prefix import HASH_BYTES
 
 _WORDS: Final = HASH_BYTES // 8  # of a hash
+_MOST_LENGTHS: Final = 16  # of what others have in common with a prompt that are told apart: a look-up has 0.1 ms
 
 
 @dataclass(slots=True)
@@ -75,16 +76,22 @@ class ComingPrefixes:
                 last.hashes, last.following = last.hashes + only.hashes, only.following
 
     def reaches(self, hashes: bytes) -> dict[str, int]:
-        """How many leading columns of a prompt with these hashes each worker will hold; others are left out."""
-        found: dict[str, int] = {}
+        """How many leading columns of a prompt with these hashes each worker will hold; others are left out. Where what
+        others have in common with it is of very many lengths, some workers hold more."""
+        path: list[tuple[dict[str, int], int]] = []
         runs, at = self._runs, 0
         while (run := runs.get(hashes[at : at + HASH_BYTES])) is not None:
             is_whole = hashes.startswith(run.hashes, at)
             length = len(run.hashes) if is_whole else num_common(run.hashes, hashes[at:]) * HASH_BYTES
             runs, at = run.following, at + length
-            found |= dict.fromkeys(run.num_prompts, at // HASH_BYTES)
+            path.append((run.num_prompts, at // HASH_BYTES))
             if not is_whole:
                 break
+        found: dict[str, int] = {}
+        for num_prompts, reach in path[:: -(-len(path) // _MOST_LENGTHS) or 1]:
+            found |= dict.fromkeys(num_prompts, reach)
+        if path:
+            found |= dict.fromkeys(*path[-1])
         return found
 
 

@@ -85,6 +85,18 @@ def test_a_worker_reaches_as_far_as_the_likest_of_its_prompts(
     assert len(coming) == 0
 
 
+def test_of_very_many_lengths_a_look_up_tells_some_apart() -> None:
+    """And never says too much; whoever has most in common is told of in full."""
+    coming, longest = ComingPrefixes(), list(range(1, 101))
+    for number in longest:
+        coming.add(f"w{number}", _joined(longest[:number]))
+    found = coming.reaches(_joined([*longest, 0]))
+    assert found.keys() == {f"w{number}" for number in longest}
+    assert all(number - 7 < found[f"w{number}"] <= number for number in longest)
+    assert found["w100"] == 100
+    assert len(set(found.values())) <= 17
+
+
 def test_common_columns_are_counted_whole() -> None:
     one, other = _joined([1, 2, 3]), _joined([1, 2, 4, 5])
     assert [num_common(one, other), num_common(other, one), num_common(one, one), num_common(one, b"")] == [2, 2, 3, 0]
