@@ -86,7 +86,9 @@ def _linear_functions(library: ctypes.CDLL, name: str) -> tuple[Function, Functi
     )
 
 
-def linear_of(library: ctypes.CDLL, packed: Tensor, num_outputs: int, num_inputs: int) -> NativeLinear:
+def linear_of(
+    library: ctypes.CDLL, packed: Tensor, num_outputs: int, num_inputs: int, bias: Tensor | None = None
+) -> NativeLinear:
     """The projection by a weight that was packed before."""
     _, _, compute = _linear_functions(library, TYPE_NAMES[packed.dtype])
     return NativeLinear(
@@ -95,14 +97,14 @@ def linear_of(library: ctypes.CDLL, packed: Tensor, num_outputs: int, num_inputs
         dtype=packed.dtype,
         num_inputs=num_inputs,
         num_outputs=num_outputs,
-        bias=None,
+        bias=None if bias is None else bias.contiguous(),
     )
 
 
 def pack_linear(
     library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, memory: PackingMemory = private_memory
 ) -> NativeLinear:
-    packed_size, pack, compute = _linear_functions(library, TYPE_NAMES[weight.dtype])
+    packed_size, pack, _ = _linear_functions(library, TYPE_NAMES[weight.dtype])
     num_outputs, num_inputs = weight.shape
 
     def fill(packed: Tensor) -> None:
@@ -110,14 +112,7 @@ def pack_linear(
         pack(rows.data_ptr(), num_inputs, num_outputs, packed.data_ptr())
 
     packed = memory(packed_size(num_inputs, num_outputs), weight.dtype, fill)
-    return NativeLinear(
-        compute=compute,
-        packed=packed,
-        dtype=weight.dtype,
-        num_inputs=num_inputs,
-        num_outputs=num_outputs,
-        bias=None if bias is None else bias.contiguous(),
-    )
+    return linear_of(library, packed, num_outputs, num_inputs, bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
