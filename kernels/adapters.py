@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from kernels.native.adapters import NativeAdapter
 
 
+def even_rank(rank: int) -> int:
+    """An adapter's rank as it is packed: kernels multiply pairs. One more, of zeros, changes nothing."""
+    return rank + rank % 2
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRows:
     """Rows of a tensor of two dimensions where they lie in a file, one behind the other, and what all numbers are

@@ -31,7 +31,7 @@ from torch import Tensor
 from engine.checkpoint.stacked_tensors import fused_parts
 from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
 from engine.model.config import ModelConfig
-from kernels.adapters import StoredLowRank, StoredRows
+from kernels.adapters import StoredLowRank, StoredRows, even_rank
 from kernels.interface import PackedBytes
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -239,11 +239,11 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.d
 
 def product_shapes(model: ModelConfig, ranks: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """`[out, in]` of all products by which an adapter of these ranks, by the projections' names, is computed: down to
-    the ranks of all projections side by side, and up from each one's. Ranks are even: kernels multiply pairs."""
+    the ranks of all projections side by side, and up from each one's."""
     shapes = expected_shapes(model)
     for layer, side_by_side in itertools.product(range(len(model.layers)), _SIDE_BY_SIDE):
         names = [name for part in side_by_side if (name := f"model.layers.{layer}.{part}_proj") in ranks]
-        even = [ranks[name] + ranks[name] % 2 for name in names]
+        even = [even_rank(ranks[name]) for name in names]
         projections = [shapes[f"{name}.weight"] for name in names]
         for rank, (num_outputs, _) in zip(even, projections, strict=True):
             yield num_outputs, rank

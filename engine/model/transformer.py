@@ -31,7 +31,7 @@ from engine.model.latent import (
 )
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import WHOLE, Shard
-from kernels.adapters import Adapter, AdapterLayer, LowRank, StoredLowRank, UpProjection
+from kernels.adapters import Adapter, AdapterLayer, LowRank, StoredLowRank, UpProjection, even_rank
 from kernels.cpu.huge_pages import memory_apart
 from kernels.interface import (
     ExpertChoice,
@@ -565,10 +565,9 @@ def _low_rank(
     first_rank = first_output = 0
     for name, num_outputs in outputs.items():
         if (low_rank := weights.get(name)) is not None:
-            # `product_shapes` says why ranks are even: one more, of zeros, changes nothing.
             down, up = low_rank.down, low_rank.up
-            if up.shape[1] % 2:
-                down, up = functional.pad(down, (0, 0, 0, 1)), functional.pad(up, (0, 1))
+            if lacks := even_rank(up.shape[1]) - up.shape[1]:
+                down, up = functional.pad(down, (0, 0, 0, lacks)), functional.pad(up, (0, lacks))
             linear = kernels.pack_linear(up.to(device), None)
             ranks = slice(first_rank, first_rank + up.shape[1])
             ups.append(UpProjection(linear, ranks, slice(first_output, first_output + num_outputs)))

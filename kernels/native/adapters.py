@@ -10,7 +10,16 @@ from typing import Final, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from kernels.adapters import Adapter, AdapterLayer, LowRank, RowAdapters, StoredLowRank, StoredRows, UpProjection
+from kernels.adapters import (
+    Adapter,
+    AdapterLayer,
+    LowRank,
+    RowAdapters,
+    StoredLowRank,
+    StoredRows,
+    UpProjection,
+    even_rank,
+)
 from kernels.cpu.huge_pages import memory_apart, whole_pages
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, declare
 from kernels.native.linear import (
@@ -129,7 +138,7 @@ class NativeAdapterForm:
             return None
         ups, first_rank = [], 0
         for stored, first_output in parts:
-            rank = _even(stored.down.num_rows)
+            rank = even_rank(stored.down.num_rows)
             ups.append(_PackedUp(self._weight([stored.up], stored.up.num_rows, rank, pieces), first_rank, first_output))
             first_rank += rank
         downs = [stored.down for stored, _ in parts]
@@ -155,7 +164,7 @@ class NativeAdapterForm:
                     first_output=first_output,
                 )
             )
-            first_output += _even(rows.num_rows)
+            first_output += even_rank(rows.num_rows)
         self._size = weight.stop
         return weight
 
@@ -259,8 +268,3 @@ def adapters_record(rows: RowAdapters) -> AdaptersRecord:
         addresses.append(adapter.native.address)
     assert rows.of_row.is_contiguous()
     return AdaptersRecord(rows.of_row.data_ptr(), (Pointer * len(addresses))(*addresses), len(addresses))
-
-
-def _even(rank: int) -> int:
-    """See `product_shapes` in `engine.checkpoint.adapters`."""
-    return rank + rank % 2
