@@ -124,8 +124,7 @@ class LineWriter(Generic[T]):
         self._entries: deque[T] = deque()  # what is being written among them
         self._num_left_out = 0  # since it fell behind
         self._told = threading.Event()
-        self._is_stopping = False
-        self._stops_at = math.inf  # by `time.monotonic()`
+        self._stops_at = math.inf  # by `time.monotonic()`; inf: not told to
         self._thread = threading.Thread(target=self._run, name=title, daemon=True)
         self._thread.start()
 
@@ -144,7 +143,6 @@ class LineWriter(Generic[T]):
     def stop(self, within_s: float = STOP_S) -> None:
         """Write what waits, if that takes no longer, and end the thread. Call it off the event loop."""
         self._stops_at = time.monotonic() + within_s
-        self._is_stopping = True
         self._told.set()
         self._thread.join(within_s)
         self._tell_left_out(self._num_left_out + (len(self._entries) if self._thread.is_alive() else 0))
@@ -154,7 +152,7 @@ class LineWriter(Generic[T]):
             logger.error("%d entries are not in the %s, whose disk is too slow", number, self._title)
 
     def _run(self) -> None:
-        while self._entries or not self._is_stopping:
+        while self._entries or self._stops_at == math.inf:
             if not self._entries:
                 self._told.wait(RETRY_S if self._log.has_waiting else None)
                 self._told.clear()

@@ -96,9 +96,7 @@ def predict(
     if elsewhere.any() and noticed_s.any():
         slo_loss = slo_loss.copy()
         slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
-    idle_share = _UNASKED
-    if not query.has_targets:
-        idle_share = _idle_shares(table, in_decode_pool, later_s, now)
+    idle_share = _UNASKED if query.has_targets else _idle_shares(table, in_decode_pool, later_s, now)
     return PlacementForecast(
         later_s=later_s,
         computing=computing,
