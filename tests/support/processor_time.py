@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _TURNS = 200_000
@@ -25,7 +26,8 @@ def turn_s() -> float:
 
 class Stepped:
     """Awaits `work`, and notes for how long each of its steps, from one wait to the next, has held the event loop:
-    seconds of processor time. It is not to be cancelled."""
+    seconds of processor time, without garbage collection (a replica's heap is settled: `cluster.app`). It is not to be
+    cancelled."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._work = work
@@ -33,23 +35,33 @@ class Stepped:
 
     def __await__(self) -> Generator[Any, None, None]:
         while True:
-            began = time.thread_time()
+            waits_for: object = None
             try:
-                waits_for = self._work.send(None)
+                with _uncollected():
+                    began = time.thread_time()
+                    try:
+                        waits_for = self._work.send(None)
+                    finally:
+                        self.steps_s.append(time.thread_time() - began)
             except StopIteration:
                 return
-            finally:
-                self.steps_s.append(time.thread_time() - began)
             yield waits_for
 
 
 def _thread_s(work: Callable[[], object]) -> float:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with _uncollected():
         began = time.thread_time()
         work()
         return time.thread_time() - began
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: it takes the longer the more other tests have left behind in this process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if was_enabled:
             gc.enable()
