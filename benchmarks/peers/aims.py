@@ -107,6 +107,21 @@ def _int8() -> tuple[Aim, ...]:
     )
 
 
+def _experts() -> tuple[Aim, ...]:
+    """The aims of a mixture of experts, beside who loads it; `generate` is to be outrun by far."""
+    ours, weights = ("legato-experts", "legato-experts-in-process"), "bf16, 8 experts"
+    rates = {
+        ONE_STREAM: "decode_tokens_per_s",
+        "prefill 2048": "tokens_per_s",
+        **{f"{num} concurrent 256 -> 128": "output_tokens_per_s" for num in (8, 32)},
+    }
+    return tuple(
+        Aim(work=work, figure=figure, ours=ours, others=others, least=least, weights=weights)
+        for work, figure in rates.items()
+        for others, least in ((("llama.cpp-experts", "vllm-experts"), 1.0), (("transformers-experts",), 2.0))
+    )
+
+
 def _drafts() -> tuple[Aim, ...]:
     """Faster than the others with theirs, and none of its own answers another one."""
     ours, others = ("legato-drafts", "legato-drafts-in-process"), ("llama.cpp-ngram", "vllm-ngram")
@@ -130,6 +145,7 @@ AIMS = (
     _one_stream(INT8, "llama.cpp-q8_0", "int8"),
     _one_stream(INT4, "llama.cpp-q4_0", "int4"),
     *_int8(),
+    *_experts(),
     Aim(work="shared prefix of 1500", figure="ttft_ms", ours=LEGATOS, others=SERVERS, least=1.0, less_is_better=True),
     Aim(
         work="4 decodes beside prompts of 4000",

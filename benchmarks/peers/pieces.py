@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from benchmarks.peers.drafts import with_drafts
+from benchmarks.peers.engines.installation import MIXTURE
 from benchmarks.peers.engines.legato import APART, COLOCATED, PLAIN_STEPS, in_process, legato, quantised
 from benchmarks.peers.engines.llama_cpp import llama_cpp
 from benchmarks.peers.engines.openvino_genai import openvino
@@ -55,6 +56,11 @@ def peers() -> tuple[Peer, ...]:
             llama_cpp("llama.cpp", "BF16", ()),
         ),
         with_drafts("vllm-ngram", vllm("vllm", (), "--speculative-config", VLLM_NGRAM), vllm("vllm", ())),
+        legato("legato-experts", "one worker for both, over HTTP, bf16, 8 experts", COLOCATED, PLAIN, MIXTURE),
+        in_process("legato-experts-in-process", "legato", "Legato's engine, bf16, 8 experts", PLAIN, model=MIXTURE),
+        llama_cpp("llama.cpp-experts", "BF16", PLAIN, model=MIXTURE),
+        vllm("vllm-experts", PLAIN, model=MIXTURE),
+        in_process("transformers-experts", "transformers", "`generate`, bf16, 8 experts", PLAIN, model=MIXTURE),
     )
 
 
@@ -99,6 +105,17 @@ PIECES = (
     ),
     Piece(name="schema", peers=("legato", "vllm"), groups=("schema",)),
     Piece(name="drafts", peers=_DRAFTING, groups=("drafts",), rounds=1),
+    Piece(
+        name="experts",
+        peers=(
+            "legato-experts-in-process",
+            "llama.cpp-experts",
+            "vllm-experts",
+            "transformers-experts",
+            "legato-experts",
+        ),
+        groups=PLAIN,
+    ),
     Piece(name="guidellm", peers=_SERVERS, groups=("guidellm",), rounds=1),
 )
 PART = "part"  # the name of one put together on the command line

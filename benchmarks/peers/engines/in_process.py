@@ -1,6 +1,6 @@
 """The child of `child_asker`: an engine that answers waves of requests until its input ends.
 
-python -m benchmarks.peers.engines.in_process legato|legato-drafts|transformers DTYPE|int8|int4
+python -m benchmarks.peers.engines.in_process legato|legato-drafts|transformers DTYPE|int8|int4 MODEL
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from benchmarks.common.workload import MODEL
+from benchmarks.peers.engines.installation import model_folder
 from benchmarks.peers.peer import THREADS, Answer, Request
 from engine.checkpoint.quantisation import Quantisation, QuantisationName
 from engine.sampling.params import SamplingParams
@@ -25,20 +27,22 @@ Wave = Callable[[list[Request]], list[Answer]]
 
 
 def main() -> None:
-    engine, weights = sys.argv[1:]
+    engine, weights, model = sys.argv[1:]
     torch.set_num_threads(THREADS)
-    wave = {"legato": legato, "legato-drafts": legato_drafts, "transformers": transformers}[engine](weights)
+    wave = {"legato": legato, "legato-drafts": legato_drafts, "transformers": transformers}[engine](
+        weights, model_folder(model)
+    )
     print("ready", flush=True)
     for line in sys.stdin:
         answers = wave([Request(**fields) for fields in json.loads(line)])
         print(json.dumps([dataclasses.asdict(answer) for answer in answers]), flush=True)
 
 
-def legato_drafts(weights: Any) -> Wave:
-    return legato(weights, drafts=True)
+def legato_drafts(weights: Any, folder: Path) -> Wave:
+    return legato(weights, folder, drafts=True)
 
 
-def legato(weights: Any, *, drafts: bool = False) -> Wave:
+def legato(weights: Any, folder: Path, *, drafts: bool = False) -> Wave:
     """`LocalEngine` with the limits of a decode worker; `weights`: a dtype, or int8 or int4 beside bfloat16. `drafts`:
     with those of a worker's default settings."""
     from benchmarks.common.local import KV_BYTES, local_engine
@@ -48,7 +52,7 @@ def legato(weights: Any, *, drafts: bool = False) -> Wave:
 
     quantised = weights in get_args(QuantisationName)
     config = EngineConfig(
-        model_ref=MODEL,
+        model_ref=str(folder),
         model_name=MODEL,
         dtype="bfloat16" if quantised else weights,
         kv_bytes=KV_BYTES,
@@ -74,12 +78,11 @@ def legato(weights: Any, *, drafts: bool = False) -> Wave:
     return wave
 
 
-def transformers(dtype: str) -> Wave:
+def transformers(dtype: str, folder: Path) -> Wave:
     """`generate` on one batch of all requests, padded to the longest; all get as many tokens as the first. Greedy."""
     from benchmarks.common.hugging_face import HuggingFace
-    from engine.checkpoint.store import resolve_model
 
-    peer = HuggingFace(resolve_model(MODEL), getattr(torch, dtype))
+    peer = HuggingFace(folder, getattr(torch, dtype))
 
     def wave(requests: list[Request]) -> list[Answer]:
         clock = _StepClock()

