@@ -25,7 +25,7 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.cuda_ipc import DeviceCarrier, SealedMemory
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.worker.base import WorkerParts
