@@ -27,8 +27,7 @@ from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
-from kv_transfer.handoff.layer_stream import LayerStream
-from kv_transfer.handoff.sender import HandoffTimeline, KvSender
+from kv_transfer.handoff.sender import HandoffTimeline, KvSender, LayerStream
 from kv_transfer.handoff.sender_state import KEPT_S
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
