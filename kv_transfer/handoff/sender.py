@@ -73,10 +73,6 @@ class HandoffTimeline:
         return self.verified_s - self.computed_s
 
 
-def ignore_timeline(timeline: HandoffTimeline) -> None:
-    """What a worker calls where nobody measures."""
-
-
 @dataclass(slots=True)
 class _HandOff:
     """A sequence on its way."""
