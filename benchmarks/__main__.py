@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 
-from benchmarks.common.provenance import ROOT, provenance
+from benchmarks.common.part import ROOT, Json, provenance
 from benchmarks.common.quiet import PATIENCE_VARIABLE
-from benchmarks.common.summary import Json
 from benchmarks.report.table import RESULTS, headline, write_table
 
 # Each part's module, with options, and the seconds after which it is stopped: several times what it takes on two

@@ -31,9 +31,15 @@ from cluster.batch.lines import LINE_ENVELOPE
 from cluster.batch.service import BatchService
 from cluster.config.load import cluster_secret, draw_secret, load_config
 from cluster.config.settings import SCHEDULER_CPUS, LegatoConfig
-from cluster.deployment.announce import announce_when_ready, describe_start, is_first_replica, say, starting
+from cluster.deployment.announce import (
+    announce_when_ready,
+    describe_start,
+    is_first_replica,
+    log_with_serve,
+    say,
+    starting,
+)
 from cluster.deployment.capacity import live_nodes, pool_name, require_room, sizes_at_start
-from cluster.deployment.logs import log_with_serve
 from cluster.deployment.ray_access import keep_replica_on_loopback, require_token
 from cluster.deployment.worker import WorkerDeployment, locator, resolve_host
 from cluster.gateway.generator import ServingLimits

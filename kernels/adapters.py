@@ -8,15 +8,16 @@ Shape legend: T packed tokens, N rows of one adapter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.interface import GatedMlp, Layer, Linear
+from kernels.interface import GatedMlp, Kernels, Layer, Linear
 
 if TYPE_CHECKING:
     from kernels.native.adapters import NativeAdapter
@@ -55,6 +56,11 @@ class StoredLowRank:
     up: StoredRows  # [out, rank]
 
 
+StoredLayer = Mapping[str, Sequence[tuple[StoredLowRank, int]]]
+"""What an adapter adds in a layer, by the names of `AdapterLayer`: of each projection that it is for, in their order,
+and at which of the packed outputs that begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpProjection:
     """One projection's share of an adapter: to these `outputs` it adds what it makes of these `ranks`."""
@@ -87,13 +93,38 @@ class AdapterLayer:
     gate_up: LowRank | None = None
     down: LowRank | None = None
 
+    @classmethod
+    def packed(
+        cls, kernels: Kernels, stored: StoredLayer, tensor: Callable[[StoredRows], Tensor], device: torch.device
+    ) -> AdapterLayer:
+        """Pack a layer for the device weight by weight; `tensor` gives each of them."""
+        return cls(**{place: _pack_low_rank(kernels, parts, tensor, device) for place, parts in stored.items()})
+
+
+def _pack_low_rank(
+    kernels: Kernels,
+    parts: Sequence[tuple[StoredLowRank, int]],
+    tensor: Callable[[StoredRows], Tensor],
+    device: torch.device,
+) -> LowRank:
+    downs, ups, first_rank = [], [], 0
+    for stored, first_output in parts:
+        down, up = tensor(stored.down), tensor(stored.up)
+        if lacks := even_rank(len(down)) - len(down):
+            down, up = functional.pad(down, (0, 0, 0, lacks)), functional.pad(up, (0, lacks))
+        ranks, outputs = slice(first_rank, first_rank + len(down)), slice(first_output, first_output + len(up))
+        ups.append(UpProjection(kernels.pack_linear(up.to(device), None), ranks, outputs))
+        downs.append(down)
+        first_rank = ranks.stop
+    return LowRank(kernels.pack_linear(torch.cat(downs).to(device), None), tuple(ups))
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that is ready to be computed with, `num_bytes` of a device's memory. `native`: for layers in one call
-    of the C++ kernels; None: there are none."""
+    """An adapter that is ready to be computed with, `num_bytes` of a device's memory. `layer(number)`: what it adds in
+    that layer. `native`: for layers in one call of the C++ kernels; None: there are none."""
 
-    layers: Sequence[AdapterLayer]
+    layer: Callable[[int], AdapterLayer]
     num_bytes: int
     native: NativeAdapter | None = None
 
@@ -143,7 +174,7 @@ class RowAdapters:
 
     def adapted(self, layer: Layer, number: int) -> Layer:
         """Layer `number` with what the adapters add."""
-        of_layer = [adapter.layers[number] for adapter in self.adapters]
+        of_layer = [adapter.layer(number) for adapter in self.adapters]
         mlp = layer.mlp
         if isinstance(mlp, GatedMlp):
             mlp = replace(

@@ -245,24 +245,20 @@ def plan_attention(
     return ReferenceAttention(tuple(segments), geometry, window)
 
 
-def gather_slab(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None
-) -> int:
-    """Fill `out [planes, n, h, D]` with tokens [start, start + n), token by token, and digest it."""
+def gather_slab(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor) -> int:
+    """Fill `out [planes, n, H, D]` with tokens [start, start + n), token by token, and digest it."""
     for token in range(out.shape[1]):
         for plane in range(len(out)):
-            out[plane, token] = _slot(cache_rows, geometry, table, start + token, plane, heads)
+            out[plane, token] = _slot(cache_rows, geometry, table, start + token, plane)
     return row_sum_digest(out.cpu().view(torch.uint8).numpy().tobytes())
 
 
-def scatter_slab(
-    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None
-) -> int:
+def scatter_slab(slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int) -> int:
     """Write `slab` to the blocks, at tokens [start, start + n). Returns the digest of what is then read from them."""
     for token in range(slab.shape[1]):
         for plane in range(len(slab)):
-            _slot(cache_rows, geometry, table, start + token, plane, heads).copy_(slab[plane, token])
-    return gather_slab(cache_rows, geometry, table, start, torch.empty_like(slab), heads)
+            _slot(cache_rows, geometry, table, start + token, plane).copy_(slab[plane, token])
+    return gather_slab(cache_rows, geometry, table, start, torch.empty_like(slab))
 
 
 def copy_blocks(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor) -> None:
@@ -271,13 +267,10 @@ def copy_blocks(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor
         target[other] = source[one]
 
 
-def _slot(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, plane: int, heads: range | None
-) -> Tensor:
-    """K or V of one token, `[h, D]`, in place."""
+def _slot(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, position: int, plane: int) -> Tensor:
+    """K or V of one token, `[H, D]`, in place."""
     row = cache_rows[int(table[position // geometry.block_size]) * geometry.block_stride + plane]
-    slot = row.view(geometry.block_size, geometry.num_kv_heads, geometry.head_dim)[position % geometry.block_size]
-    return slot if heads is None else slot[heads.start : heads.stop]
+    return row.view(geometry.block_size, geometry.num_kv_heads, geometry.head_dim)[position % geometry.block_size]
 
 
 def row_sum_digest(content: bytes) -> int:

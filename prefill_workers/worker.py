@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.sequence import SampledToken, Sequence, SequenceKey, StepOutput, StepPlan, finish_reason
 from engine.steps.loop import StepLoop
-from kv_transfer.handoff.sender import HandoffTimeline, ignore_timeline
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, RequestSpec, Start, Ticket
@@ -41,14 +39,8 @@ class PrefillWorker(Worker):
     scheduler: PrefillScheduler
     _config: PrefillWorkerConfig
 
-    def __init__(
-        self,
-        parts: WorkerParts,
-        config: PrefillWorkerConfig,
-        on_handed_over: Callable[[HandoffTimeline], None] = ignore_timeline,
-    ) -> None:
+    def __init__(self, parts: WorkerParts, config: PrefillWorkerConfig) -> None:
         super().__init__(parts, config, step_tokens=config.chunk_tokens)
-        self._on_handed_over = on_handed_over
         in_host = functools.partial(
             host_groups,
             allocator=self.allocator,
@@ -182,9 +174,3 @@ class PrefillWorker(Worker):
     def _abort(self, key: SequenceKey, reason: str) -> None:
         self.scheduler.stop_computing(key)
         self._release(key, reason)
-
-    # --- what becomes of hand-offs (`SourceOwner`) ---
-
-    def on_handed_over(self, timeline: HandoffTimeline) -> None:
-        super().on_handed_over(timeline)
-        self._on_handed_over(timeline)

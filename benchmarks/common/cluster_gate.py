@@ -11,8 +11,7 @@ import json
 import urllib.request
 from typing import Any
 
-from benchmarks.common.part import GateError, note
-from benchmarks.common.summary import Json
+from benchmarks.common.part import GateError, Json, note
 from benchmarks.common.workload import draw_prompts, sequences
 from decode_workers.local_engine import LocalEngine
 from engine.sampling.params import SamplingParams

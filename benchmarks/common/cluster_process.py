@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.common.provenance import ROOT
-from benchmarks.common.summary import Json
+from benchmarks.common.part import ROOT, Json
 from cluster.deployment.ray_environment import free_port
 
 QUICKSTART = ROOT / "ray_configs" / "quickstart.yaml"

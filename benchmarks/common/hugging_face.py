@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import Load, draw_prompts
+from benchmarks.common.workload import Load, Wave, draw_prompts
 from cluster.load.timing import RequestTiming
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import MODEL, Load, draw_prompts, greedy, sequences
+from benchmarks.common.workload import MODEL, Load, Wave, draw_prompts, greedy, sequences
 from cluster.load.timing import RequestTiming
 from decode_workers.local_engine import LocalEngine
 from engine.drafting.speculation import Speculation

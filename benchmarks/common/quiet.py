@@ -16,8 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from benchmarks.common.part import note
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note
 
 T = TypeVar("T")
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import Load, draw_prompts
+from benchmarks.common.workload import Load, Wave, draw_prompts
 from cluster.load.client import NO_HEADERS, AnswerError, ServerAddress, stream_chunks
 from cluster.load.timing import RequestTiming
 

@@ -1,12 +1,17 @@
-"""What is asked of every engine: prompts of an exact length that share nothing, and how many tokens to answer with."""
+"""What is asked of every engine: prompts of an exact length that share nothing, and how many tokens to answer with; and
+what requests that were sent together saw, over all repeats.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from benchmarks.common.part import spread
+from cluster.load.timing import Json, RequestTiming, describe_requests
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
@@ -58,3 +63,28 @@ def sequences(prompts: list[list[int]], params: SamplingParams) -> list[Sequence
         Sequence(request_id=f"bench-{number}", attempt=0, params=params, prompt_token_ids=prompt)
         for number, prompt in enumerate(prompts)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """All requests of one load, sent together."""
+
+    requests: tuple[RequestTiming, ...]
+
+    @property
+    def duration_s(self) -> float:
+        return max(r.last_s for r in self.requests) - min(r.sent_s for r in self.requests)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(r.num_tokens for r in self.requests) / self.duration_s
+
+
+def throughputs(waves: Iterable[Wave]) -> list[float]:
+    return [wave.tokens_per_s for wave in waves]
+
+
+def describe_waves(waves: list[Wave]) -> Json:
+    """Throughput over the repeats; latencies over all requests of all repeats."""
+    requests = [request for wave in waves for request in wave.requests]
+    return {"output_tokens_per_s": spread(throughputs(waves)), **describe_requests(requests)}

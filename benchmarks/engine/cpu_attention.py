@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import GateError, Json, note, run_part
 from engine.kv.cache import KVCache, KVLayout
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, Segment

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL
 from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, Work, chat, compared
 from benchmarks.texts import QUESTIONS

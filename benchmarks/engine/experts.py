@@ -18,9 +18,8 @@ import torch
 
 from benchmarks.common.hugging_face import HuggingFace
 from benchmarks.common.local import load_default_model, local_engine
-from benchmarks.common.part import run_part
+from benchmarks.common.part import Json, run_part
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.engine.speed import NUM_THREADS, compared, prefill, require_agreement, warm_up
 from engine.checkpoint.store import resolve_model

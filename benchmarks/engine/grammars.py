@@ -18,9 +18,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common.local import load_default_model, local_engine
-from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.provenance import ROOT
-from benchmarks.common.summary import Json, spread
+from benchmarks.common.part import ROOT, GateError, Json, note, run_part, spread
 from benchmarks.common.workload import MODEL, RECORDS, draw_prompts
 from cluster.http.openai.grammar_process import CompilerProcess, compiler_process
 from decode_workers.local_engine import LocalEngine

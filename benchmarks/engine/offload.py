@@ -14,9 +14,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.tiered_engine import StepCost, TieredEngine
 from benchmarks.common.workload import MODEL, draw_prompts, greedy
 from cluster.load.timing import MS

@@ -11,9 +11,8 @@ import tempfile
 import uvloop
 
 from benchmarks.common.cluster_process import running_cluster
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.sse_client import stream_one
-from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.workload import MODEL, draw_prompts
 from cluster.load.timing import MS, RequestTiming
 

@@ -14,11 +14,9 @@ from functools import partial
 import torch
 
 from benchmarks.common.local import local_engine, local_wave
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.waves import throughputs
-from benchmarks.common.workload import MODEL, Load, sequences
+from benchmarks.common.workload import MODEL, Load, sequences, throughputs
 from benchmarks.texts import TEXT
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.quantisation import Quantisation

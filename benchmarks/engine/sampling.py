@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.common.local import MAX_NUM_SEQS, load_default_model
-from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import GateError, Json, note, run_part
 from benchmarks.common.workload import draw_prompts
 from decode_workers.local_engine import LocalEngine
 from engine.sampling.params import SamplingParams

@@ -27,9 +27,8 @@ from functools import partial
 import torch
 
 from benchmarks.common.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json, ratio, spread
 from benchmarks.common.workload import MODEL, greedy
 from benchmarks.texts import CODE, QUESTIONS, TEXT
 from decode_workers.local_engine import LocalEngine

@@ -13,11 +13,9 @@ import torch
 
 from benchmarks.common.hugging_face import HuggingFace
 from benchmarks.common.local import greedy_tokens, load_default_model, local_engine, local_wave
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.waves import Wave, describe_waves, throughputs
-from benchmarks.common.workload import MODEL, Load, draw_prompts
+from benchmarks.common.workload import MODEL, Load, Wave, describe_waves, draw_prompts, throughputs
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 from engine.steps.loading import LoadedModel

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.gpu.figures import Figure, gpu_provenance, path_of
 from benchmarks.gpu.random_model import forget_checkpoints
 from benchmarks.gpu.steps import STEPS, Step, run_commands

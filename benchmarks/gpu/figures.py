@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.part import GateError
-from benchmarks.common.provenance import provenance
-from benchmarks.common.summary import Json
+from benchmarks.common.part import GateError, Json, provenance
 from benchmarks.report.table import RESULTS
 
 

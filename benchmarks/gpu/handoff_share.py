@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.summary import spread
+from benchmarks.common.part import spread
 from benchmarks.common.workload import draw_prompts
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint

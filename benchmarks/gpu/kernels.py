@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.part import GateError
-from benchmarks.common.provenance import ROOT, commit
+from benchmarks.common.part import ROOT, GateError, commit
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.kernel_cases import Case, LayerShape, cases
 from benchmarks.gpu.speed.ceilings import Ceilings, Times, ceilings, timed

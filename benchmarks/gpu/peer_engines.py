@@ -18,8 +18,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import Load, draw_prompts, greedy
+from benchmarks.common.workload import Load, Wave, draw_prompts, greedy
 from benchmarks.gpu.speed.stepping import Stepper
 from cluster.load.timing import RequestTiming
 from engine.steps.loading import DtypeName, EngineConfig, LoadedModel, load_model

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.part import GateError
-from benchmarks.common.provenance import ROOT, version_of
-from benchmarks.common.waves import Wave, describe_waves
+from benchmarks.common.part import ROOT, GateError, version_of
+from benchmarks.common.workload import Wave, describe_waves
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.peer_engines import ENGINES, EngineName, EngineOrder, read_answers
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, checkpoint

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.common.provenance import ROOT
+from benchmarks.common.part import ROOT
 from benchmarks.gpu.kernels import TESTS
 
 Command = tuple[str, ...]

@@ -22,9 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.part import note
-from benchmarks.common.provenance import provenance
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, provenance
 from benchmarks.peers.pieces import PART, PIECES, Piece, chosen, in_order, peers
 from benchmarks.peers.report import piece_of
 from benchmarks.peers.rounds import prepared, prepared_works, run_rounds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.peers.drafts import KINDS, work_of
 from benchmarks.peers.report import Pieces, Report, together
 from benchmarks.peers.works import ONE_STREAM, START

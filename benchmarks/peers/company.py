@@ -10,7 +10,7 @@ import itertools
 
 from tokenizers import Tokenizer
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.peers.engines.installation import model_folder
 from benchmarks.peers.peer import Answer, Asker, Draw, Request
 

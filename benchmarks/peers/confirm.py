@@ -12,8 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.summary import Json
-from benchmarks.common.waves import Wave
+from benchmarks.common.part import Json
+from benchmarks.common.workload import Wave
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import Workshop, model_folder
 from benchmarks.peers.peer import Answer, Asker, Draw, PeerUnavailableError, Request

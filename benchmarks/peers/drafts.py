@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.peers.company import chat_prompt
 from benchmarks.peers.peer import Answer, Asker, Draw, Peer, Request
 from benchmarks.texts import CODE, QUESTIONS, TEXT

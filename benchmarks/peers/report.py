@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.common.summary import Json, spread
+from benchmarks.common.part import Json, spread
 from cluster.load.timing import percentiles
 
 Records = Sequence[dict[str, Any]]

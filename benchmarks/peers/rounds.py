@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.common.part import note
+from benchmarks.common.part import Json, note
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json
 from benchmarks.peers.peer import Asker, Peer
 from benchmarks.peers.works import START, WORKS, Work, drawing, first_token, warm_up
 

@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.common.summary import Json
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import RECORDS
+from benchmarks.common.part import Json
+from benchmarks.common.workload import RECORDS, Wave
 from benchmarks.peers.company import company
 from benchmarks.peers.confirm import LOADS, confirm, install
 from benchmarks.peers.drafts import KINDS, compared, work_of

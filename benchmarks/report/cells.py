@@ -1,4 +1,4 @@
-"""Cells and tables in Markdown, from numbers as `benchmarks.common.summary` reports them."""
+"""Cells and tables in Markdown, from numbers as `benchmarks.common.part` reports them."""
 
 from __future__ import annotations
 

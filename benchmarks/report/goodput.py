@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.report.cells import Report, table, tail
 from cluster.slo.countings import COUNTINGS, TOLD, Counting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.peers.report import latest, told
 from benchmarks.report.cells import Report, spread, table, tail
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from benchmarks.common.provenance import ROOT
-from benchmarks.common.summary import Json
+from benchmarks.common.part import ROOT, Json
 from benchmarks.report.cells import IN_TIME_COLUMNS, Report, gap_tail, in_time, promised, spread, table, tail
 from benchmarks.report.goodput import (
     GOODPUT,

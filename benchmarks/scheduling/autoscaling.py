@@ -19,8 +19,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.scheduling.elastic import Elasticity, ElasticSimulation, SizeSample, Sizing
 from benchmarks.scheduling.sizing import FixedSizes, PredictedSizes, QueueRules, QueueSizes
 from cluster.autoscaling.sizing import PoolRules, PoolsPlan

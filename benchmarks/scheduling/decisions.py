@@ -25,8 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.scheduling.goodput import PUBLISHED
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
 from cluster.load.timing import percentiles

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json, spread
+from benchmarks.common.part import Json, note, run_part, spread
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, eviction_policy
 from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.eviction import EvictionPolicy

@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, get_args
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.scheduling.goodput_comparison import Comparison
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError
 from benchmarks.scheduling.goodput_setting import (

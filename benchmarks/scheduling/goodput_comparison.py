@@ -8,8 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Final
 
-from benchmarks.common.part import note
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_counting import Counts, Promise
 from benchmarks.scheduling.goodput_kept import Kept

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.provenance import commit
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, commit
 from benchmarks.report.cells import Report
 
 

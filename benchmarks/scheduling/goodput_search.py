@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Final
 
-from benchmarks.common.part import note
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note
 from benchmarks.scheduling.goodput_counting import Count, Promise
 from benchmarks.scheduling.goodput_kept import Kept
 from benchmarks.scheduling.goodput_setting import (

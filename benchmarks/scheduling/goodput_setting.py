@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json
 from benchmarks.scheduling.goodput_counting import Counts, DecidedError, Promise, tenant_of
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.command import ROUTERS

@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
 from benchmarks.scheduling.goodput_setting import Layout, Setting, add_trace_paths, config_of

@@ -21,8 +21,7 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.report.cells import Report
 from benchmarks.scheduling.goodput_comparison import bounds
 from benchmarks.scheduling.goodput_kept import Kept, TimeUpError

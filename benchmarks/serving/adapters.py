@@ -23,12 +23,10 @@ from safetensors.torch import save_file
 
 from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import MAX_NUM_SEQS
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import stream_one
-from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import MODEL, draw_prompts
+from benchmarks.common.workload import MODEL, Wave, draw_prompts
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.peer import Request
 from cluster.config.settings import AdapterSettings

@@ -17,12 +17,10 @@ from benchmarks.common.cluster_gate import require_same_opinion
 from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.hugging_face import HuggingFace
 from benchmarks.common.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model, local_engine, local_wave
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave
-from benchmarks.common.summary import Json, ratio, spread
-from benchmarks.common.waves import Wave, describe_waves, throughputs
-from benchmarks.common.workload import MODEL, Load
+from benchmarks.common.workload import MODEL, Load, Wave, describe_waves, throughputs
 from decode_workers.local_engine import LocalEngine
 from engine.checkpoint.store import resolve_model
 

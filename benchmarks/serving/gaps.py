@@ -13,10 +13,9 @@ from typing import cast
 from benchmarks.common.cluster_gate import require_same_opinion
 from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import MAX_NUM_SEQS, load_default_model, local_engine
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave
-from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.works import LONG_TOKENS, STEADY_STREAMS, drawing, steady

@@ -24,10 +24,8 @@ from typing import IO, cast
 import psutil
 import uvloop
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.provenance import ROOT
+from benchmarks.common.part import ROOT, Json, note, run_part, spread
 from benchmarks.common.sse_client import stream_wave
-from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 from benchmarks.serving.gateway_server import ServerOrder
 from benchmarks.serving.late_tokens import tokens_on_their_way

@@ -18,11 +18,9 @@ import uvloop
 from benchmarks.common.cluster_gate import require_same_opinion
 from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import load_default_model, local_engine
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.sse_client import http_wave, stream_one
-from benchmarks.common.summary import Json
-from benchmarks.common.waves import Wave
-from benchmarks.common.workload import MODEL, Load, draw_prompts
+from benchmarks.common.workload import MODEL, Load, Wave, draw_prompts
 from cluster.load.timing import MS, RequestTiming, describe_requests
 
 PROMPT_TOKENS = 256

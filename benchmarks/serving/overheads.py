@@ -11,8 +11,8 @@ from statistics import fmean, median
 import uvloop
 
 from benchmarks.common.cluster_watch import ClusterWatch
+from benchmarks.common.part import Json
 from benchmarks.common.sse_client import stream_one
-from benchmarks.common.summary import Json
 from benchmarks.common.workload import MODEL, draw_prompts
 from cluster.load.timing import RequestTiming
 from engine.cost_model.step_cost import StepCost, StepWork

@@ -19,8 +19,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from benchmarks.common.part import GateError, note, run_part
-from benchmarks.common.summary import Json, spread
+from benchmarks.common.part import GateError, Json, note, run_part, spread
 from benchmarks.common.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
 from cluster.gateway.generator import one_by_one

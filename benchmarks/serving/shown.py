@@ -28,9 +28,8 @@ from typing import Final
 
 from benchmarks.common.cluster_cpu import BESIDE, DASHBOARD, STEPS, spent_s, usage
 from benchmarks.common.cluster_process import running_cluster
-from benchmarks.common.part import GateError, note, run_part
+from benchmarks.common.part import GateError, Json, note, run_part, spread
 from benchmarks.common.sse_client import http_wave
-from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import MODEL, Load
 from cluster.load.client import NO_HEADERS
 

@@ -15,9 +15,7 @@ from typing import Final
 
 import psutil
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.provenance import ROOT
-from benchmarks.common.summary import Json, spread
+from benchmarks.common.part import ROOT, Json, note, run_part, spread
 from cluster.deployment.local_cluster import FIRST_QUESTION
 
 REPEATS = 3

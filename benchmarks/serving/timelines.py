@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import httpx
 
-from benchmarks.common.part import GateError, note
-from benchmarks.common.summary import Json
+from benchmarks.common.part import GateError, Json, note
 from benchmarks.common.workload import draw_prompts
 from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat
 from cluster.http.server.connection import SO_TIMESTAMPNS, by_monotonic

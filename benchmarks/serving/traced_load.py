@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from benchmarks.common.workload import TOKEN_IDS
-from cluster.load.prompts import prompt_of
+from cluster.load.sending import prompt_of
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest
 

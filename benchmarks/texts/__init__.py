@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from benchmarks.common.provenance import ROOT
+from benchmarks.common.part import ROOT
 
 TEXT: Final = ROOT / "benchmarks" / "texts" / "decisions.txt"
 CODE: Final = ROOT / "engine" / "kv" / "block_pool.py"

@@ -14,9 +14,8 @@ from typing import Literal
 
 import uvloop
 
-from benchmarks.common.part import note, run_part
+from benchmarks.common.part import Json, note, run_part, spread
 from benchmarks.common.quiet import QuietMachine
-from benchmarks.common.summary import Json, spread
 from benchmarks.common.workload import draw_prompts
 from benchmarks.transfer.handoff_cluster import HandoffCluster, running_handoffs
 from kv_transfer.digest import slab_digest

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 
 from benchmarks.common.local import CHUNK_TOKENS
-from benchmarks.common.provenance import ROOT
+from benchmarks.common.part import ROOT
 from benchmarks.common.workload import MODEL, greedy
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE, SLAB_BYTES, Transporting, WorkerOrder
 from cluster.errors import UnavailableError

@@ -25,7 +25,7 @@ from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
 from kv_transfer.transports.cuda_ipc import DeviceCarrier, SealedMemory
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.worker.base import WorkerParts
@@ -88,7 +88,7 @@ async def _serve(order: WorkerOrder) -> None:
     worker: PrefillWorker | DecodeWorker
     if order.role == "prefill":
         config = PrefillWorkerConfig(chunk_tokens=order.chunk_tokens, max_slab_bytes=order.slab_bytes)
-        worker = PrefillWorker(parts, config, _print_timeline)
+        worker = _TellingWorker(parts, config)
     else:
         worker = DecodeWorker(parts, DecodeWorkerConfig())
     await worker.start()
@@ -112,8 +112,12 @@ def _open_transport(order: WorkerOrder, identity: Identity, device: torch.device
     return SocketTransport(identity, [DeviceCarrier(identity, CudaMemory(device), links)])
 
 
-def _print_timeline(timeline: HandoffTimeline) -> None:
-    print(json.dumps(asdict(timeline)), flush=True)
+class _TellingWorker(PrefillWorker):
+    """Prints what became of each hand-off."""
+
+    def on_handed_over(self, timeline: HandoffTimeline) -> None:
+        super().on_handed_over(timeline)
+        print(json.dumps(asdict(timeline)), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,12 @@ from typing import Final, Literal
 
 import uvloop
 
-from benchmarks.common.part import note, run_part
-from benchmarks.common.summary import Json
+from benchmarks.common.part import Json, note, run_part
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait
-from cluster.batch.files import StoredFile, insert_file, page
+from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait, transaction
+from cluster.batch.files import StoredFile, insert_file, page, to_disk
 from cluster.errors import ConflictError, NotFoundError
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -107,62 +106,126 @@ class Batches:
     """All batches in a database. `runner`: the name by which this gateway claims batches; no other gateway has it."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
         self._claims = Claims(database)
         self.runner = secrets.token_hex(8)
         self._num_claimed = 0
 
-    async def create(self, batch: Batch) -> None:
-        await self._database.transact(_create, batch)
+    @transaction
+    def create(self, connection: sqlite3.Connection, batch: Batch) -> None:
+        """Keep a new batch, which nobody runs yet."""
+        connection.execute(
+            "INSERT INTO batches (id, owner, created_at, record) VALUES (?, ?, ?, ?)",
+            (batch.id, batch.owner, batch.created_at, json.dumps(asdict(batch))),
+        )
 
-    async def get(self, batch_id: str, owner: str) -> Batch:
+    @transaction
+    def get(self, connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
         """The owner's batch of that id. Raises NotFoundError, also for one of another owner."""
-        return await self._database.transact(_get, batch_id, owner)
+        return _get(connection, batch_id, owner)
 
-    async def list(self, owner: str, *, after: str | None, limit: int) -> list[Batch]:
+    @transaction
+    def list(self, connection: sqlite3.Connection, owner: str, *, after: str | None, limit: int) -> list[Batch]:
         """At most `limit` of the owner's batches that come after the batch `after`, the newest first. Raises
         InvalidRequestError if there is none of that id."""
-        return await self._database.transact(_list, owner, after, limit)
+        rows = page(connection, "batches", "owner = ?", (owner,), after, limit, newest_first=True)
+        return [_of_row(connection, row) for row in rows]
 
-    async def cancel(self, batch_id: str, owner: str) -> Batch:
+    @transaction
+    def cancel(self, connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
         """Mark a batch as to be cancelled: the gateway that runs it will see that and end it. Raises NotFoundError, or
         ConflictError for one that has ended."""
-        return await self._database.transact(_cancel, batch_id, owner)
+        batch = _get(connection, batch_id, owner)
+        if batch.status in ENDED:
+            raise ConflictError(f"The batch has ended: it is {batch.status}.", param="batch_id", code="batch_ended")
+        if batch.status in ("validating", "in_progress"):
+            batch = batch.turned("cancelling")
+            _save(connection, batch)
+        return batch
 
-    async def claim(self, besides: Iterable[str] = (), *, of_others: bool = False) -> Batch | None:
+    @transaction
+    def claim(
+        self, connection: sqlite3.Connection, besides: Collection[str] = (), *, of_others: bool = False
+    ) -> Batch | None:
         """Claim a batch that nobody runs for this gateway, for `CLAIM_S`: the oldest one of those whose owners have the
         fewest that run, on all gateways. None: there is none. `besides`: those that this gateway runs already, though
         its claim on them may be over while it waited. `of_others`: only of an owner of whom none runs.
 
         Every fourth batch is the oldest one of all, so that each has its turn, however many owners come with one."""
+        free: list[sqlite3.Row] = []
+        num_running = Counter[str]()  # by owner
+        # Of those that nobody has claimed only the oldest of each owner: there may be many thousands.
+        for row in connection.execute(
+            "SELECT id, owner, runs_until, created_at, rowid FROM batches WHERE NOT ended AND runs_until IS NOT NULL"
+            " UNION ALL SELECT id, owner, runs_until, min(created_at), rowid FROM batches"
+            " WHERE NOT ended AND runs_until IS NULL GROUP BY owner ORDER BY created_at, rowid"
+        ):
+            is_free = row["runs_until"] is None or self._claims.is_over(row["id"], row["runs_until"])
+            if is_free and row["id"] not in besides:
+                free.append(row)
+            else:
+                num_running[row["owner"]] += 1
         takes_oldest = self._num_claimed % _OLDEST_EVERY == _OLDEST_EVERY - 1
-        claimed = await self._database.transact(
-            _claim, self.runner, self._claims, list(besides), of_others, takes_oldest
-        )
-        self._num_claimed += claimed is not None
-        return claimed
+        chosen = min(free, key=lambda row: 0 if takes_oldest else num_running[row["owner"]], default=None)
+        if chosen is None or (of_others and num_running[chosen["owner"]] and not takes_oldest):
+            return None
+        if chosen["runs_until"]:
+            do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
+        row = connection.execute(
+            "UPDATE batches SET runner = ?, runs_until = ? WHERE id = ? RETURNING *",
+            (self.runner, time.time() + CLAIM_S, chosen["id"]),
+        ).fetchone()
+        self._num_claimed += 1
+        return _of_row(connection, row)
 
-    async def renew(self, batch_ids: Iterable[str]) -> dict[str, Status]:
+    @transaction
+    def renew(self, connection: sqlite3.Connection, batch_ids: Collection[str]) -> dict[str, Status]:
         """Prolong this gateway's claims on these batches by `CLAIM_S`, from when this is written. Returns the status of
         each that is still its own, also of one that has ended."""
-        return await self._database.transact(_renew, self.runner, list(batch_ids))
+        until = time.time() + CLAIM_S
+        statuses: dict[str, Status] = {}
+        for batch_id in batch_ids:
+            row = connection.execute(
+                "UPDATE batches SET runs_until = ? WHERE id = ? AND runner = ?"
+                " RETURNING json_extract(record, '$.status')",
+                (until, batch_id, self.runner),
+            ).fetchone()
+            if row is not None:
+                statuses[batch_id] = row[0]
+        return statuses
 
-    async def leave(self, batch_ids: Iterable[str]) -> None:
+    @transaction
+    def leave(self, connection: sqlite3.Connection, batch_ids: Collection[str]) -> None:
         """Give up this gateway's claims on these batches, to whoever comes next."""
-        await self._database.transact(_renew, self.runner, list(batch_ids), leaves=True)
+        connection.executemany(
+            "UPDATE batches SET runs_until = 0.0 WHERE id = ? AND runner = ?",
+            [(batch_id, self.runner) for batch_id in batch_ids],
+        )
 
-    async def turn(self, batch: Batch, status: Status, **changes: Any) -> Batch:
+    @transaction
+    def turn(self, connection: sqlite3.Connection, /, batch: Batch, status: Status, **changes: Any) -> Batch:
         """Put a batch into its next status, with these changes. One that was cancelled meanwhile stays so, unless it is
         to fail. Raises LostClaimError."""
-        return await self._database.transact(_turn, self.runner, batch.id, status, changes)
+        batch = self._own(connection, batch)
+        if batch.status == "cancelling" and status != "failed":
+            batch = replace(batch, **changes)
+        else:
+            batch = batch.turned(status, **changes)
+        _save(connection, batch)
+        return batch
 
-    async def answered(self, batch: Batch) -> set[int]:
+    @transaction
+    def answered(self, connection: sqlite3.Connection, batch: Batch) -> set[int]:
         """The numbers of a batch's lines that have an answer."""
-        return await self._database.transact(_answered, batch.id)
+        return {row["line"] for row in connection.execute("SELECT line FROM answers WHERE batch = ?", (batch.id,))}
 
-    async def answer(self, batch: Batch, answers: Iterable[KeptAnswer]) -> None:
+    @transaction
+    def answer(self, connection: sqlite3.Connection, batch: Batch, answers: Iterable[KeptAnswer]) -> None:
         """Keep the answers to some lines. A line that has one already keeps that. Raises LostClaimError."""
-        await self._database.transact(_answer, self.runner, batch.id, answers)
+        self._own_row(connection, batch)
+        connection.executemany(
+            "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", ((batch.id, *answer) for answer in answers)
+        )
 
     async def finish(self, batch: Batch, status: Status, output: Path, errors: Path) -> None:
         """Write the answers, in the order of the lines, into the contents `output` and `errors`, and end the batch. A
@@ -174,7 +237,7 @@ class Batches:
                 "output": (output, await self._write(batch, True, output)),
                 "error": (errors, await self._write(batch, False, errors)),
             }
-            await self._database.transact(_finish, self.runner, batch.id, status, contents)
+            await self._end(batch, status, contents)
         except Exception:  # on a full disk, say, where each try would leave what it has written
             for content in (output, errors):  # who is cancelled must leave them: the record may be written all the same
                 await asyncio.to_thread(content.unlink, missing_ok=True)
@@ -182,26 +245,95 @@ class Batches:
         while await self.forget():
             pass
 
-    async def forget(self) -> bool:
+    @transaction
+    def forget(self, connection: sqlite3.Connection) -> bool:
         """Delete some of the answers of batches that have ended. Returns whether there were any."""
-        return await self._database.transact(_forget)
+        deleted = connection.execute(
+            "DELETE FROM answers WHERE (batch, line) IN (SELECT batch, line FROM answers WHERE batch IN"
+            " (SELECT id FROM batches WHERE ended) LIMIT ?)",
+            (_FORGOTTEN_AT_ONCE,),
+        )
+        return deleted.rowcount > 0
 
-    async def sweep(self, now: float) -> None:
+    @transaction
+    def sweep(self, connection: sqlite3.Connection, now: float) -> None:
         """Delete the records of batches that ended `KEPT_S` ago and of whose files none is left."""
-        await self._database.transact(_sweep, now)
+        ended_at = ", ".join(f"coalesce(json_extract(record, '$.stamps.{status}'), 0)" for status in sorted(ENDED))
+        files = ", ".join(f"json_extract(record, '$.{name}_file_id')" for name in ("input", "output", "error"))
+        connection.execute(
+            f"DELETE FROM batches WHERE ended AND created_at <= :before AND max({ended_at}) <= :before"
+            f" AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN ({files}))"
+            " AND NOT EXISTS (SELECT 1 FROM answers WHERE answers.batch = batches.id)",
+            {"before": now - KEPT_S},
+        )
 
     async def _write(self, batch: Batch, succeeded: bool, content: Path) -> int:
         """Write the answers that succeeded, or did not, onto the disk. Returns how many bytes they have; without any
         there is no content."""
         size, last = 0, -1
         with await asyncio.to_thread(content.open, "wb") as out:
-            while rows := await self._database.transact(_answers, batch.id, succeeded, last):
+            while rows := await self._answers(batch, succeeded, last):
                 last = rows[-1]["line"]
                 size += await asyncio.to_thread(out.write, b"".join(f"{row['answer']}\n".encode() for row in rows))
-            await asyncio.to_thread(_sync, out)
+            await asyncio.to_thread(to_disk, out)  # the answers are forgotten next
         if not size:
             await asyncio.to_thread(content.unlink)
         return size
+
+    @transaction
+    def _answers(
+        self, connection: sqlite3.Connection, batch: Batch, succeeded: bool, after: int
+    ) -> Sequence[sqlite3.Row]:
+        """The next kept answers of a batch that succeeded, or that did not, in the order of the lines: those behind the
+        line `after`, as many as are written at once."""
+        found: list[sqlite3.Row] = []
+        num_chars = 0
+        with closing(
+            connection.execute(
+                "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line",
+                (batch.id, succeeded, after),
+            )
+        ) as rows:
+            for row in rows:
+                found.append(row)
+                num_chars += len(row["answer"])
+                if num_chars >= _WRITTEN_AT_ONCE:
+                    break
+        return found
+
+    @transaction
+    def _end(
+        self, connection: sqlite3.Connection, batch: Batch, status: Status, contents: Mapping[str, tuple[Path, int]]
+    ) -> None:
+        """End a batch with files of these contents, each with its bytes. Raises LostClaimError."""
+        batch = self._own(connection, batch)
+        files: dict[str, str] = {}
+        for name, (content, size) in contents.items():
+            if size == 0:
+                continue
+            file = StoredFile(
+                id=content.name,
+                owner=batch.owner,
+                filename=f"{batch.id}_{name}.jsonl",
+                purpose="batch_output",
+                num_bytes=size,
+                created_at=int(time.time()),
+            )
+            insert_file(connection, file)
+            files[f"{name}_file_id"] = file.id
+        _save(connection, batch.turned(status, **files))
+
+    def _own(self, connection: sqlite3.Connection, batch: Batch) -> Batch:
+        """The batch as it is kept, if this gateway has the claim on it. Raises LostClaimError."""
+        return _of_row(connection, self._own_row(connection, batch))
+
+    def _own_row(self, connection: sqlite3.Connection, batch: Batch) -> sqlite3.Row:
+        row: sqlite3.Row | None = connection.execute(
+            "SELECT * FROM batches WHERE id = ? AND runner = ?", (batch.id, self.runner)
+        ).fetchone()
+        if row is None:
+            raise LostClaimError(batch.id)
+        return row
 
 
 def _of_row(connection: sqlite3.Connection, row: sqlite3.Row) -> Batch:
@@ -212,13 +344,6 @@ def _of_row(connection: sqlite3.Connection, row: sqlite3.Row) -> Batch:
         "SELECT coalesce(sum(succeeded), 0), coalesce(sum(1 - succeeded), 0) FROM answers WHERE batch = ?", (batch.id,)
     ).fetchone()
     return replace(batch, num_succeeded=succeeded, num_failed=failed)
-
-
-def _create(connection: sqlite3.Connection, batch: Batch) -> None:
-    connection.execute(
-        "INSERT INTO batches (id, owner, created_at, record) VALUES (?, ?, ?, ?)",
-        (batch.id, batch.owner, batch.created_at, json.dumps(asdict(batch))),
-    )
 
 
 def _save(connection: sqlite3.Connection, batch: Batch) -> None:
@@ -233,158 +358,3 @@ def _get(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
     if row is None:
         raise NotFoundError(f"There is no batch {batch_id[:100]!r}.", param="batch_id", code="batch_not_found")
     return _of_row(connection, row)
-
-
-def _list(connection: sqlite3.Connection, owner: str, after: str | None, limit: int) -> list[Batch]:
-    rows = page(connection, "batches", "owner = ?", (owner,), after, limit, newest_first=True)
-    return [_of_row(connection, row) for row in rows]
-
-
-def _cancel(connection: sqlite3.Connection, batch_id: str, owner: str) -> Batch:
-    batch = _get(connection, batch_id, owner)
-    if batch.status in ENDED:
-        raise ConflictError(f"The batch has ended: it is {batch.status}.", param="batch_id", code="batch_ended")
-    if batch.status in ("validating", "in_progress"):
-        batch = batch.turned("cancelling")
-        _save(connection, batch)
-    return batch
-
-
-def _claim(
-    connection: sqlite3.Connection, runner: str, claims: Claims, besides: list[str], of_others: bool, takes_oldest: bool
-) -> Batch | None:
-    free: list[sqlite3.Row] = []
-    num_running = Counter[str]()  # by owner
-    # Of those that nobody has claimed only the oldest of each owner: there may be many thousands.
-    for row in connection.execute(
-        "SELECT id, owner, runs_until, created_at, rowid FROM batches WHERE NOT ended AND runs_until IS NOT NULL"
-        " UNION ALL SELECT id, owner, runs_until, min(created_at), rowid FROM batches"
-        " WHERE NOT ended AND runs_until IS NULL GROUP BY owner ORDER BY created_at, rowid"
-    ):
-        is_free = row["runs_until"] is None or claims.is_over(row["id"], row["runs_until"])
-        if is_free and row["id"] not in besides:
-            free.append(row)
-        else:
-            num_running[row["owner"]] += 1
-    chosen = min(free, key=lambda row: 0 if takes_oldest else num_running[row["owner"]], default=None)
-    if chosen is None or (of_others and num_running[chosen["owner"]] and not takes_oldest):
-        return None
-    if chosen["runs_until"]:
-        do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
-    row = connection.execute(
-        "UPDATE batches SET runner = ?, runs_until = ? WHERE id = ? RETURNING *",
-        (runner, time.time() + CLAIM_S, chosen["id"]),
-    ).fetchone()
-    return _of_row(connection, row)
-
-
-def _renew(
-    connection: sqlite3.Connection, runner: str, batch_ids: list[str], leaves: bool = False
-) -> dict[str, Status]:
-    until = 0.0 if leaves else time.time() + CLAIM_S
-    statuses: dict[str, Status] = {}
-    for batch_id in batch_ids:
-        row = connection.execute(
-            "UPDATE batches SET runs_until = ? WHERE id = ? AND runner = ? RETURNING json_extract(record, '$.status')",
-            (until, batch_id, runner),
-        ).fetchone()
-        if row is not None:
-            statuses[batch_id] = row[0]
-    return statuses
-
-
-def _own(connection: sqlite3.Connection, runner: str, batch_id: str) -> Batch:
-    """The batch, if `runner` has the claim on it. Raises LostClaimError."""
-    row = connection.execute("SELECT * FROM batches WHERE id = ? AND runner = ?", (batch_id, runner)).fetchone()
-    if row is None:
-        raise LostClaimError(batch_id)
-    return _of_row(connection, row)
-
-
-def _turn(connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, changes: dict[str, Any]) -> Batch:
-    batch = _own(connection, runner, batch_id)
-    if batch.status == "cancelling" and status != "failed":
-        batch = replace(batch, **changes)
-    else:
-        batch = batch.turned(status, **changes)
-    _save(connection, batch)
-    return batch
-
-
-def _answered(connection: sqlite3.Connection, batch_id: str) -> set[int]:
-    return {row["line"] for row in connection.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
-
-
-def _answer(connection: sqlite3.Connection, runner: str, batch_id: str, answers: Iterable[KeptAnswer]) -> None:
-    if connection.execute("SELECT 1 FROM batches WHERE id = ? AND runner = ?", (batch_id, runner)).fetchone() is None:
-        raise LostClaimError(batch_id)
-    connection.executemany(
-        "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", ((batch_id, *answer) for answer in answers)
-    )
-
-
-def _finish(
-    connection: sqlite3.Connection, runner: str, batch_id: str, status: Status, contents: dict[str, tuple[Path, int]]
-) -> None:
-    batch = _own(connection, runner, batch_id)
-    files: dict[str, str] = {}
-    for name, (content, size) in contents.items():
-        if size == 0:
-            continue
-        insert_file(
-            connection,
-            StoredFile(
-                id=content.name,
-                owner=batch.owner,
-                filename=f"{batch_id}_{name}.jsonl",
-                purpose="batch_output",
-                num_bytes=size,
-                created_at=int(time.time()),
-            ),
-        )
-        files[f"{name}_file_id"] = content.name
-    _save(connection, batch.turned(status, **files))
-
-
-def _answers(connection: sqlite3.Connection, batch_id: str, succeeded: bool, after: int) -> list[sqlite3.Row]:
-    """The next kept answers of a batch that succeeded, or that did not, in the order of the lines: those behind the
-    line `after`, as many as are written at once."""
-    found: list[sqlite3.Row] = []
-    num_chars = 0
-    with closing(
-        connection.execute(
-            "SELECT line, answer FROM answers WHERE batch = ? AND succeeded = ? AND line > ? ORDER BY line",
-            (batch_id, succeeded, after),
-        )
-    ) as rows:
-        for row in rows:
-            found.append(row)
-            num_chars += len(row["answer"])
-            if num_chars >= _WRITTEN_AT_ONCE:
-                break
-    return found
-
-
-def _sync(out: BinaryIO) -> None:
-    out.flush()
-    os.fsync(out.fileno())  # the answers are forgotten next
-
-
-def _forget(connection: sqlite3.Connection) -> bool:
-    deleted = connection.execute(
-        "DELETE FROM answers WHERE (batch, line) IN (SELECT batch, line FROM answers WHERE batch IN"
-        " (SELECT id FROM batches WHERE ended) LIMIT ?)",
-        (_FORGOTTEN_AT_ONCE,),
-    )
-    return deleted.rowcount > 0
-
-
-def _sweep(connection: sqlite3.Connection, now: float) -> None:
-    ended_at = ", ".join(f"coalesce(json_extract(record, '$.stamps.{status}'), 0)" for status in sorted(ENDED))
-    files = ", ".join(f"json_extract(record, '$.{name}_file_id')" for name in ("input", "output", "error"))
-    connection.execute(
-        f"DELETE FROM batches WHERE ended AND created_at <= :before AND max({ended_at}) <= :before"
-        f" AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN ({files}))"
-        " AND NOT EXISTS (SELECT 1 FROM answers WHERE answers.batch = batches.id)",
-        {"before": now - KEPT_S},
-    )

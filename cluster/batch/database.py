@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import os
 import secrets
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from cluster.errors import UnavailableError
 
@@ -133,6 +134,26 @@ class Database:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+class _OfDatabase(Protocol):
+    database: Database
+
+
+S = TypeVar("S", bound=_OfDatabase)
+
+
+def transaction(
+    method: Callable[Concatenate[S, sqlite3.Connection, P], T],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Make of a method that reads and writes rows one to be awaited: it is called in the database's thread, in a
+    transaction of its own (`Database.transact`), with the connection before its arguments."""
+
+    @functools.wraps(method)
+    async def transacted(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.database.transact(lambda connection: method(self, connection, *args, **kwargs))
+
+    return transacted
 
 
 class Claims:

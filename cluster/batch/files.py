@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from cluster.batch.database import Claims, Database, refused_if_full
+from cluster.batch.database import Claims, Database, refused_if_full, transaction
 from cluster.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PIECE_BYTES: Final = 2**20
@@ -59,16 +59,16 @@ class Files:
     """All files in a database. `budget`: bytes that they and the database's records may take together."""
 
     def __init__(self, database: Database, budget: int) -> None:
-        self._database = database
+        self.database = database
         self._budget = budget
         self._written = Claims(database)  # to what is being copied: when it last was is its gateway's claim
 
     def new_content(self) -> Path:
         """A path to write a content to, which `add` then makes a file."""
-        return self._database.files / f"file-{secrets.token_hex(12)}"
+        return self.database.files / f"file-{secrets.token_hex(12)}"
 
     def content(self, file: StoredFile) -> Path:
-        return self._database.files / file.id
+        return self.database.files / file.id
 
     async def copy(self, source: BinaryIO, content: Path) -> None:
         """Copy `source` to a path that `new_content` gave, and onto the disk. All of it counts from the beginning: of
@@ -77,17 +77,30 @@ class Files:
         part = content.with_name(content.name + _PART)
         try:
             with refused_if_full("a file"):
-                num_bytes = await self._database.in_thread(_reserve, source, part)  # may take long, so under no lock
-                await self._database.transact(_require_room, num_bytes, self._budget)
+                num_bytes = await self.database.in_thread(_reserve, source, part)  # may take long, so under no lock
+                await self.require_room(num_bytes)
                 await asyncio.to_thread(_copy, source, part)
             part.rename(content)  # who is cancelled should not wait, nor leave it behind
         except BaseException:
             part.unlink(missing_ok=True)
             raise
 
-    async def require_room_for_records(self) -> None:
-        """Check that the database's records leave room for more beside no files. Raises UnavailableError."""
-        await self._database.transact(_require_room, 0, self._budget)
+    @transaction
+    def require_room(self, connection: sqlite3.Connection, num_bytes: int) -> None:
+        """Raises UnavailableError where files of so many bytes and the records beside them take more than the budget.
+        Most of the records are the answers of batches that have not ended, and responses; room that was theirs is used
+        again, and does not count."""
+        (records,) = connection.execute(
+            "SELECT (page_count - freelist_count) * page_size"
+            " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
+        ).fetchone()
+        if (used := records + num_bytes) > self._budget:
+            raise UnavailableError(
+                f"Files, batches and responses would take {used} of the {self._budget} bytes that the server has for"
+                " them. Delete some, or ask who operates it for more room (gateway.storage_budget).",
+                retry_after_s=60.0,
+                code="storage_full",
+            )
 
     async def add(
         self, content: Path, owner: str, *, filename: str, purpose: str, expires_after_s: int | None = None
@@ -101,19 +114,20 @@ class Files:
             owner=owner,
             filename=filename,
             purpose=purpose,
-            num_bytes=await self._database.in_thread(os.path.getsize, content),
+            num_bytes=await self.database.in_thread(os.path.getsize, content),
             created_at=created_at,
             expires_at=None if expires_after_s is None else created_at + expires_after_s,
         )
-        await self._database.transact(insert_file, file)
+        await self.database.transact(insert_file, file)
         return file
 
-    async def get(self, file_id: str, owner: str) -> StoredFile:
+    @transaction
+    def get(self, connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile:
         """The owner's file of that id. Raises NotFoundError, also for one of another owner."""
-        found = await self._database.transact(_find, file_id, owner)
-        if found is None:
+        row = connection.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
+        if row is None:
             raise file_not_found(file_id)
-        return found
+        return _of_row(row)
 
     async def read(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
         """Yields the content of a file, piece by piece. Raises NotFoundError where it has been deleted."""
@@ -125,34 +139,61 @@ class Files:
             while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
                 yield piece
 
-    async def list(
-        self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    @transaction
+    def list(
+        self,
+        connection: sqlite3.Connection,
+        owner: str,
+        *,
+        purpose: str | None,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
     ) -> list[StoredFile]:
         """At most `limit` of the owner's files, those that come after the file `after`. Raises InvalidRequestError if
         that is not in the list."""
-        return await self._database.transact(_list, owner, purpose, after, limit, newest_first)
+        where, values = "owner = ? AND (? IS NULL OR purpose = ?)", (owner, purpose, purpose)
+        return [_of_row(row) for row in page(connection, "files", where, values, after, limit, newest_first)]
 
     async def delete(self, file_id: str, owner: str) -> None:
         """Delete the owner's file of that id. Raises NotFoundError, also for one of another owner."""
         file = await self.get(file_id, owner)
-        await self._database.in_thread(self.content(file).unlink, missing_ok=True)
-        await self._database.transact(_delete, file.id)
+        await self.database.in_thread(self.content(file).unlink, missing_ok=True)
+        await self._forget(file)
 
     async def sweep(self, now: float) -> None:
         """Delete files that have expired, contents that have been without a record for `ORPHAN_S`, and what a gateway
         was copying that was killed: to which nothing was written for `_PART_S` by the clock of who sweeps."""
-        known = await self._database.transact(_kept, now)
-        await self._database.in_thread(self._remove_others, known, now)
-        await self._database.transact(_expire, now)
+        await self.database.in_thread(self._remove_others, await self._kept(now), now)
+        await self._expire(now)
 
     def _remove_others(self, known: set[str], now: float) -> None:
-        for content in self._database.files.iterdir():
+        for content in self.database.files.iterdir():
             if content.name in known or (made := _made_at(content)) is None:
                 continue
             # What another machine copies has the time of its clock, or of the file system's.
             is_part = content.suffix == _PART
             if self._written.unchanged_s(content.name, made) > _PART_S if is_part else now - made > ORPHAN_S:
                 content.unlink(missing_ok=True)
+
+    @transaction
+    def _forget(self, connection: sqlite3.Connection, file: StoredFile) -> None:
+        connection.execute("DELETE FROM files WHERE id = ?", (file.id,))
+
+    @transaction
+    def _kept(self, connection: sqlite3.Connection, now: float) -> set[str]:
+        """The names of the contents that must stay: those of files that have not expired, and of the lines of batches
+        that have not ended."""
+        kept = connection.execute(
+            "SELECT id FROM files WHERE expires_at IS NULL OR expires_at > ?"
+            " UNION SELECT id FROM batches WHERE NOT ended",
+            (now,),
+        )
+        return {row["id"] for row in kept}
+
+    @transaction
+    def _expire(self, connection: sqlite3.Connection, now: float) -> None:
+        connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
 
 
 def file_not_found(file_id: str) -> NotFoundError:
@@ -180,8 +221,13 @@ def _reserve(source: BinaryIO, content: Path) -> int:
 def _copy(source: BinaryIO, content: Path) -> None:
     with content.open("r+b") as out:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
-        out.flush()
-        os.fsync(out.fileno())
+        to_disk(out)
+
+
+def to_disk(out: BinaryIO) -> None:
+    """Have all that was written to a file on the disk when this returns."""
+    out.flush()
+    os.fsync(out.fileno())
 
 
 def _of_row(row: sqlite3.Row) -> StoredFile:
@@ -199,51 +245,12 @@ def _bytes_in(folder: Path) -> int:
     return sum(sizes.values())
 
 
-def _require_room(connection: sqlite3.Connection, num_bytes: int, budget: int) -> None:
-    """Raises UnavailableError where files of so many bytes and the records beside them take more. Most of the records
-    are the answers of batches that have not ended, and responses; room that was theirs is used again, and does not
-    count."""
-    (records,) = connection.execute(
-        "SELECT (page_count - freelist_count) * page_size"
-        " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
-    ).fetchone()
-    if (used := records + num_bytes) > budget:
-        raise UnavailableError(
-            f"Files, batches and responses would take {used} of the {budget} bytes that the server has for them."
-            " Delete some, or ask who operates it for more room (gateway.storage_budget).",
-            retry_after_s=60.0,
-            code="storage_full",
-        )
-
-
 def insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:
     """Write a file's record. Call it within a transaction, when the file's content is there."""
     connection.execute(
         "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
         (file.id, file.owner, file.filename, file.purpose, file.num_bytes, file.created_at, file.expires_at),
     )
-
-
-def _find(connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile | None:
-    row = connection.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
-    return None if row is None else _of_row(row)
-
-
-def _list(
-    connection: sqlite3.Connection, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
-) -> list[StoredFile]:
-    return [
-        _of_row(row)
-        for row in page(
-            connection,
-            "files",
-            "owner = ? AND (? IS NULL OR purpose = ?)",
-            (owner, purpose, purpose),
-            after,
-            limit,
-            newest_first,
-        )
-    ]
 
 
 def page(
@@ -270,24 +277,6 @@ def page(
         (*values, after, after, limit),
     ).fetchall()
     return rows
-
-
-def _delete(connection: sqlite3.Connection, file_id: str) -> None:
-    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
-
-
-def _kept(connection: sqlite3.Connection, now: float) -> set[str]:
-    """The names of the contents that must stay: those of files that have not expired, and of the lines of batches that
-    have not ended."""
-    kept = connection.execute(
-        "SELECT id FROM files WHERE expires_at IS NULL OR expires_at > ? UNION SELECT id FROM batches WHERE NOT ended",
-        (now,),
-    )
-    return {row["id"] for row in kept}
-
-
-def _expire(connection: sqlite3.Connection, now: float) -> None:
-    connection.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
 
 
 def _made_at(content: Path) -> float | None:

@@ -84,14 +84,14 @@ class BatchService:
         finally:
             await _cancel(looking, *(run.task for run in self._runs.values()))
             with suppress(sqlite3.OperationalError):  # then its claims are over in a while
-                await self.batches.leave(self._runs)
+                await self.batches.leave(list(self._runs))
             self.database.close()
 
     async def add(self, batch: Batch, file: StoredFile) -> None:
         """Add a batch of the lines in `file`. The file may be deleted from then on. Raises NotFoundError where it has
         been already, and UnavailableError where records alone take all of the budget: those of batches stay, and one
         client makes thousands in a minute."""
-        await self.files.require_room_for_records()
+        await self.files.require_room(0)
         content = self.files.content(file)
         try:
             with refused_if_full("a batch"):
@@ -143,7 +143,7 @@ class BatchService:
         """Look at the batches once: forget those that have ended, end those that are lost or cancelled, and begin those
         that nobody runs."""
         self._runs = {batch_id: run for batch_id, run in self._runs.items() if not run.task.done()}
-        statuses = await self.batches.renew(self._runs)
+        statuses = await self.batches.renew(list(self._runs))
         for batch_id, run in self._runs.items():
             if batch_id not in statuses:
                 run.task.cancel()
@@ -151,7 +151,7 @@ class BatchService:
                 run.is_cancelled.set()
         while len(self._runs) < _MOST_BATCHES:
             lively = sum(time.monotonic() - run.answered_at < _STALLED_S for run in self._runs.values())
-            batch = await self.batches.claim(self._runs, of_others=lively >= _BATCHES)
+            batch = await self.batches.claim(list(self._runs), of_others=lively >= _BATCHES)
             if batch is None:
                 break
             run = _Run()

@@ -18,12 +18,12 @@ import heapq
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait
+from cluster.batch.database import CLAIM_S, Claims, Database, do_not_wait, transaction
 from cluster.errors import InvalidRequestError, NotFoundError
 
 KEPT_S: Final = 30 * 86_400.0  # how long a response is kept after its last use, as at OpenAI
@@ -67,114 +67,195 @@ class Responses:
     that this gateway generates, which are not lost however long it cannot write."""
 
     def __init__(self, database: Database, budget: int, generated: Collection[str] = ()) -> None:
-        self._database = database
+        self.database = database
         self._budget = budget
         self._generated = generated
         self._claims = Claims(database)
         self._num_new = 0  # bytes that were added since the last sweep, roughly
         self.have_grown = asyncio.Event()  # set where these are so many that a sweep should not wait
 
-    def _is_lost(self, response_id: str, until: float) -> bool:
-        return response_id not in self._generated and self._claims.is_over(response_id, until)
-
     async def add(self, response: StoredResponse) -> None:
-        await self._database.transact(_add, response)
+        """Keep a new response."""
+        await self._insert(response)
         self._note_new(len(response.items) + len(response.response))
 
-    def _note_new(self, num_bytes: int) -> None:
-        self._num_new += num_bytes
-        if self._num_new > self._budget // _SWEPT_PART:
-            self.have_grown.set()
-
-    async def get(self, response_id: str, owner: str) -> StoredResponse:
+    @transaction
+    def get(self, connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
         """The owner's response of that id. Raises NotFoundError, also for one of another owner."""
-        return await self._database.transact(_get, self._is_lost, response_id, owner)
+        return self._found(connection, response_id, owner)
 
-    async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
+    async def conversation(self, response_id: str, owner: str) -> Sequence[StoredResponse]:
         """The response and all that it follows, the first one first. Raises InvalidRequestError if one of them is gone
         or is no answer, or if they are too long together."""
-        found = await self._database.transact(_conversation, self._is_lost, response_id, owner)
+        found = await self._chain(response_id, owner)
         with suppress(sqlite3.OperationalError):  # the folder takes no writes now: that costs no conversation
-            await self._database.transact(_use, found)
+            await self._use(found)
         return found
 
-    async def events(
-        self, response_id: str, owner: str, after: int, limit: int
+    @transaction
+    def events(
+        self, connection: sqlite3.Connection, response_id: str, owner: str, after: int, limit: int
     ) -> tuple[list[tuple[int, str]], int, StoredResponse | None]:
         """At most `limit` events behind the number `after`, each with its number; how many there are in all; and the
         response itself if it has ended, all of the same moment. Raises NotFoundError."""
-        return await self._database.transact(_events, self._is_lost, response_id, owner, after, limit)
+        ended = None
+        # Who follows it asks some times a second: what it was asked, which may have megabytes, is not read each time.
+        row = connection.execute(
+            "SELECT runs_until FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+        ).fetchone()
+        if row is None or row["runs_until"] is None or self._is_lost(response_id, row["runs_until"]):
+            ended = self._found(connection, response_id, owner)
+        rows = connection.execute(
+            "SELECT number, event FROM response_events WHERE response = ? AND number > ? ORDER BY number LIMIT ?",
+            (response_id, after, limit),
+        ).fetchall()
+        return [(row["number"], row["event"]) for row in rows], _num_events(connection, response_id), ended
 
-    async def cancel(self, response_id: str, owner: str) -> StoredResponse:
+    @transaction
+    def cancel(self, connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
         """Cancel a response: the gateway that generates it will see that and stop. One that is cancelled already stays
         so. Raises NotFoundError, and InvalidRequestError for one that has ended or is not generated in the
         background."""
-        return await self._database.transact(_cancel, self._is_lost, response_id, owner)
+        response = self._found(connection, response_id, owner)
+        if not response.is_background:
+            raise InvalidRequestError(
+                "Only a response that was made with background: true can be cancelled. To end another one, close its"
+                " connection.",
+                param="response_id",
+            )
+        if response.status == "cancelled":
+            return response
+        if response.runs_until is None:
+            raise InvalidRequestError(f"The response has ended: it is {response.status}.", param="response_id")
+        _end(connection, response_id, "cancelled", json.dumps({**response.describe(), "status": "cancelled"}))
+        return self._found(connection, response_id, owner)
 
-    async def delete(self, response_id: str, owner: str) -> None:
+    @transaction
+    def delete(self, connection: sqlite3.Connection, response_id: str, owner: str) -> None:
         """Delete the owner's response of that id. Raises NotFoundError, also for one of another owner."""
-        await self._database.transact(_delete, self._is_lost, response_id, owner)
+        _drop(connection, [self._found(connection, response_id, owner).id])
 
     async def advance(self, written: Mapping[str, ResponseEvents]) -> set[str]:
         """Add events of responses, those that are not there already, and prolong this gateway's claims on them by
         `CLAIM_S`, from when this is written. Returns the ids of those that are still wanted: neither cancelled, deleted
         nor ended."""
-        wanted = await self._database.transact(_advance, written)
+        wanted = await self.database.transact(_advance, written)
         self._note_new(sum(len(event) for each in written.values() for event in each.events))
         return wanted
 
     async def finish(self, response_id: str, written: ResponseEvents, status: str, response: str) -> None:
         """Add the last events of a response and end it with that status. Does nothing if it is not wanted any more."""
-        await self._database.transact(_finish, response_id, written, status, response)
+        await self._finish(response_id, written, status, response)
         self._note_new(len(response) + sum(map(len, written.events)))
 
-    async def leave(self, response_ids: Collection[str]) -> None:
+    @transaction
+    def leave(self, connection: sqlite3.Connection, response_ids: Collection[str]) -> None:
         """Give up this gateway's claims on these responses: nobody generates them any more."""
-        await self._database.transact(_leave, response_ids)
+        connection.executemany(
+            "UPDATE responses SET runs_until = 0.0 WHERE id = ? AND runs_until IS NOT NULL",
+            ((response_id,) for response_id in response_ids),
+        )
 
     async def sweep(self, now: float) -> None:
         """Delete responses that were not used for `KEPT_S`, and, while all take too much, of the owner whose take most
         the one whose last use is longest ago."""
         self._num_new = 0
         self.have_grown.clear()
-        await self._database.transact(_sweep, now, self._budget)
+        await self._sweep(now)
+
+    @transaction
+    def _insert(self, connection: sqlite3.Connection, response: StoredResponse) -> None:
+        connection.execute(
+            f"INSERT INTO responses ({_COLUMNS}, used_at, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                response.id,
+                response.owner,
+                response.previous,
+                response.status,
+                response.is_background,
+                response.items,
+                response.response,
+                response.runs_until,
+                time.time(),
+                len(response.items) + len(response.response),
+            ),
+        )
+
+    @transaction
+    def _chain(self, connection: sqlite3.Connection, response_id: str, owner: str) -> Sequence[StoredResponse]:
+        """See `conversation`."""
+        found: list[StoredResponse] = []
+        next_id: str | None = response_id
+        num_bytes = 0
+        while next_id is not None:
+            response = self._find(connection, next_id, owner)
+            if response is None:
+                raise _no_conversation(f"There is no response {next_id[:100]!r}", code="previous_response_not_found")
+            if response.status not in ("completed", "incomplete"):
+                raise _no_conversation(f"The response {next_id!r} is no answer: it is {response.status}")
+            found.append(response)
+            num_bytes += len(response.items) + len(response.response)
+            if num_bytes > MAX_CONVERSATION_BYTES:
+                raise _no_conversation(f"The conversation is larger than {MAX_CONVERSATION_BYTES} bytes")
+            next_id = response.previous
+        return found[::-1]
+
+    @transaction
+    def _use(self, connection: sqlite3.Connection, responses: Collection[StoredResponse]) -> None:
+        do_not_wait(connection)  # who fails to note it does no harm, and all others wait behind it
+        now = time.time()
+        connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", ((now, each.id) for each in responses))
+
+    @transaction
+    def _finish(
+        self, connection: sqlite3.Connection, response_id: str, written: ResponseEvents, status: str, response: str
+    ) -> None:
+        if _advance(connection, {response_id: written}):
+            connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
+            _end(connection, response_id, status, response)
+
+    @transaction
+    def _sweep(self, connection: sqlite3.Connection, now: float) -> None:
+        unused = connection.execute("SELECT id FROM responses WHERE used_at < ?", (now - KEPT_S,)).fetchall()
+        _drop(connection, [row["id"] for row in unused])
+        (num_bytes,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
+        if num_bytes > self._budget:
+            _drop(connection, _beyond(connection, num_bytes - self._budget))
+
+    def _find(self, connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse | None:
+        """The owner's response of that id; None: there is none. One that is lost is ended here as failed."""
+        row = connection.execute(
+            f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+        ).fetchone()
+        if row is None:
+            return None
+        if row["runs_until"] is None or not self._is_lost(response_id, row["runs_until"]):
+            return StoredResponse(**{**dict(row), "is_background": bool(row["is_background"])})
+        do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
+        told = {**json.loads(row["response"]), "status": "failed", "error": _LOST}
+        _end(connection, response_id, "failed", json.dumps(told))
+        return self._find(connection, response_id, owner)
+
+    def _found(self, connection: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
+        """As `_find`. Raises NotFoundError."""
+        found = self._find(connection, response_id, owner)
+        if found is None:
+            raise NotFoundError(
+                f"There is no response {response_id[:100]!r}.", param="response_id", code="response_not_found"
+            )
+        return found
+
+    def _is_lost(self, response_id: str, until: float) -> bool:
+        """Whether nobody generates a response any more whose claim is said to last `until`."""
+        return response_id not in self._generated and self._claims.is_over(response_id, until)
+
+    def _note_new(self, num_bytes: int) -> None:
+        self._num_new += num_bytes
+        if self._num_new > self._budget // _SWEPT_PART:
+            self.have_grown.set()
 
 
-_IsLost = Callable[[str, float], bool]  # of a response, by its id and its `runs_until`
 _COLUMNS: Final = "id, owner, previous, status, is_background, items, response, runs_until"
-
-
-def _add(connection: sqlite3.Connection, response: StoredResponse) -> None:
-    connection.execute(
-        f"INSERT INTO responses ({_COLUMNS}, used_at, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            response.id,
-            response.owner,
-            response.previous,
-            response.status,
-            response.is_background,
-            response.items,
-            response.response,
-            response.runs_until,
-            time.time(),
-            len(response.items) + len(response.response),
-        ),
-    )
-
-
-def _find(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse | None:
-    """The owner's response of that id; None: there is none. One that is lost is ended here as failed."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
-    ).fetchone()
-    if row is None:
-        return None
-    if row["runs_until"] is None or not is_lost(response_id, row["runs_until"]):
-        return StoredResponse(**{**dict(row), "is_background": bool(row["is_background"])})
-    do_not_wait(connection)  # whoever keeps this out has kept its gateway from prolonging the claim
-    told = {**json.loads(row["response"]), "status": "failed", "error": _LOST}
-    _end(connection, response_id, "failed", json.dumps(told))
-    return _find(connection, is_lost, response_id, owner)
 
 
 def _end(connection: sqlite3.Connection, response_id: str, status: str, response: str) -> None:
@@ -185,101 +266,23 @@ def _end(connection: sqlite3.Connection, response_id: str, status: str, response
     )
 
 
-def _get(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse:
-    found = _find(connection, is_lost, response_id, owner)
-    if found is None:
-        raise NotFoundError(
-            f"There is no response {response_id[:100]!r}.", param="response_id", code="response_not_found"
-        )
-    return found
-
-
-def _conversation(
-    connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str
-) -> list[StoredResponse]:
-    found: list[StoredResponse] = []
-    next_id: str | None = response_id
-    num_bytes = 0
-    while next_id is not None:
-        response = _find(connection, is_lost, next_id, owner)
-        if response is None:
-            raise _no_conversation(f"There is no response {next_id[:100]!r}", code="previous_response_not_found")
-        if response.status not in ("completed", "incomplete"):
-            raise _no_conversation(f"The response {next_id!r} is no answer: it is {response.status}")
-        found.append(response)
-        num_bytes += len(response.items) + len(response.response)
-        if num_bytes > MAX_CONVERSATION_BYTES:
-            raise _no_conversation(f"The conversation is larger than {MAX_CONVERSATION_BYTES} bytes")
-        next_id = response.previous
-    return found[::-1]
-
-
-def _use(connection: sqlite3.Connection, responses: Collection[StoredResponse]) -> None:
-    do_not_wait(connection)  # who fails to note it does no harm, and all others wait behind it
-    now = time.time()
-    connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", ((now, each.id) for each in responses))
-
-
 def _no_conversation(what: str, code: str | None = None) -> InvalidRequestError:
     return InvalidRequestError(f"{what}. Send what was said before as input.", param="previous_response_id", code=code)
 
 
-def _events(
-    connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str, after: int, limit: int
-) -> tuple[list[tuple[int, str]], int, StoredResponse | None]:
-    ended = None
-    # Who follows it asks some times a second: what it was asked, which may have megabytes, is not read each time.
-    row = connection.execute(
-        "SELECT runs_until FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
-    ).fetchone()
-    if row is None or row["runs_until"] is None or is_lost(response_id, row["runs_until"]):
-        ended = _get(connection, is_lost, response_id, owner)
-    rows = connection.execute(
-        "SELECT number, event FROM response_events WHERE response = ? AND number > ? ORDER BY number LIMIT ?",
-        (response_id, after, limit),
-    ).fetchall()
+def _num_events(connection: sqlite3.Connection, response_id: str) -> int:
     (num_events,) = connection.execute(
         "SELECT coalesce(max(number) + 1, 0) FROM response_events WHERE response = ?", (response_id,)
     ).fetchone()
-    return [(row["number"], row["event"]) for row in rows], num_events, ended
-
-
-def _cancel(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> StoredResponse:
-    response = _get(connection, is_lost, response_id, owner)
-    if not response.is_background:
-        raise InvalidRequestError(
-            "Only a response that was made with background: true can be cancelled. To end another one, close its"
-            " connection.",
-            param="response_id",
-        )
-    if response.status == "cancelled":
-        return response
-    if response.runs_until is None:
-        raise InvalidRequestError(f"The response has ended: it is {response.status}.", param="response_id")
-    _end(connection, response_id, "cancelled", json.dumps({**response.describe(), "status": "cancelled"}))
-    return _get(connection, is_lost, response_id, owner)
-
-
-def _delete(connection: sqlite3.Connection, is_lost: _IsLost, response_id: str, owner: str) -> None:
-    response = _get(connection, is_lost, response_id, owner)
-    connection.execute("DELETE FROM responses WHERE id = ?", (response.id,))
-    connection.execute("DELETE FROM response_events WHERE response = ?", (response.id,))
-
-
-def _leave(connection: sqlite3.Connection, response_ids: Collection[str]) -> None:
-    for response_id in response_ids:
-        connection.execute(
-            "UPDATE responses SET runs_until = 0.0 WHERE id = ? AND runs_until IS NOT NULL", (response_id,)
-        )
+    return int(num_events)
 
 
 def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvents]) -> set[str]:
+    """See `Responses.advance`."""
     until = time.time() + CLAIM_S
     wanted: set[str] = set()
     for response_id, (first, events) in written.items():
-        (num_there,) = connection.execute(
-            "SELECT coalesce(max(number) + 1, 0) FROM response_events WHERE response = ?", (response_id,)
-        ).fetchone()
+        num_there = _num_events(connection, response_id)
         new = events[max(0, num_there - first) :]
         row = connection.execute(
             "UPDATE responses SET runs_until = ?, bytes = bytes + ?, status = iif(?, 'in_progress', status)"
@@ -293,22 +296,6 @@ def _advance(connection: sqlite3.Connection, written: Mapping[str, ResponseEvent
                 ((response_id, number, event) for number, event in enumerate(new, max(first, num_there))),
             )
     return wanted
-
-
-def _finish(
-    connection: sqlite3.Connection, response_id: str, written: ResponseEvents, status: str, response: str
-) -> None:
-    if _advance(connection, {response_id: written}):
-        connection.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (len(response), response_id))
-        _end(connection, response_id, status, response)
-
-
-def _sweep(connection: sqlite3.Connection, now: float, budget: int) -> None:
-    unused = connection.execute("SELECT id FROM responses WHERE used_at < ?", (now - KEPT_S,)).fetchall()
-    _drop(connection, [row["id"] for row in unused])
-    (num_bytes,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
-    if num_bytes > budget:
-        _drop(connection, _beyond(connection, num_bytes - budget))
 
 
 def _beyond(connection: sqlite3.Connection, num_bytes: int) -> list[str]:

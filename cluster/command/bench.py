@@ -24,8 +24,7 @@ import uvloop
 
 from cluster.command.arguments import ArgumentsError, headers_of
 from cluster.load.client import CHAT, COMPLETIONS, AnswerError, Piece, ServerAddress, read_stream, stream_chunks
-from cluster.load.pace import keep_open, send_at_their_times
-from cluster.load.prompts import text_of
+from cluster.load.sending import keep_open, send_at_their_times, text_of
 from cluster.load.timing import MS, Json, RequestTiming, percentile, rounded
 from cluster.simulation.records import aligned
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests

@@ -120,7 +120,6 @@ def _gguf_forms(folder: Path) -> Mapping[str, CodeFormat]:
 
 
 def _rounded_form(quantisation: Quantisation, name: str) -> CodeFormat:
-
     rounding = quantisation if name != _HEAD else quantisation.of_the_head
     if rounding.name == "int8":
         return CodeFormat(bits=8, lowest=-128, group_size=rounding.group_size, has_minimums=False)
@@ -208,11 +207,11 @@ def weight_sizes(
 
     def bytes_each(name: str) -> float:
         if forms and (form := forms.get(name)) is not None:
-            if stays_quantised:  # scales and minimums in 16 bits
-                return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
+            if stays_quantised:
+                return _coded_bytes(form)
             return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size  # in float32, zero points in a byte
         if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
-            return _rounded_bytes(quantisation, name)
+            return _coded_bytes(_rounded_form(quantisation, name))
         return value_bytes
 
     sizes = {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
@@ -261,10 +260,9 @@ def _require_all(
             )
 
 
-def _rounded_bytes(quantisation: Quantisation, name: str) -> float:
-    """The bytes of one rounded value of this weight, with its part of scales and minimums of two bytes."""
-    rounding = quantisation if name != _HEAD else quantisation.of_the_head
-    return 1 + 2 / rounding.group_size if rounding.name == "int8" else 0.5 + 4 / rounding.group_size
+def _coded_bytes(form: CodeFormat) -> float:
+    """The bytes of one value in codes, with its part of scales and minimums of 16 bits."""
+    return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
 
 
 def num_values(folder: Path) -> int:

@@ -1,21 +1,27 @@
-"""What whoever types `serve run` is told in his terminal: where Legato answers, what is unset, why it does not start.
+"""What Legato says where Serve runs it: to whoever types `serve run`, where it answers, what is unset and why it does
+not start; and in each replica's own log, which Ray's dashboard shows.
 
 Serve writes its processes' output to files where it runs as Legato has it run, and its own account of an application
-that fails lies there, too. Ray passes on what a process writes to the streams that it was started with.
+that fails lies there, too. Ray passes on what a process writes to the streams that it was started with. A replica's log
+is JSON where the configuration says `logging_config: {encoding: JSON}`, one object a line. What is logged about a
+request has its id as `request` (`extra={"request": ...}`), and what is about several as `requests`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from logging.handlers import MemoryHandler
 from types import MappingProxyType
 from typing import TextIO
 
 import ray
 from ray import serve
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.config import HTTPOptions
 
 from cluster.config.load import draw_secret
@@ -91,3 +97,21 @@ def is_first_replica() -> bool:
     """Whether this process is the first replica of its deployment."""
     rank = serve.get_replica_context().rank
     return rank is None or rank.rank == 0
+
+
+def log_with_serve(level: str) -> None:
+    """Write what Legato logs into Serve's log of this replica, or to standard error if Serve has none. Call it first in
+    a replica's constructor."""
+    handlers = [_unbuffered(handler) for handler in logging.getLogger(SERVE_LOGGER_NAME).handlers]
+    logging.basicConfig(level=level, handlers=handlers or None, force=True)
+
+
+def _unbuffered(handler: logging.Handler) -> logging.Handler:
+    """A handler like this one that writes each record at once. Serve, which logs every request, collects a thousand
+    records before it writes them; Legato logs only what is rare."""
+    if not isinstance(handler, MemoryHandler) or handler.target is None:
+        return handler
+    direct = MemoryHandler(capacity=1, target=handler.target)
+    for field_filter in handler.filters:
+        direct.addFilter(field_filter)
+    return direct

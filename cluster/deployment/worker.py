@@ -13,8 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config.load import cluster_secret
 from cluster.config.settings import LegatoConfig
-from cluster.deployment.announce import starting
-from cluster.deployment.logs import log_with_serve
+from cluster.deployment.announce import log_with_serve, starting
 from cluster.deployment.ray_access import keep_replica_on_loopback
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint

@@ -21,8 +21,7 @@ from cluster.gateway.generator import AnswerGateway, ConnectionState
 from cluster.gateway.worker_connections import WorkerConnections
 from cluster.scheduler.role_changes import require_ordered
 from cluster.slo.report import SloReport
-from kv_transfer.connections.connection import Connection
-from kv_transfer.connections.reconnecting import stay_connected
+from kv_transfer.connections.connection import Connection, stay_connected
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import IndexReport
 from kv_transfer.messages.fields import Role

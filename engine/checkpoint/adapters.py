@@ -10,6 +10,7 @@ An adapter adds `scale * B(A(x))` to projections of `x`: `A [rank, in]`, `B [out
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,46 +78,23 @@ _BEGINNINGS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 _ADAPTED: Final = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
-_SIDE_BY_SIDE: Final = (  # in a layer, as they are packed
-    ("self_attn.q", "self_attn.k", "self_attn.v"),
-    ("self_attn.o",),
-    ("mlp.gate", "mlp.up"),
-    ("mlp.down",),
-)
+SIDE_BY_SIDE: Final = {
+    "qkv": ("self_attn.q", "self_attn.k", "self_attn.v"),
+    "output": ("self_attn.o",),
+    "gate_up": ("mlp.gate", "mlp.up"),
+    "down": ("mlp.down",),
+}
+"""A layer's projections as they are packed, by the names of `AdapterLayer`."""
 _PROJECTIONS: Final = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class LowRankWeights:
-    """What an adapter adds to one projection: `up @ (down @ x)`."""
-
-    down: Tensor  # [rank, in]
-    up: Tensor  # [out, rank], with the scale
-
-
-AdapterWeights = Mapping[str, LowRankWeights]
-"""By the projections' names in the model, such as `model.layers.0.self_attn.q_proj`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
-    """Where adapters with the same header and the same scales have their weights. `projections`: as in
-    `AdapterWeights`."""
+    """Where adapters with the same header and the same scales have their weights. `projections`: by their names in the
+    model, such as `model.layers.0.self_attn.q_proj`."""
 
     start: int  # of the tensors, in the file
     projections: Mapping[str, StoredLowRank]
-
-    def weights(self, tensors: memoryview, dtype: torch.dtype) -> AdapterWeights:
-        """All weights of a file, from its first tensor on, in the model's type: copies, as kernels may keep them, and
-        what lies in the file would keep all of it."""
-        stored = [rows for low_rank in self.projections.values() for rows in (low_rank.down, low_rank.up)]
-        tensor = _tensors(tensors, {rows.dtype for rows in stored})
-
-        def scaled(rows: StoredRows) -> Tensor:
-            found = tensor(rows)
-            return found * rows.scale if found.dtype == dtype else (found.float() * rows.scale).to(dtype)
-
-        return {name: LowRankWeights(scaled(one.down), scaled(one.up)) for name, one in self.projections.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,17 +179,25 @@ def _rows(stored: _Stored) -> StoredRows:
     return StoredRows(stored.place[0], stored.dtype, num_rows, num_columns)
 
 
-def _tensors(data: memoryview, dtypes: Iterable[torch.dtype]) -> Callable[[StoredRows], Tensor]:
-    """Gives tensors where they lie, as they are stored: there are hundreds, so each takes one call of torch's."""
-    numbers = {dtype: torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize) for dtype in dtypes}
+def tensors_in(data: memoryview, dtype: torch.dtype) -> Callable[[StoredRows], Tensor]:
+    """Gives tensors of a file, which is given from its first one on, in the model's type, scaled and in their order.
+    They are copies, as kernels may keep them, and what lies in the file would keep all of it. There are hundreds, so
+    each takes few calls of torch's."""
+
+    @functools.cache
+    def numbers(stored: torch.dtype) -> Tensor:
+        return torch.frombuffer(data, dtype=stored, count=len(data) // stored.itemsize)
 
     def tensor(rows: StoredRows) -> Tensor:
         shape = rows.num_rows, rows.num_columns
         first, rest = divmod(rows.first, rows.dtype.itemsize)
         if rest:  # behind a tensor of another type
             stop = rows.first + math.prod(shape) * rows.dtype.itemsize
-            return torch.frombuffer(bytearray(data[rows.first : stop]), dtype=rows.dtype).view(shape)
-        return numbers[rows.dtype].as_strided(shape, (rows.num_columns, 1), first)
+            found = torch.frombuffer(bytearray(data[rows.first : stop]), dtype=rows.dtype).view(shape)
+        else:
+            found = numbers(rows.dtype).as_strided(shape, (rows.num_columns, 1), first)
+        scaled = found * rows.scale if found.dtype == dtype else (found.float() * rows.scale).to(dtype)
+        return scaled if rows.order is None else scaled[rows.order]
 
     return tensor
 
@@ -228,20 +214,11 @@ def adapter_digest(folder: Path) -> str:
     return _digest(map(of_file, (CONFIG_NAME, WEIGHTS_NAME)))
 
 
-def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
-    """All weights of an adapter for this model, in its type. Raises ValueError where the folder holds none, or one that
-    cannot be computed exactly."""
-    with ThreadPoolExecutor(1) as beside:
-        files = AdapterFiles.read(folder, beside)
-    layout = AdapterReader(model, max_rank).layout(files)
-    return layout.weights(files.tensors[layout.start :], dtype)
-
-
 def product_shapes(model: ModelConfig, ranks: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """`[out, in]` of all products by which an adapter of these ranks, by the projections' names, is computed: down to
     the ranks of all projections side by side, and up from each one's."""
     shapes = expected_shapes(model)
-    for layer, side_by_side in itertools.product(range(len(model.layers)), _SIDE_BY_SIDE):
+    for layer, side_by_side in itertools.product(range(len(model.layers)), SIDE_BY_SIDE.values()):
         names = [name for part in side_by_side if (name := f"model.layers.{layer}.{part}_proj") in ranks]
         even = [even_rank(ranks[name]) for name in names]
         projections = [shapes[f"{name}.weight"] for name in names]

@@ -8,7 +8,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.checkpoint.adapters import AdapterLayout, AdapterWeights, product_shapes
-from engine.checkpoint.weights import Weights
+from engine.checkpoint.adapters import SIDE_BY_SIDE, AdapterLayout, product_shapes, tensors_in
+from engine.checkpoint.weights import Weights, expected_shapes
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ExpertsConfig, LayerConfig, ModelConfig
@@ -31,7 +30,7 @@ from engine.model.latent import (
 )
 from engine.model.rope import RopeConfig, RotaryEmbedding
 from engine.model.shards import WHOLE, Shard
-from kernels.adapters import Adapter, AdapterLayer, LowRank, StoredLowRank, UpProjection, even_rank
+from kernels.adapters import Adapter, AdapterLayer, StoredLayer, StoredLowRank
 from kernels.cpu.huge_pages import memory_apart
 from kernels.interface import (
     ExpertChoice,
@@ -44,7 +43,6 @@ from kernels.interface import (
     Linear,
     PagedAttention,
 )
-from kernels.native.adapters import StoredLayer
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
@@ -237,61 +235,39 @@ class Model:
         """What packs adapters that lie in their files like this: of each it is given the file from the first tensor on.
         Each has memory of its own that goes with it. For a model without ranks."""
         assert self._ranks is None, "an adapter's weights would have to be cut as the model's are"
-        if isinstance(self._kernels, NativeCpuKernels):
-            layers = [self._stored_layer(layout, index) for index in range(len(self.config.layers))]
-            if (form := self._kernels.adapter_form(layers, self.dtype)) is not None:
-                return form.pack
-        return lambda tensors: self.adapter(layout.weights(tensors, self.dtype))
-
-    def _stored_layer(self, layout: AdapterLayout, index: int) -> StoredLayer:
-        rope = self.config.layers[index].rope
-        stored: dict[str, list[tuple[StoredLowRank, int]]] = {}
-        for place, outputs in self._adapted_projections(index).items():
-            first_outputs = itertools.accumulate(outputs.values(), initial=0)
-            for name, first_output in zip(outputs, first_outputs, strict=False):
-                if (low_rank := layout.projections.get(name)) is None:
-                    continue
-                if rope.reorders_heads and name.endswith(("q_proj", "k_proj")):
-                    order = self._in_head_order(torch.arange(outputs[name]), rope)
-                    low_rank = replace(low_rank, up=replace(low_rank.up, order=order))
-                stored.setdefault(place, []).append((low_rank, first_output))
-        return stored
-
-    def adapter(self, weights: AdapterWeights) -> Adapter:
-        """Pack an adapter for batches of this model weight by weight, in memory of its own that goes with it."""
-        kernels = self._kernels
-        ranks = {name: low_rank.up.shape[1] for name, low_rank in weights.items()}
+        kernels, stored = self._kernels, self._stored_layers(layout)
+        if isinstance(kernels, NativeCpuKernels) and (form := kernels.adapter_form(stored, self.dtype)) is not None:
+            return form.pack
+        ranks = {name: low_rank.down.num_rows for name, low_rank in layout.projections.items()}
         num_bytes = kernels.packed_bytes(product_shapes(self.config, ranks), self.dtype)
-        if isinstance(kernels, NativeCpuKernels):
-            kernels = kernels.packing_into(memory_apart(num_bytes))
-        layers = tuple(self._adapter_layer(weights, index, kernels) for index in range(len(self.config.layers)))
-        return Adapter(layers, num_bytes)
 
-    def _adapter_layer(self, weights: AdapterWeights, index: int, kernels: Kernels) -> AdapterLayer:
-        rope = self.config.layers[index].rope
-        if rope.reorders_heads:
-            turned = [name for kind in "qk" if (name := f"model.layers.{index}.self_attn.{kind}_proj") in weights]
-            ups = {name: self._in_head_order(weights[name].up, rope) for name in turned}
-            weights = {**weights, **{name: replace(weights[name], up=up) for name, up in ups.items()}}
-        projections = self._adapted_projections(index).items()
-        packed = {place: _low_rank(kernels, outputs, weights, self.device) for place, outputs in projections}
-        return AdapterLayer(**packed)
+        def pack(tensors: memoryview) -> Adapter:
+            own, tensor = kernels, tensors_in(tensors, self.dtype)
+            if isinstance(kernels, NativeCpuKernels):
+                own = kernels.packing_into(memory_apart(num_bytes))
+            layers = [AdapterLayer.packed(own, layer, tensor, self.device) for layer in stored]
+            return Adapter(layers.__getitem__, num_bytes)
 
-    def _adapted_projections(self, index: int) -> dict[str, dict[str, int]]:
-        """The projections of a layer that adapters are for and how many outputs each has, by the names of
-        `AdapterLayer`, in the order in which they are packed."""
-        config, prefix = self.config, f"model.layers.{index}"
-        keys, width = config.num_kv_heads * config.head_dim, config.intermediate_size
-        return {
-            "qkv": {
-                f"{prefix}.self_attn.q_proj": config.num_heads * config.head_dim,
-                f"{prefix}.self_attn.k_proj": keys,
-                f"{prefix}.self_attn.v_proj": keys,
-            },
-            "output": {f"{prefix}.self_attn.o_proj": config.hidden_size},
-            "gate_up": {f"{prefix}.mlp.gate_proj": width, f"{prefix}.mlp.up_proj": width},
-            "down": {f"{prefix}.mlp.down_proj": config.hidden_size},
-        }
+        return pack
+
+    def _stored_layers(self, layout: AdapterLayout) -> list[StoredLayer]:
+        shapes = expected_shapes(self.config)
+        layers: list[StoredLayer] = []
+        for index, layer in enumerate(self.config.layers):
+            stored: dict[str, list[tuple[StoredLowRank, int]]] = {}
+            for place, projections in SIDE_BY_SIDE.items():
+                first_output = 0
+                for projection in projections:
+                    name = f"model.layers.{index}.{projection}_proj"
+                    num_outputs, *_ = shapes.get(f"{name}.weight", (0,))
+                    if (low_rank := layout.projections.get(name)) is not None:
+                        if layer.rope.reorders_heads and name.endswith(("q_proj", "k_proj")):
+                            order = self._in_head_order(torch.arange(num_outputs), layer.rope)
+                            low_rank = replace(low_rank, up=replace(low_rank.up, order=order))
+                        stored.setdefault(place, []).append((low_rank, first_output))
+                    first_output += num_outputs
+            layers.append(stored)
+        return layers
 
     def _run_fused(self, x: Tensor, normed: Tensor, step: _Step) -> int:
         """Run as many of the first layers as one call takes, and return how many these are: `x`, `normed` become
@@ -555,28 +531,6 @@ class Model:
         want."""
         by_head = torch.unflatten(heads, 0, (-1, self.config.head_dim))
         return by_head[:, rope.head_order(self.config.head_dim)].flatten(0, 1)
-
-
-def _low_rank(
-    kernels: Kernels, outputs: Mapping[str, int], weights: AdapterWeights, device: torch.device
-) -> LowRank | None:
-    """What an adapter adds to projections side by side, of so many `outputs` each."""
-    downs, ups = [], []
-    first_rank = first_output = 0
-    for name, num_outputs in outputs.items():
-        if (low_rank := weights.get(name)) is not None:
-            down, up = low_rank.down, low_rank.up
-            if lacks := even_rank(up.shape[1]) - up.shape[1]:
-                down, up = functional.pad(down, (0, 0, 0, lacks)), functional.pad(up, (0, lacks))
-            linear = kernels.pack_linear(up.to(device), None)
-            ranks = slice(first_rank, first_rank + up.shape[1])
-            ups.append(UpProjection(linear, ranks, slice(first_output, first_output + num_outputs)))
-            downs.append(down)
-            first_rank = ranks.stop
-        first_output += num_outputs
-    if not downs:
-        return None
-    return LowRank(kernels.pack_linear(torch.cat(downs).to(device), None), tuple(ups))
 
 
 def _tensor(weights: Weights, name: str, *default: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from engine.kv.cache import KVCache
 from engine.memory.streams import CudaStream, Event, TimedEvent, TimedStream
 from engine.offload.block_copier import BlockCopier, ListedPairs
-from engine.offload.staged_tiers import StagedTiers, TransferStats
+from engine.offload.staging import StagedTiers, TransferStats
 from engine.offload.staging_plan import BlockPairs, StagingPlan
 from engine.sequence import StepPlan
 

@@ -20,12 +20,23 @@ from engine.checkpoint.weights import load_weights
 from engine.kv.cache import KVCache, KVLayout
 from engine.memory.host import give_back_freed, keep_freed_memory
 from engine.model.transformer import Model
-from engine.parallel.batch_bytes import num_on_device, unpack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import shared_cache
 from engine.parallel.processes import APART
+from engine.parallel.protocol import (
+    FREE,
+    HERE,
+    JOIN,
+    KV,
+    LOGITS,
+    READY,
+    STEP,
+    RankSpec,
+    num_on_device,
+    unpack_batch,
+    word_and_number,
+)
 from engine.parallel.rank_devices import use_device
-from engine.parallel.spec import FREE, HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, word_and_number
 from kernels.ops import kernels_for
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from engine.memory.devices import CPU
 from engine.model.shards import Shard
+from engine.parallel.protocol import RankSpec
 from engine.parallel.rank_devices import add_device_backend, do_nothing
-from engine.parallel.spec import RankSpec
 
 _LOCAL = "127.0.0.1"  # a group is of one node
 _JOIN_S = 60.0

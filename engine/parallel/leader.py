@@ -27,12 +27,11 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.shards import shards_of
 from engine.model.transformer import LayerHooks, Model
-from engine.parallel.batch_bytes import pack_batch
 from engine.parallel.group import RankGroup, RanksApartError, join_ranks
 from engine.parallel.kv import GroupKV, shard_layout, shared_memory
 from engine.parallel.processes import GroupError, GroupWatch, RankProcess, end_of
+from engine.parallel.protocol import FREE, HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, pack_batch, with_number
 from engine.parallel.rank_devices import do_nothing, mark_on, rank_device
-from engine.parallel.spec import FREE, HERE, JOIN, KV, LOGITS, READY, STEP, RankSpec, with_number
 from kernels.quantised_weight import ActivationBits
 
 logger = logging.getLogger(__name__)

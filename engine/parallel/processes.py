@@ -14,8 +14,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from multiprocessing.reduction import send_handle
 
+from engine.parallel.protocol import RankSpec
 from engine.parallel.rank_devices import Mark
-from engine.parallel.spec import RankSpec
 
 _CLOSE_S = 5.0  # for a watch that is told to end
 END_S = 5.0  # for a process that is told to end

@@ -21,8 +21,7 @@ from engine.kv.cache import KVCache, KVLayout, SequenceKV
 from engine.model.batch import Batch, build_batch
 from engine.model.config import DecoderConfig, ModelConfig
 from engine.model.transformer import LayerHooks, Model
-from engine.offload.staged_tiers import StagedTiers, Staging, TransferStats
-from engine.offload.staging import StoredLayers, ThreadStaging
+from engine.offload.staging import StagedTiers, Staging, StoredLayers, ThreadStaging, TransferStats
 from engine.offload.staging_plan import StagingConfig, StagingPlan
 from engine.offload.stream_staging import StagingStreams, StreamedStep, StreamStaging
 from engine.parallel.leader import GroupLeader, GroupModel

@@ -43,14 +43,14 @@ class _Shared:
 _everybodys = _Shared(_SHARED_BYTES, _SHARED_BYTES // 4)
 
 
-def huge_zeros(shape: Sequence[int], dtype: torch.dtype, shared: _Shared = _everybodys) -> Tensor:
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros on the CPU, at least one, in 2 MiB pages where Linux grants them.
 
     The memory goes back to the machine with the last tensor that lies in the same mapping.
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    return torch.frombuffer(shared.allocate(num_bytes), dtype=dtype, count=count).view(*shape)
+    return torch.frombuffer(_everybodys.allocate(num_bytes), dtype=dtype, count=count).view(*shape)
 
 
 def whole_pages(num_bytes: int) -> int:

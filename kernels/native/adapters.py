@@ -4,8 +4,9 @@ one (`src/linear.cpp`)."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, overload
+import functools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kernels.adapters import (
     AdapterLayer,
     LowRank,
     RowAdapters,
+    StoredLayer,
     StoredLowRank,
     StoredRows,
     UpProjection,
@@ -32,10 +34,6 @@ from kernels.native.linear import (
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")  # in the order of `Place` in `src/calls.h`
 _STORED: Final = (torch.float32, torch.bfloat16, torch.float16)  # in the order of `Stored` in `src/linear.cpp`
-
-StoredLayer = Mapping[str, Sequence[tuple[StoredLowRank, int]]]
-"""What an adapter adds in a layer, by the names of `AdapterLayer`: of each projection that it is for, in their order,
-and at which of the packed outputs that begins."""
 
 
 class _Piece(ctypes.Structure):
@@ -109,19 +107,19 @@ class NativeAdapterForm:
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[StoredLayer], dtype: torch.dtype) -> None:
         """`dtype`: of the model. See `can_pack_adapter`."""
-        self.library, self.dtype = library, dtype
+        self._library, self._dtype = library, dtype
         self._size = 0  # numbers of all weights
         self._kept: list[Tensor] = []  # what pieces point to
         pieces: list[_Piece] = []
-        self.layers = [[self._low_rank(layer.get(name, ()), pieces) for name in _PROJECTIONS] for layer in layers]
+        self._layers = [[self._place(layer.get(name, ()), pieces) for name in _PROJECTIONS] for layer in layers]
         self._pieces = (_Piece * len(pieces))(*pieces)
         self._pack = declare(library, f"linear_pack_pieces_{TYPE_NAMES[dtype]}", [Pointer, Size, Pointer, Pointer])
-        self.records = _Records(self)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of an adapter's memory."""
-        return whole_pages(self._size * self.dtype.itemsize)
+        self.low_ranks = [low_rank for layer in self._layers for low_rank in layer]
+        self.ups = [up for low_rank in self.low_ranks if low_rank is not None for up in low_rank.ups]
+        # What the C++ kernels read of an adapter, but for addresses.
+        self.records = (_LowRank * len(self.low_ranks))(*map(self._record, self.low_ranks))
+        ups = [_Up(up.weight.record, up.first_rank, up.first_output) for up in self.ups]
+        self.up_records = (_Up * len(ups))(*ups)
 
     def pack(self, tensors: memoryview) -> Adapter:
         """The adapter of a file, which is given from its first tensor on and which nothing of the adapter points to."""
@@ -130,10 +128,32 @@ class NativeAdapterForm:
             file = torch.frombuffer(tensors, dtype=torch.uint8).data_ptr()
             self._pack(self._pieces, len(self._pieces), file, memory.data_ptr())
 
-        memory = memory_apart(self.num_bytes)(self._size, self.dtype, fill)
-        return Adapter(_Layers(self, memory), self.num_bytes, NativeAdapter(self, memory))
+        num_bytes = whole_pages(self._size * self._dtype.itemsize)
+        memory = memory_apart(num_bytes)(self._size, self._dtype, fill)
+        # Who computes layers in one call asks for the last one at most.
+        layer = functools.cache(functools.partial(self._layer, memory))
+        return Adapter(layer, num_bytes, NativeAdapter(self, memory))
 
-    def _low_rank(self, parts: Sequence[tuple[StoredLowRank, int]], pieces: list[_Piece]) -> _PackedLowRank | None:
+    def _layer(self, memory: Tensor, number: int) -> AdapterLayer:
+        def linear(weight: _Weight) -> NativeLinear:
+            packed = memory[weight.first : weight.stop]
+            return linear_of(self._library, packed, weight.num_outputs, weight.num_inputs)
+
+        def low_rank(packed: _PackedLowRank) -> LowRank:
+            ups = (
+                UpProjection(
+                    linear(weight),
+                    slice(first_rank, first_rank + weight.num_inputs),
+                    slice(first_output, first_output + weight.num_outputs),
+                )
+                for weight, first_rank, first_output in packed.ups
+            )
+            return LowRank(linear(packed.down), tuple(ups))
+
+        places = zip(_PROJECTIONS, self._layers[number], strict=True)
+        return AdapterLayer(**{place: low_rank(packed) for place, packed in places if packed is not None})
+
+    def _place(self, parts: Sequence[tuple[StoredLowRank, int]], pieces: list[_Piece]) -> _PackedLowRank | None:
         if not parts:
             return None
         ups, first_rank = [], 0
@@ -168,36 +188,25 @@ class NativeAdapterForm:
         self._size = weight.stop
         return weight
 
-
-class _Records:
-    """What the C++ kernels read of an adapter, but for addresses."""
-
-    def __init__(self, form: NativeAdapterForm) -> None:
-        self.packed = [low_rank for layer in form.layers for low_rank in layer]
-        self.ups = [up for low_rank in self.packed if low_rank is not None for up in low_rank.ups]
-        low_ranks = [_LowRank() if low_rank is None else _record(low_rank, form.dtype) for low_rank in self.packed]
-        self.of_low_ranks = (_LowRank * len(low_ranks))(*low_ranks)
-        records = [_Up(up.weight.record, up.first_rank, up.first_output) for up in self.ups]
-        self.of_ups = (_Up * len(records))(*records)
-
-
-def _record(low_rank: _PackedLowRank, dtype: torch.dtype) -> _LowRank:
-    num_bytes = (low_rank.down.stop - low_rank.ups[0].weight.first) * dtype.itemsize
-    return _LowRank(low_rank.down.record, _Stretch(None, num_bytes // 64), None, len(low_rank.ups))
+    def _record(self, low_rank: _PackedLowRank | None) -> _LowRank:
+        if low_rank is None:
+            return _LowRank()
+        num_bytes = (low_rank.down.stop - low_rank.ups[0].weight.first) * self._dtype.itemsize
+        return _LowRank(low_rank.down.record, _Stretch(None, num_bytes // 64), None, len(low_rank.ups))
 
 
 class NativeAdapter:
     """What the C++ kernels read of one adapter."""
 
     def __init__(self, form: NativeAdapterForm, memory: Tensor) -> None:
-        records, first, size = form.records, memory.data_ptr(), memory.itemsize
+        first, size = memory.data_ptr(), memory.itemsize
         self._memory = memory  # what the records point to
-        self._ups = type(records.of_ups).from_buffer_copy(records.of_ups)
-        self._low_ranks = type(records.of_low_ranks).from_buffer_copy(records.of_low_ranks)
-        for up, up_record in zip(records.ups, self._ups, strict=True):
+        self._ups = type(form.up_records).from_buffer_copy(form.up_records)
+        self._low_ranks = type(form.records).from_buffer_copy(form.records)
+        for up, up_record in zip(form.ups, self._ups, strict=True):
             up_record.by.weight = first + size * up.weight.first
         ups = ctypes.addressof(self._ups)
-        for packed, record in zip(records.packed, self._low_ranks, strict=True):
+        for packed, record in zip(form.low_ranks, self._low_ranks, strict=True):
             if packed is not None:
                 record.down.weight = first + size * packed.down.first
                 record.weights.first = first + size * packed.ups[0].weight.first
@@ -208,50 +217,6 @@ class NativeAdapter:
     def address(self) -> int:
         """The address of the records, while this lives."""
         return ctypes.addressof(self._low_ranks)
-
-
-class _Layers(Sequence[AdapterLayer]):
-    """Each made when it is asked for: who computes layers in one call asks for the last one at most."""
-
-    def __init__(self, form: NativeAdapterForm, memory: Tensor) -> None:
-        self._form, self._memory = form, memory
-        self._made: dict[int, AdapterLayer] = {}
-
-    def __len__(self) -> int:
-        return len(self._form.layers)
-
-    @overload
-    def __getitem__(self, index: int) -> AdapterLayer: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[AdapterLayer]: ...
-
-    def __getitem__(self, index: int | slice) -> AdapterLayer | Sequence[AdapterLayer]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
-        if number not in self._made:
-            low_ranks = zip(_PROJECTIONS, self._form.layers[number], strict=True)
-            self._made[number] = AdapterLayer(**{name: self._low_rank(packed) for name, packed in low_ranks})
-        return self._made[number]
-
-    def _low_rank(self, packed: _PackedLowRank | None) -> LowRank | None:
-        if packed is None:
-            return None
-        ups = (
-            UpProjection(
-                self._linear(weight),
-                slice(first_rank, first_rank + weight.num_inputs),
-                slice(first_output, first_output + weight.num_outputs),
-            )
-            for weight, first_rank, first_output in packed.ups
-        )
-        return LowRank(self._linear(packed.down), tuple(ups))
-
-    def _linear(self, weight: _Weight) -> NativeLinear:
-        return linear_of(
-            self._form.library, self._memory[weight.first : weight.stop], weight.num_outputs, weight.num_inputs
-        )
 
 
 def can_pack_adapter(layers: Sequence[StoredLayer], dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.adapters import StoredLayer
 from kernels.cpu import kernels as cpu
 from kernels.cpu.huge_pages import PackingMemory, private_memory
 from kernels.interface import (
@@ -29,7 +30,7 @@ from kernels.interface import (
 from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
-from kernels.native.adapters import NativeAdapterForm, StoredLayer, can_pack_adapter
+from kernels.native.adapters import NativeAdapterForm, can_pack_adapter
 from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
 from kernels.native.linear import (
     can_pack,

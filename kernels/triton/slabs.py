@@ -1,8 +1,7 @@
 """Between paged blocks and slabs of one layer, on a GPU: moved and digested in one pass, whatever is at the other end.
 
-A slab is `[planes, n, h, D]`, K before V, of `h` of the cache's heads: all of them, or those that one process of a
-group holds where the other end has a group of another size. Bytes are moved as 64-bit words and never converted, so the
-two ends may differ in block size and layers per group, but not in type.
+A slab is `[planes, n, H, D]`, K before V, of all of the cache's heads. Bytes are moved as 64-bit words and never
+converted, so the two ends may differ in block size and layers per group, but not in type.
 
 A program moves one row of the digest, 8 KiB of the slab, so that every slab is cut alike, whatever its blocks.
 """
@@ -24,17 +23,16 @@ from kernels.triton.shipped import Shipped
 @triton.jit
 def cache_addresses(
     index, table, start, plane_words, block_stride,
-    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Where words `index` (int64) of a slab lie in the layer's rows, and whether the slab has as many words."""
     live = index < PLANES * plane_words
     plane = (index >= plane_words).to(tl.int64) if PLANES == 2 else index * 0
     of_plane = (index - plane * plane_words).to(tl.int32)
-    position = start + of_plane // SLAB_TOKEN_WORDS
+    position = start + of_plane // TOKEN_WORDS
     block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     row = block * block_stride + plane
-    slot = (position % BLOCK_SIZE) * TOKEN_WORDS + FIRST_WORD + of_plane % SLAB_TOKEN_WORDS
+    slot = (position % BLOCK_SIZE) * TOKEN_WORDS + of_plane % TOKEN_WORDS
     address = row * (BLOCK_SIZE * TOKEN_WORDS) + slot
     # What the compiler does not see through the division: that many words lie side by side.
     return tl.max_contiguous(tl.multiple_of(address, SIDE_BY_SIDE), SIDE_BY_SIDE), live
@@ -43,8 +41,8 @@ def cache_addresses(
 @triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
 def slab_kernel(
     cache, table, slab, keys, digest, start, plane_words, block_stride,
-    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SLAB_TOKEN_WORDS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr, ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKEN_WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, PLANES: tl.constexpr,
+    ROW_WORDS: tl.constexpr, TO_CACHE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row of the digest,). `cache` and `slab [PLANES * plane_words]` (int64), `table` (int32), `digest [1]`.
 
@@ -53,9 +51,8 @@ def slab_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
     address, live = cache_addresses(
-        index, table, start, plane_words, block_stride,
-        BLOCK_SIZE, TOKEN_WORDS, SLAB_TOKEN_WORDS, FIRST_WORD, SIDE_BY_SIDE, PLANES,
-    )  # fmt: skip
+        index, table, start, plane_words, block_stride, BLOCK_SIZE, TOKEN_WORDS, SIDE_BY_SIDE, PLANES
+    )
     if TO_CACHE:
         tl.store(cache + address, tl.load(slab + index, mask=live, other=0), mask=live)
         tl.debug_barrier()  # whichever thread reads a word, it was written before
@@ -68,42 +65,38 @@ def slab_kernel(
 
 
 def gather_slab(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, heads: range | None = None,
-    *, digest: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Fill `out [planes, n, h, D]`, contiguous, with tokens [start, start + n) of `heads` (None: all), and digest it.
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, out: Tensor, *, digest: Tensor | None = None
+) -> Tensor:
+    """Fill `out [planes, n, H, D]`, contiguous, with tokens [start, start + n), and digest it.
 
     `cache_rows` is a layer as `CacheGeometry` describes it, `table [columns]` (int32) the blocks of its group, all on
     one device. Returns the digest, `[1]` int64, for `as_digest` to wait for: `digest`, where one is given that has
     begun for so many bytes, which saves a launch.
     """
-    return _move(cache_rows, geometry, table, start, out, heads, digest, to_cache=False)
+    return _move(cache_rows, geometry, table, start, out, digest, to_cache=False)
 
 
 def scatter_slab(
-    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, heads: range | None = None,
+    slab: Tensor, cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int,
     *, digest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write `slab [planes, n, h, D]`, contiguous, to tokens [start, start + n) of `heads`, as `gather_slab` would read
-    it.
+    """Write `slab [planes, n, H, D]`, contiguous, to tokens [start, start + n), as `gather_slab` would read it.
 
     Returns the digest of what then stands in the blocks, in `digest` where one is given.
     """
-    return _move(cache_rows, geometry, table, start, slab, heads, digest, to_cache=True)
+    return _move(cache_rows, geometry, table, start, slab, digest, to_cache=True)
 
 
 def _move(
-    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range | None,
-    digest: Tensor | None, *, to_cache: bool,
+    cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, digest: Tensor | None,
+    *, to_cache: bool,
 ) -> Tensor:  # fmt: skip
-    heads = range(geometry.num_kv_heads) if heads is None else heads
-    _check(cache_rows, geometry, table, start, slab, heads)
+    _check(cache_rows, geometry, table, start, slab)
     words = as_words(slab)
     digest = begun_digest(words.numel() * WORD_BYTES, slab.device) if digest is None else digest
     if words.numel():
-        configuration(
-            to_cache, geometry.block_size, geometry.num_kv_heads, _head_words(slab), heads, geometry.num_planes
-        ).launch(
+        head_words = slab.shape[-1] * slab.element_size() // WORD_BYTES
+        configuration(to_cache, geometry.block_size, geometry.num_kv_heads, head_words, geometry.num_planes).launch(
             (triton.cdiv(words.numel(), ROW_WORDS),),
             cache=as_words(cache_rows),
             table=table,
@@ -117,11 +110,10 @@ def _move(
     return digest
 
 
-def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor, heads: range) -> None:
-    shape = (geometry.num_planes, slab.shape[1], len(heads), geometry.head_dim)
-    assert slab.shape == shape, f"a slab of {len(heads)} heads has the shape {shape}, not {tuple(slab.shape)}"
+def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: int, slab: Tensor) -> None:
+    shape = (geometry.num_planes, slab.shape[1], geometry.num_kv_heads, geometry.head_dim)
+    assert slab.shape == shape, f"a slab of this cache has the shape {shape}, not {tuple(slab.shape)}"
     assert slab.dtype == cache_rows.dtype, f"the cache holds {cache_rows.dtype}, the slab {slab.dtype}"
-    assert heads.step == 1 and 0 <= heads.start < heads.stop <= geometry.num_kv_heads, heads
     assert start >= 0 and start + slab.shape[1] <= table.numel() * geometry.block_size, "tokens beyond the block table"
     assert table.dtype == torch.int32 and table.is_contiguous()
     if geometry.head_dim * slab.element_size() % WORD_BYTES:
@@ -131,50 +123,34 @@ def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: in
         )
 
 
-def _head_words(slab: Tensor) -> int:
-    return slab.shape[-1] * slab.element_size() // WORD_BYTES
-
-
 @functools.cache
-def configuration(
-    to_cache: bool, block_size: int, num_heads: int, head_words: int, heads: range, num_planes: int = 2
-) -> Shipped:
-    slab_token_words = len(heads) * head_words
-    name = "scatter_slab" if to_cache else "gather_slab"
+def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: int, num_planes: int = 2) -> Shipped:
+    token_words = num_heads * head_words
     constants = {
         "BLOCK_SIZE": block_size,
-        "TOKEN_WORDS": num_heads * head_words,
-        "SLAB_TOKEN_WORDS": slab_token_words,
-        "FIRST_WORD": heads.start * head_words,
+        "TOKEN_WORDS": token_words,
         "SIDE_BY_SIDE": 2 - head_words % 2,  # 16 bytes is the most that a thread loads at once
         "PLANES": num_planes,
         "ROW_WORDS": ROW_WORDS,
         "TO_CACHE": to_cache,
     }
     pointers = {"cache": "*i64", "table": "*i32", "slab": "*i64", "keys": "*i64", "digest": "*i64"}
+    name = f"{'scatter' if to_cache else 'gather'}_slab-{block_size}x{num_heads}x{head_words * WORD_BYTES}B"
     return Shipped(
-        name=f"{name}-{block_size}x{num_heads}x{head_words * WORD_BYTES}B-heads{heads.start}to{heads.stop}"
-        + ("" if num_planes == 2 else "-latent"),
+        name=name + ("" if num_planes == 2 else "-latent"),
         kernel=slab_kernel,
         types=pointers | {"start": "i32", "plane_words": "i64", "block_stride": "i32"},
         constants=constants,
         num_warps=4,
         num_stages=1,
-        aligned=frozenset({"plane_words"} if slab_token_words % 16 == 0 else ()),
+        aligned=frozenset({"plane_words"} if token_words % 16 == 0 else ()),
     )
 
 
 def shipped() -> list[Shipped]:
-    """The kernels for 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; what half of a group takes;
-    and DeepSeek's latent."""
-    every, upper = range(8), range(4, 8)
+    """The kernels for 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and DeepSeek's latent."""
     return [
-        configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES, heads)
+        configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES)
         for to_cache in (False, True)
-        for head_dim, itemsize, heads in (
-            *((head_dim, 2, every) for head_dim in (64, 80, 96, 128)),
-            (256, 2, every),
-            (256, 4, every),
-            (128, 2, upper),
-        )
-    ] + [configuration(to_cache, 16, 1, 576 * 2 // WORD_BYTES, range(1), 1) for to_cache in (False, True)]
+        for head_dim, itemsize in (*((head_dim, 2) for head_dim in (64, 80, 96, 128, 256)), (256, 4))
+    ] + [configuration(to_cache, 16, 1, 576 * 2 // WORD_BYTES, 1) for to_cache in (False, True)]

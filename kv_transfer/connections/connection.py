@@ -2,13 +2,14 @@
 
 Carries all control traffic, and the bytes of the TCP transport. Notices a peer that is dead, hung or unplugged, says at
 both ends why it closed, and never queues without bound. Works on any asyncio loop and belongs to the one it was made
-on. Gateways, workers and the scheduler talk over it (`connect`, `serve`).
+on. Gateways, workers and the scheduler talk over it (`connect`, `Server`, and `stay_connected` to the scheduler).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -28,8 +29,12 @@ from kv_transfer.connections.sockets import HANDSHAKE_TIMEOUT_S, Listener, PeerS
 from kv_transfer.messages import Message
 from kv_transfer.messages.connections import Goodbye, Ping
 from kv_transfer.messages.requests import Endpoint
-from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError
+from kv_transfer.transports.base import HostSlab, Identity, LinkClosedError, TransportError
 
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S: Final = 5.0  # to the scheduler
+_RETRY_S: Final = 0.5
 _MAX_REASON_CHARS: Final = 2000
 _MAX_JOINED_BYTES: Final = 4096
 _SCRATCH: Final = memoryview(bytearray(64 * 1024))  # received bytes that nobody wants; never read
@@ -424,3 +429,33 @@ class Server(Listener):
         finally:
             connection.close(self._ending, in_order=self._is_closing)
             await connection.wait_closed()
+
+
+async def stay_connected(
+    identity: Identity,
+    *,
+    purpose: str,
+    locate_scheduler: Callable[[], Awaitable[Endpoint]],
+    talk: Callable[[Connection], Awaitable[None]],
+    goodbye: str,
+) -> None:
+    """Connect to the scheduler and `talk` to it; again, half a second later, whenever either fails or ends. Each
+    connection that `talk` leaves open is closed, saying `goodbye`. Raises nothing: it ends by being cancelled."""
+    told = ""  # the error whose traceback the log has: it may come twice a second, for as long as the scheduler is away
+    while True:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                endpoint = await locate_scheduler()
+            connection = await connect(endpoint, identity, purpose=purpose, timeout_s=_CONNECT_TIMEOUT_S)
+            try:
+                await talk(connection)
+            finally:
+                connection.close(goodbye)
+        except (TransportError, OSError, TimeoutError) as error:
+            logger.info("the scheduler cannot be reached, trying again: %s", str(error) or "no answer in time")
+        except Exception as error:
+            # The task's boundary: who locates the scheduler may raise anything (errors of Ray, Serve and gRPC have no
+            # base class in common), and without this task its process is known to nobody, and counts as healthy.
+            logger.error("the scheduler cannot be talked to, trying again: %s", error, exc_info=repr(error) != told)
+            told = repr(error)
+        await asyncio.sleep(_RETRY_S)

@@ -6,8 +6,8 @@ step by step, are in tests/kv_transfer/handoff/scenarios/.
 1. `actions`: the states of the two ends, and what the state machines tell their drivers to do.
 2. `sender_state`, `receiver_state`: the two ends as pure state machines, with a table of states and events each.
    `coverage`: which tokens of which layer were announced and which have arrived; each end has one per attempt.
-3. `sender`, `receiver`: the drivers, which run the machines on a worker's threads, against links and a KV cache;
-   `layer_stream`: from a worker's steps to its sender.
+3. `sender`, `receiver`: the drivers, which run the machines on a worker's threads, against links and a KV cache; and
+   `LayerStream`: from a worker's steps to its sender.
 4. `slab_copy`: between KV blocks and slabs, with the threads that wait for a device; `gpu_slab_copy`:
    the same on a GPU.
 

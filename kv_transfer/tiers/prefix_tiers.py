@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kv_transfer.tiers.base import ColumnSink, ColumnSource, TierMemory
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.promotion import Promoter, Promotion, Wanted
-from kv_transfer.tiers.sources import ColumnSink, ColumnSource
-from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.write_through import WriteThrough
 
 CLOSE_S: Final = 60.0  # for what the threads have in hand: a load from a disk that hangs may take for ever

@@ -21,8 +21,7 @@ from engine.kv.block_pool import BlockLease
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.connections.event_loops import HomeLoop
 from kv_transfer.messages.fields import SourceName
-from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.tiers.tier_memory import TierMemory
+from kv_transfer.tiers.base import ColumnSource, TierMemory
 
 logger = logging.getLogger(__name__)
 

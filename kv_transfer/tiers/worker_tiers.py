@@ -21,6 +21,7 @@ from engine.kv.cache import KVLayout
 from engine.memory.devices import pinning_for
 from engine.memory.host import map_private_memory, memory_bytes
 from engine.steps.loading import EngineConfig, LoadedModel, kv_fingerprint, load_model
+from kv_transfer.tiers.base import ColumnSource, TierMemory
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.disk.column_files import ColumnFormat
@@ -30,8 +31,6 @@ from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.host.segment_files import remove_if_last, sweep
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.transports.shared_memory.segment import SegmentError
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from engine.offload.block_copier import BlockCopier
 from engine.offload.staging_plan import BlockPairs, Blocks
 from kernels.cpu.thread_team import work_alone
 from kv_transfer.connections.event_loops import HomeLoop
-from kv_transfer.tiers.sources import ColumnSink
-from kv_transfer.tiers.tier_memory import TierMemory
+from kv_transfer.tiers.base import ColumnSink, TierMemory
 
 Offload = Callable[[Blocks, Blocks], None]
 """Copy blocks `[n]` of the device to blocks `[n]` of the host, pairwise; done when it returns or raises."""

@@ -12,7 +12,7 @@ from kv_transfer.connections.connection import ConnectionConfig, require_audible
 from kv_transfer.digest import DigestKind
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import CudaMemory, DeviceCarrier
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import Carrier, LinkConfig, SocketTransport

@@ -27,16 +27,15 @@ from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
 from kv_transfer.digest import DigestKind
-from kv_transfer.handoff.layer_stream import LayerStream
-from kv_transfer.handoff.sender import HandoffTimeline, KvSender
+from kv_transfer.handoff.sender import HandoffTimeline, KvSender, LayerStream
 from kv_transfer.handoff.sender_state import KEPT_S
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role, Tier
 from kv_transfer.messages.requests import Endpoint, FailureCause, RequestSpec
 from kv_transfer.messages.workers import StepsReport, TierBlocks, TiersReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.tiers.base import tier_blocks
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.tier_memory import tier_blocks
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.worker.adapter_loading import AdapterLoading
 from kv_transfer.worker.cost_report import cost_report

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
 from kv_transfer.connections.compatibility import describe
-from kv_transfer.connections.connection import Connection, Server
-from kv_transfer.connections.reconnecting import stay_connected
+from kv_transfer.connections.connection import Connection, Server, stay_connected
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
 from kv_transfer.messages.requests import (

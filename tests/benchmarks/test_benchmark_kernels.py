@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common.part import GateError
-from benchmarks.common.provenance import ROOT, commit
+from benchmarks.common.part import ROOT, GateError, commit
 from benchmarks.gpu import exactness, kernels
 from benchmarks.gpu.exactness import same_tokens
 from benchmarks.gpu.figures import Report, path_of, reported

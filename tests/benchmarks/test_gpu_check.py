@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common.provenance import ROOT
+from benchmarks.common.part import ROOT
 from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu import steps
 from benchmarks.gpu.check import StepResult, parts, run_steps, tell_summary

@@ -8,7 +8,7 @@ from pathlib import Path
 from decode_workers.scheduler import DecodeState
 from engine.model.adapters import TURN_S, AdapterPool, AdapterSlot
 from engine.sequence import Sequence, StepPlan
-from kernels.adapters import Adapter
+from kernels.adapters import Adapter, AdapterLayer
 from tests.decode_workers.test_tiered_decode import FAST, LATE, Bench, Speeds, sequence
 from tests.support.ghost_runner import next_token
 
@@ -113,7 +113,7 @@ def test_a_prompt_comes_to_its_adapter_s_turn_however_many_have_their_blocks_and
     """There is room for one adapter. Who is handed over has blocks at once, and needs its adapter more than a prompt
     that has none."""
     bench = Bench(columns=8, host_columns=1)
-    pool, num_loads = AdapterPool(lambda digest, folder: Adapter((), 0), 1), 0
+    pool, num_loads = AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 1), 0
 
     def adapted(name: str, adapter: str, prompt: list[int], max_tokens: int) -> Sequence:
         seq = sequence(name, prompt, max_tokens)
@@ -212,7 +212,7 @@ def test_a_prompt_that_lacks_its_adapter_keeps_no_room_of_the_ring() -> None:
     for _ in range(200):
         bench.step()
     assert [len(seq.output_token_ids) for seq in (*running, waiting)] == [20, 20, 2]
-    begun.adapter.loaded = Adapter((), 0)
+    begun.adapter.loaded = Adapter(lambda _: AdapterLayer(), 0)
     bench.run()
 
 

@@ -15,7 +15,7 @@ from engine.kv.block_pool import BlockPool
 from engine.model.adapters import AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
-from kernels.adapters import Adapter
+from kernels.adapters import Adapter, AdapterLayer
 from tests.decode_workers.test_decode_scheduler import guesses
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
@@ -239,7 +239,7 @@ def test_who_lacks_its_adapter_keeps_no_room_from_reservations() -> None:
     seq.adapter = AdapterSlot("digest", Path("folder"))
     bench.scheduler.add(seq)
     assert bench.scheduler.can_reserve(20)
-    seq.adapter.loaded = Adapter((), 0)
+    seq.adapter.loaded = Adapter(lambda _: AdapterLayer(), 0)
     assert not bench.scheduler.can_reserve(20), "it comes first, by now"
     bench.run()
 
@@ -254,7 +254,7 @@ def test_who_lacks_its_adapter_keeps_no_place_from_reservations() -> None:
     assert bench.scheduler.can_reserve(3)
     reserved = _seq("reserved", [2, 3, 4])
     bench.scheduler.reserve(reserved)
-    slot.loaded = Adapter((), 0)
+    slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
     assert not bench.scheduler.can_reserve(3), "they come first, by now"
     bench.runner.receive(reserved)
     bench.scheduler.admit(reserved.key, next_token([2, 3, 4]))

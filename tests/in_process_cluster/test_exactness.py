@@ -27,7 +27,7 @@ from kv_transfer.handoff.sender import KvSender
 from kv_transfer.handoff.slab_copy import write_slab
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.choose import TransferConfig
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import SocketTransport
 from prefill_workers.worker import PrefillWorkerConfig

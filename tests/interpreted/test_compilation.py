@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.compilation import read_record
-from engine.checkpoint.adapters import LowRankWeights
+from engine.checkpoint.adapters import AdapterLayout
 from engine.checkpoint.weights import Weights, expected_shapes
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
@@ -32,7 +32,7 @@ from engine.sequence import StepPlan
 from engine.steps.calibration import compile_kernels
 from engine.steps.loading import LoadedModel
 from engine.steps.memory_profile import StepSize
-from kernels.adapters import RowAdapters
+from kernels.adapters import RowAdapters, StoredLowRank, StoredRows
 from kernels.interface import Segment
 from kernels.triton import matmul, shipped
 from kernels.triton.attention import tiles
@@ -263,8 +263,10 @@ def test_a_step_with_adapters_asks_the_device_for_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: None)
     transformers.LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     model, kv_cache = _without_memory(ModelConfig.from_folder(tmp_path), batch_invariant=False)
-    down, up = (torch.empty(shape, dtype=model.dtype, device=model.device) for shape in ((8, 4096), (4096, 8)))
-    adapter = model.adapter({"model.layers.1.self_attn.o_proj": LowRankWeights(down, up)})
+    down = StoredRows(0, torch.bfloat16, num_rows=8, num_columns=4096)
+    up = StoredRows(8 * 4096 * 2, torch.bfloat16, num_rows=4096, num_columns=8)
+    layout = AdapterLayout(0, {"model.layers.1.self_attn.o_proj": StoredLowRank(down, up)})
+    adapter = model.adapter_packer(layout)(memoryview(bytearray(2 * 8 * 4096 * 2)))
     of_row = torch.tensor([0, -1, 0, 0, 0])
     adapters = RowAdapters((adapter,), of_row=of_row, of_output=of_row, device=model.device)
     model.forward(dataclasses.replace(_batch([1, 1, 3], model.device), adapters=adapters), kv_cache)

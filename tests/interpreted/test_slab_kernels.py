@@ -107,33 +107,6 @@ def test_slabs_are_the_twins(
     assert same(target.rows, twin) and same(slab, expected)
 
 
-@pytest.mark.parametrize("parts", [(range(2), range(2, 4)), (range(1), range(1, 3), range(3, 4))])
-def test_groups_of_other_sizes_take_their_heads(parts: tuple[range, ...]) -> None:
-    """From one process with 4 heads to several with some each, and back: what the parts hold is the whole."""
-    whole = Paged.make(40, heads=4, head_dim=16, block_size=16, stride=2, dtype=torch.float16, seed=1)
-    back = Paged.make(40, heads=4, head_dim=16, block_size=5, stride=4, dtype=torch.float16, seed=2)
-    twin = back.rows.clone()
-    for number, heads in enumerate(parts):
-        slab, expected = (noise((2, 33, len(heads), 16), torch.float16, seed=3) for _ in range(2))
-        sent = gather_slab(whole.rows, whole.geometry, whole.table, 7, slab, heads)
-        assert as_digest(sent) == reference.gather_slab(whole.rows, whole.geometry, whole.table, 7, expected, heads)
-        assert same(slab, expected)
-        part = Paged.make(
-            40, heads=len(heads), head_dim=16, block_size=8, stride=2, dtype=torch.float16, seed=10 + number
-        )
-        assert as_digest(scatter_slab(slab, part.rows, part.geometry, part.table, 7)) == as_digest(sent)
-        again = torch.empty_like(slab)
-        gather_slab(part.rows, part.geometry, part.table, 7, again)
-        assert as_digest(scatter_slab(again, back.rows, back.geometry, back.table, 7, heads)) == as_digest(sent)
-        reference.scatter_slab(slab, twin, back.geometry, back.table, 7, heads)
-    assert same(back.rows, twin)
-    slab, expected = (torch.empty(2, 33, 4, 16, dtype=torch.float16, device=device()) for _ in range(2))
-    assert torch.equal(
-        gather_slab(whole.rows, whole.geometry, whole.table, 7, slab),
-        gather_slab(back.rows, back.geometry, back.table, 7, expected),
-    )
-
-
 @pytest.mark.parametrize("num_words", [0, 1, ROW_WORDS - 1, ROW_WORDS, 3 * ROW_WORDS + 5])
 def test_bytes_that_lie_on_the_device_have_the_digest_of_the_host(num_words: int) -> None:
     content = noise((num_words,), torch.int64, seed=num_words)

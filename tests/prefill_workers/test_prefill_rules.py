@@ -10,7 +10,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
 from engine.model.adapters import TURN_S, AdapterPool
 from engine.sequence import Sequence, SequenceKey
-from kernels.adapters import Adapter
+from kernels.adapters import Adapter, AdapterLayer
 from kv_transfer.messages.requests import AdapterRef
 from kv_transfer.worker.adapter_loading import AdapterLoading
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
@@ -295,7 +295,12 @@ def test_short_prompts_are_kept_by_the_whole_columns_that_they_hold() -> None:
 
 def test_a_prompt_comes_to_its_adapter_s_turn_however_many_want_another() -> None:
     """There is room for one adapter, and three prompts of another one are there before each step."""
-    bench, pool, now, num_loads = Bench(), AdapterPool(lambda digest, folder: Adapter((), 0), 1), 0.0, 0
+    bench, pool, now, num_loads = (
+        Bench(),
+        AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 1),
+        0.0,
+        0,
+    )
 
     def come(name: str, adapter: str) -> None:
         seq = prompt_of(name, [ord("a")] * 20)
@@ -322,7 +327,11 @@ def test_a_prompt_comes_to_its_adapter_s_turn_however_many_want_another() -> Non
 
 async def test_hundreds_whose_adapter_finds_no_place_are_turned_away_together() -> None:
     """Each that leaves has the worker look again who may go on."""
-    bench, pool, told = Bench(), AdapterPool(lambda digest, folder: Adapter((), 0), 1), list[str]()
+    bench, pool, told = (
+        Bench(),
+        AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 1),
+        list[str](),
+    )
 
     def come(name: str, adapter: str) -> None:
         seq = prompt_of(name, [ord("a")] * 20)

@@ -24,11 +24,19 @@ from kv_transfer.messages import Message, encode
 from kv_transfer.messages.connections import GroupOffer, GroupWord, SlabAnnounced, SlabsWanted
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
+from kv_transfer.transports import process_group as module
 from kv_transfer.transports.base import Identity, Link, LinkClosedError, PeerRefusedError
 from kv_transfer.transports.choose import open_transport
-from kv_transfer.transports.process_group import transport as module
-from kv_transfer.transports.process_group.pair import RECEIVER, SENDER, PairGroup, PeerStore, join_group
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig, DistributedLink
+from kv_transfer.transports.process_group import (
+    RECEIVER,
+    SENDER,
+    DistributedCarrier,
+    DistributedConfig,
+    DistributedLink,
+    PairGroup,
+    PeerStore,
+    join_group,
+)
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from kv_transfer.transports.tcp import TcpCarrier, TcpLink

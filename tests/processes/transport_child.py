@@ -24,7 +24,7 @@ from kv_transfer.messages.scheduling import Ended
 from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.cuda_ipc import DeviceCarrier
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from tests.kv_transfer.transports.slab_content import content

@@ -6,14 +6,23 @@ import functools
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_digest
+from engine.checkpoint.adapters import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    AdapterFiles,
+    AdapterLayout,
+    AdapterReader,
+    adapter_digest,
+    tensors_in,
+)
 from engine.checkpoint.weights import expected_shapes
 from engine.model.config import ModelConfig
 from tests.support.decoders import greedy_tokens, logits_behind
@@ -50,6 +59,30 @@ def write_adapter(
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (folder / CONFIG_NAME).write_text(json.dumps(told | config))
     return folder
+
+
+class LowRankWeights(NamedTuple):
+    """What an adapter adds to one projection: `up @ (down @ x)`."""
+
+    down: torch.Tensor  # [rank, in]
+    up: torch.Tensor  # [out, rank], with the scale
+
+
+def weights_in(files: AdapterFiles, layout: AdapterLayout, dtype: torch.dtype) -> dict[str, LowRankWeights]:
+    """By the projections' names in the model."""
+    tensor = tensors_in(files.tensors[layout.start :], dtype)
+    return {name: LowRankWeights(tensor(one.down), tensor(one.up)) for name, one in layout.projections.items()}
+
+
+def adapter_files(folder: Path) -> AdapterFiles:
+    with ThreadPoolExecutor(1) as beside:
+        return AdapterFiles.read(folder, beside)
+
+
+def read_adapter(folder: Path, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> dict[str, LowRankWeights]:
+    """All weights of an adapter for this model, in its type."""
+    files = adapter_files(folder)
+    return weights_in(files, AdapterReader(model, max_rank).layout(files), dtype)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.http.served_model import ServedModel
-from cluster.load.prompts import WORDS
+from cluster.load.sending import WORDS
 from engine.checkpoint.pooling import CheckpointPooling
 from engine.sampling.grammar import grammar_tokenizer
 from engine.text.formats import HERMES

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks.common.part import GateError
-from benchmarks.common.summary import ratio, spread
+from benchmarks.common.part import GateError, ratio, spread
 from benchmarks.common.tiered_engine import StepCost, TieredEngine
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.exactness import generated, model_or_stand_in

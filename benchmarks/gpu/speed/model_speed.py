@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.common.summary import spread
+from benchmarks.common.part import spread
 from benchmarks.common.workload import draw_prompts, greedy
 from benchmarks.gpu.figures import Figure, Report, run_step
 from benchmarks.gpu.random_model import LLAMA_8B, RandomModel, engine_config

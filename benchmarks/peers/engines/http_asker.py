@@ -15,7 +15,7 @@ import uvloop
 from benchmarks.common.sse_client import local_server
 from benchmarks.peers.peer import Answer, Request
 from cluster.load.client import AnswerError, Piece, read_stream, stream_chunks
-from cluster.load.pace import keep_open
+from cluster.load.sending import keep_open
 
 WAVE_TIMEOUT_S = 400.0
 

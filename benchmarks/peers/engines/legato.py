@@ -14,8 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from benchmarks.common.cluster_process import running_cluster
-from benchmarks.common.provenance import ROOT, commit
-from benchmarks.common.summary import Json
+from benchmarks.common.part import ROOT, Json, commit
 from benchmarks.common.workload import MODEL
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.engines.installation import model_folder

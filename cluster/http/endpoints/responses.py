@@ -157,7 +157,7 @@ async def _read(size: int, api: Api, work: Callable[[], T]) -> T:
     return await (api.turns.on_loop(work) if size <= _SMALL_BYTES else api.turns.reading(size, work))
 
 
-async def _past(response_id: str, owner: str, api: Api) -> list[StoredResponse]:
+async def _past(response_id: str, owner: str, api: Api) -> Sequence[StoredResponse]:
     """The conversation up to a response and with it. Raises InvalidRequestError."""
     return await _responses(api).kept.conversation(response_id, owner)
 
@@ -250,7 +250,7 @@ async def list_input_items(
 ) -> Response:
     owner = _owner(request, api)
     found = await _responses(api).kept.get(response_id, owner)
-    past: list[StoredResponse] = []
+    past: Sequence[StoredResponse] = []
     if found.previous is not None:
         try:
             past = await _past(found.previous, owner, api)

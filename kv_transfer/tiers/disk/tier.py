@@ -27,10 +27,9 @@ from typing import Final, Literal
 from engine.kv.block_pool import BlockLease, BlockPool, OutOfBlocksError, PoolObserver
 from kv_transfer.messages.fields import SourceName
 from kv_transfer.messages.workers import DiskReport, TierBlocks
+from kv_transfer.tiers.base import ColumnViews, tier_blocks
 from kv_transfer.tiers.disk.column_files import ColumnFormat, DamagedColumnError, aligned_buffer, copy_bytes
 from kv_transfer.tiers.disk.folder import MAX_SLOTS, DiskFolder, DiskTierError
-from kv_transfer.tiers.sources import ColumnViews
-from kv_transfer.tiers.tier_memory import tier_blocks
 
 _MAX_WRITE_ERRORS: Final = 3
 """Failures in a row after which writing is off for `_WRITE_PAUSE_S`. One failure after that turns it off again."""

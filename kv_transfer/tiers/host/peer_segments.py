@@ -24,9 +24,9 @@ import numpy as np
 
 from engine.kv.block_pool import BlockKey
 from kv_transfer.messages.fields import SourceName
+from kv_transfer.tiers.base import ColumnViews
 from kv_transfer.tiers.host.index import SegmentIndex, fingerprint_digest
 from kv_transfer.tiers.host.segment_files import open_segment, segment_paths
-from kv_transfer.tiers.sources import ColumnViews
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,7 +270,7 @@ async def test_the_next_batch_is_of_who_has_the_fewest_that_run(tmp_path: Path) 
     )]  # fmt: skip
     assert [batch and batch.id for batch in claimed] == ["many 0", "few 3", None, "many 1", "few 4", "many 2", None]
     for each in (one, other):
-        each._database.close()
+        each.database.close()
 
 
 async def test_a_claim_reads_few_batches_however_many_wait_or_have_ended(tmp_path: Path) -> None:
@@ -282,9 +283,12 @@ async def test_a_claim_reads_few_batches_however_many_wait_or_have_ended(tmp_pat
             batch = Batch(
                 owner="o", tenant="", salt="", endpoint="", input_file_id="f", completion_window="1h", expires_at=2**31
             )
-            claiming._create(connection, batch)
             if ended:
-                claiming._save(connection, batch.turned("completed"))
+                batch = batch.turned("completed")
+            connection.execute(
+                "INSERT INTO batches (id, owner, created_at, record, ended) VALUES (?, ?, ?, ?, ?)",
+                (batch.id, batch.owner, batch.created_at, json.dumps(asdict(batch)), ended),
+            )
 
     def counted(cursor: sqlite3.Cursor, row: Any) -> sqlite3.Row:
         nonlocal num_rows
@@ -334,7 +338,7 @@ async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(tmp
         assert batch is not None
         claimed.append(batch.id)
     assert claimed == ["first", "other 0", "other 1", "second", "other 2", "other 3"]
-    batches._database.close()
+    batches.database.close()
 
 
 async def test_a_batch_whose_claim_runs_out_here_is_not_run_twice(
@@ -380,7 +384,7 @@ async def test_a_claim_holds_by_whichever_clock_it_was_made(tmp_path: Path, monk
     await other.leave([taken.id])
     assert await one.claim() is not None, "what was given up is free at once"
     for each in (one, other):
-        each._database.close()
+        each.database.close()
 
 
 async def test_who_takes_a_batch_over_does_not_wait_for_a_reader(

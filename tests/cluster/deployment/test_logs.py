@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ray._common.formatters import JSONFormatter
 
-from cluster.deployment.logs import log_with_serve
+from cluster.deployment.announce import log_with_serve
 from tests.cluster.config.test_config import ROOT
 
 PRODUCT = ("cluster", "engine", "kv_transfer", "prefill_workers", "decode_workers")

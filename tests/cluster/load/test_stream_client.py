@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.load.client import CHAT, AnswerError, ServerAddress, StreamedAnswer, read_stream, stream_chunks
-from cluster.load.pace import keep_open, send_at_their_times
-from cluster.load.prompts import WORDS, prompt_of, text_of
+from cluster.load.sending import WORDS, keep_open, prompt_of, send_at_their_times, text_of
 from cluster.simulation.workload.traces import TraceRequest
 from tests.support.waiting import HANGS_S
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,12 @@ from safetensors.torch import load, load_file, save_file
 from engine.checkpoint.adapters import (
     CONFIG_NAME,
     WEIGHTS_NAME,
-    AdapterFiles,
     AdapterReader,
-    AdapterWeights,
     adapter_digest,
-    read_adapter,
 )
 from engine.model.config import LatentConfig, LayerConfig, ModelConfig
 from engine.model.rope import RopeConfig
+from tests.support.adapters import LowRankWeights, adapter_files, read_adapter, weights_in
 
 LAYER = LayerConfig(window=None, rope=RopeConfig(theta=10_000.0))
 MODEL = ModelConfig(
@@ -118,12 +115,10 @@ def test_one_reader_reads_many(tmp_path: Path) -> None:
     """What it knows of a file's header, it knows of no other, and nothing else of the file."""
     reader = AdapterReader(MODEL, 64)
 
-    def read(folder: Path) -> AdapterWeights:
-        with ThreadPoolExecutor(1) as beside:
-            files = AdapterFiles.read(folder, beside)
+    def read(folder: Path) -> dict[str, LowRankWeights]:
+        files = adapter_files(folder)
         assert files.digest() == adapter_digest(folder)
-        layout = reader.layout(files)
-        return layout.weights(files.tensors[layout.start :], torch.float32)
+        return weights_in(files, reader.layout(files), torch.float32)
 
     folders = [
         write(tmp_path / f"{rank} {alpha}", rank=rank, lora_alpha=alpha) for rank in (4, 8, 2, 6) for alpha in (1, 16)

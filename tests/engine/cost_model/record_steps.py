@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.common.provenance import provenance
+from benchmarks.common.part import provenance
 from decode_workers.local_engine import LocalEngine
 from engine.cost_model.step_cost import StepWork
 from engine.sampling.params import SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.model.adapters import TURN_S, AdapterPool, AdapterSlot, Need
-from kernels.adapters import Adapter
+from kernels.adapters import Adapter, AdapterLayer
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +31,7 @@ class Story:
     pool: AdapterPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = AdapterPool(lambda digest, folder: Adapter((), 10), self.max_loaded)
+        self.pool = AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 10), self.max_loaded)
 
     def comes(self, name: str, *, need: Need = Need.SOON) -> User:
         user = User(self.pool.want(name, Path(name)), need, self.now)
@@ -233,7 +233,7 @@ def test_one_that_nobody_waits_for_any_more_is_never_loaded() -> None:
 
 
 def test_one_that_cannot_be_loaded_is_another_one_when_it_is_wanted_again() -> None:
-    pool = AdapterPool(lambda digest, folder: Adapter((), 10), 1)
+    pool = AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 10), 1)
     first = User(pool.want("a", Path("a")))
     slot = pool.next_load([(first, Need.SOON)], 0.0)
     assert slot is not None

@@ -16,9 +16,9 @@ from cluster.errors import OverloadedError
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix import block_hashes
+from kv_transfer.tiers.base import ColumnViews
 from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.sources import ColumnViews
 from tests.support.clusters.mini_cluster import (
     COMPUTING_IS_FREE,
     COMPUTING_IS_SLOW,

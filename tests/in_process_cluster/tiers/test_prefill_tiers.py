@@ -13,9 +13,9 @@ from typing import Any, Literal
 import pytest
 
 from engine.sequence import StepPlan
+from kv_transfer.tiers.base import ColumnViews
 from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
-from kv_transfer.tiers.sources import ColumnViews
 from kv_transfer.transports.choose import TransferConfig
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import (

@@ -8,8 +8,7 @@ import logging
 
 import pytest
 
-from kv_transfer.connections.connection import Connection
-from kv_transfer.connections.reconnecting import stay_connected
+from kv_transfer.connections.connection import Connection, stay_connected
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.messages.scheduling import Ended
 from tests.kv_transfer.connections.serving import GATEWAY, serving
@@ -70,7 +69,7 @@ async def test_the_log_says_why_and_has_each_traceback_once(caplog: pytest.LogCa
     async def talk(connection: Connection) -> None:
         raise AssertionError("nobody was found")
 
-    caplog.set_level(logging.INFO, "kv_transfer.connections.reconnecting")
+    caplog.set_level(logging.INFO, "kv_transfer.connections.connection")
     connected = asyncio.create_task(
         stay_connected(GATEWAY, purpose="gateway", locate_scheduler=locate, talk=talk, goodbye="until then")
     )

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from kv_transfer.tiers.base import ColumnSink, ColumnSource, ColumnViews
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.sources import ColumnSink, ColumnSource, ColumnViews
 from tests.kv_transfer.tiers.tier_bench import tier
 from tests.support.waiting import HANGS_S, eventually
 

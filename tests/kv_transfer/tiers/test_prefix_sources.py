@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kv_transfer.tiers.base import TierMemory
 from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.index import SegmentIndex
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
-from kv_transfer.tiers.tier_memory import TierMemory
 from tests.kv_transfer.tiers.prefix_bench import SlowSink, Tiers, opened
 from tests.kv_transfer.tiers.tier_bench import GROUPS, LAYOUT, ScriptedSource, fill, hashes, holds, tier
 from tests.support.waiting import HANGS_S, eventually

@@ -12,8 +12,7 @@ import torch
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from kv_transfer.messages.fields import SourceName
-from kv_transfer.tiers.sources import ColumnViews
-from kv_transfer.tiers.tier_memory import TierMemory
+from kv_transfer.tiers.base import ColumnViews, TierMemory
 from tests.support.waiting import HANGS_S
 
 LAYOUT = KVLayout(num_layers=5, layers_per_group=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)

@@ -23,14 +23,13 @@ from engine.kv.block_pool import BlockKey, BlockPool
 from engine.kv.cache import KVCache, KVLayout
 from engine.kv.prefix import block_hashes
 from engine.sequence import Sequence, SequenceKey, StepPlan
+from kv_transfer.tiers.base import ColumnSource, TierMemory
 from kv_transfer.tiers.disk.column_files import ColumnFormat
 from kv_transfer.tiers.disk.tier import DiskTier
 from kv_transfer.tiers.host.index import block_digest
 from kv_transfer.tiers.host.peer_segments import PeerSegments
 from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.sources import ColumnSource
-from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.worker.prefix_loading import PrefixLoading
 from prefill_workers.scheduler import PrefillScheduler
 from tests.support.ghost_runner import GhostRunner, kv_of, next_token

@@ -5,7 +5,7 @@ import torch
 
 from kv_transfer.transports.base import Identity, Transport
 from kv_transfer.transports.cuda_ipc import DeviceCarrier
-from kv_transfer.transports.process_group.transport import DistributedCarrier, DistributedConfig, arena_on
+from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig, arena_on
 from kv_transfer.transports.shared_memory.transport import SharedMemoryCarrier
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport

@@ -33,11 +33,10 @@ from kv_transfer.digest import DigestKind
 from kv_transfer.handoff import sender
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec, TokenEvent
+from kv_transfer.tiers.base import ColumnSink, ColumnSource, TierMemory
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.config import TiersConfig
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
-from kv_transfer.tiers.sources import ColumnSink, ColumnSource
-from kv_transfer.tiers.tier_memory import TierMemory
 from kv_transfer.tiers.worker_tiers import WorkerTiers
 from kv_transfer.transports.base import Identity
 from kv_transfer.transports.choose import TransferConfig

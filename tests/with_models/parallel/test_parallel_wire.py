@@ -14,8 +14,16 @@ from engine.checkpoint.quantisation import Quantisation
 from engine.kv.cache import KVLayout
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.parallel.batch_bytes import num_on_device, pack_batch, unpack_batch
-from engine.parallel.spec import JOIN, STEP, RankSpec, with_number, word_and_number
+from engine.parallel.protocol import (
+    JOIN,
+    STEP,
+    RankSpec,
+    num_on_device,
+    pack_batch,
+    unpack_batch,
+    with_number,
+    word_and_number,
+)
 from kernels.interface import Segment
 from tests.support.model_families import FAMILIES, build_oracle
 

@@ -1,15 +1,29 @@
-"""Prompts for the requests of a trace: as long as it says, and alike where it says so."""
+"""What a load sends, prompts as long as a trace says and alike where it says so; and when: each request at its own
+time, or so many at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from cluster.simulation.workload.traces import TraceRequest
 
 T = TypeVar("T")
+R = TypeVar("R")
+A = TypeVar("A")
+
+
+class Timed(Protocol):
+    """Something that is to be sent `arrival_s` seconds after the beginning."""
+
+    @property
+    def arrival_s(self) -> float: ...
+
+
+D = TypeVar("D", bound=Timed)
 
 # Each word is one token to nearly every tokenizer, with a blank before it and, at a prompt's beginning, without.
 _COMMON: Final = """
@@ -44,3 +58,38 @@ def text_of(request: TraceRequest, salt: str = "") -> str:
 @lru_cache(maxsize=100_000)
 def _run(name: int, num_tokens: int, vocabulary: Sequence[T], salt: str) -> tuple[T, ...]:
     return tuple(random.Random(f"{salt}{name}" if salt else name).choices(vocabulary, k=num_tokens))
+
+
+async def send_at_their_times(requests: Iterable[D], send: Callable[[D], Awaitable[A]]) -> list[A]:
+    """Send each request at its time, whatever becomes of those before. Requests are taken from the iterable one by one.
+    Returns the answers in the order of the requests. Raises what `send` raises, when all are sent."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    answers: list[asyncio.Future[A]] = []
+    try:
+        for request in requests:
+            await asyncio.sleep(began + request.arrival_s - loop.time())
+            answers.append(asyncio.ensure_future(send(request)))
+        return await asyncio.gather(*answers)
+    finally:
+        for answer in answers:
+            answer.cancel()
+
+
+async def keep_open(requests: Iterable[R], num_open: int, send: Callable[[R], Awaitable[A]]) -> list[A]:
+    """Keep `num_open` requests under way: when one is answered, the next is sent. Returns the answers in the order in
+    which they came. Raises what `send` raises."""
+    waiting = iter(requests)
+    answers: list[A] = []
+
+    async def in_turn() -> None:
+        for request in waiting:
+            answers.append(await send(request))
+
+    turns = [asyncio.create_task(in_turn()) for _ in range(num_open)]
+    try:
+        await asyncio.gather(*turns)
+    finally:
+        for turn in turns:
+            turn.cancel()
+    return answers
