@@ -295,16 +295,11 @@ def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     )
     pairs = zip(predicted.computing[best].tolist(), predicted.decode[best].tolist(), strict=True)
     return tuple(
-        CandidateRow(
-            None if computing == decode else ids[computing],
-            ids[decode],
-            int(cached),
-            *numbers,
-            int(split_at),
-            first_s,
-            rest_s,
-            adapter_s,
-            int(coming),
+        CandidateRow._make(
+            (
+                *(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers),
+                *(int(split_at), first_s, rest_s, adapter_s, int(coming)),
+            )
         )
         for (computing, decode), (cached, *numbers, split_at, first_s, rest_s, adapter_s, coming) in zip(
             pairs, np.array(columns).T.tolist(), strict=True

@@ -372,7 +372,7 @@ class LedgerRules(RuleBasedStateMachine):
 
     @invariant()
     def steps_are_of_those_who_are_there(self) -> None:
-        """Whatever happened last has had them predicted: once more changes nothing but how much prompts stretch them."""
+        """Whatever happened last has had them predicted: once more changes only how much prompts stretch them."""
         table, told = self.ledger.table, (Fact.LIMIT_S, Fact.WITH_PROMPTS_S, Fact.ROOM_S, Fact.CHUNK_LEFT)
         for row in range(len(table)):
             before = table.facts[:, row].copy()
