@@ -231,12 +231,12 @@ class PrefixHolders:
         so many; those that hold none are left out."""
         device = host = disk = -1  # everyone
         ends: list[list[tuple[int, int]]] = [[], [], []]  # of each kind: (length, workers whose run ends there)
-        numbers, number, length = self._numbers, -1, -1
-        for length, column in enumerate(split(hashes)):
-            before, number = number, numbers.get(column, 0)
+        numbers, number = self._numbers, -1
+        for at in range(0, len(hashes), HASH_BYTES):  # mostly not to the end, so that only what is looked at is cut off
+            before, number = number, numbers.get(hashes[at : at + HASH_BYTES], 0)
             if number == before:
                 continue  # as most columns do, it says what the one before it said
-            on_device, in_host, anywhere = self._sets(number)
+            length, (on_device, in_host, anywhere) = at // HASH_BYTES, self._sets(number)
             if gone := disk & ~anywhere if length else 0:
                 ends[2].append((length, gone))
             if gone := host & ~in_host if length else ~in_host & anywhere:
@@ -247,8 +247,8 @@ class PrefixHolders:
             if not disk:
                 break
         for kind, left in enumerate((device, host, disk)):
-            if left and length >= 0:
-                ends[kind].append((length + 1, left))
+            if left and hashes:
+                ends[kind].append((len(hashes) // HASH_BYTES, left))
         return {
             (on_device, in_host, anywhere): workers
             for anywhere, any_workers in ends[2]

@@ -350,8 +350,8 @@ class TenantShares:
 
     def is_ahead(self, tenant: str, now: float, falls_short: Callable[[str], bool] = lambda tenant: True) -> bool:
         """Whether it was served more than another tenant that wants something too, and that `falls_short`."""
-        served = (self._served[other] for other in self._active(now) if falls_short(other))
-        return self._served.get(tenant, 0.0) - min(served, default=float("inf")) > self._quantum
+        served = self._served.get(tenant, 0.0)
+        return any(served - self._served[other] > self._quantum and falls_short(other) for other in self._active(now))
 
     def _least_served(self, now: float) -> float:
         return min((self._served[tenant] for tenant in self._active(now)), default=0.0)

@@ -31,15 +31,17 @@ FLOOR: Final = 0.8  # of what all get in time: a group that gets less leaves nob
 class _Recent:
     """The newest lengths of one key."""
 
-    __slots__ = ("_lengths", "num_seen")
+    __slots__ = ("_bound", "_lengths", "_mean", "num_seen")
 
     def __init__(self) -> None:
         self._lengths = np.zeros(_RECENT_LENGTHS)
         self.num_seen = 0
+        self._bound, self._mean = 0.0, 0.0  # the last that was asked for: a decision asks several times
 
     def add(self, length: float) -> None:
         self._lengths[self.num_seen % _RECENT_LENGTHS] = length
         self.num_seen += 1
+        self._bound = self._mean = 0.0
 
     def residuals(self) -> Floats:
         """How much is still to come after 0, 1, 2... times `RESIDUAL_STEP` of the mean, as a share of the mean."""
@@ -55,7 +57,9 @@ class _Recent:
 
     def mean_below(self, bound: float) -> float:
         """Mean of the lengths, each cut at `bound`."""
-        return float(np.minimum(self._lengths[: self.num_seen], bound).mean())
+        if bound != self._bound:
+            self._bound, self._mean = bound, float(np.minimum(self._lengths[: self.num_seen], bound).mean())
+        return self._mean
 
 
 class OutputLengths:

@@ -9,9 +9,9 @@ All arrays are by row of the `WorkerTable`: prefill workers first, then decode w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,46 +20,51 @@ from cluster.scheduler.block_index import PrefixReach
 from cluster.scheduler.placement.ledger import Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.worker_table import Fact, Floats, Rows, WorkerTable
-from engine.cost_model.step_cost import DECODES_PART
 from kv_transfer.messages.scheduling import Place
 
-_LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
 _NUM_SPLIT: Final = 3  # prefill and decode workers that split prompts between them
 _NUM_IN_POOL: Final = 3  # decode workers that may compute for others, by either measure, and that others compute for
 
 
-@dataclass(frozen=True, slots=True)
-class PromptForecast:
+class PromptForecast(NamedTuple):
     """A prompt's computation, by worker. `wait_s`: of its queue; `work_s`: from then on, to load its adapter, to bring
     up the hits that lie in lower tiers and to compute the rest, as fast as those who decode there can bear. Of that
     `adapter_s` is until its adapter is there, in which others are computed, and `added_s` what it adds to steps that
-    they have in any case; `pace`: seconds for each that it adds.
+    they have in any case.
 
     Of `cached_tokens`, `coming_tokens` are not there yet: prompts in the worker's queue bring them.
 
     Of candidates, some may be split (`split_at` above 0; see `split`): then the worker computes the tokens before that
-    in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between."""
+    in `first_s`, who decodes the others in `rest_s`, and `work_s` is both and what lies in between.
 
+    `parts`: all of these, a row each, so that candidates are taken out of it at once."""
+
+    parts: Floats
     cached_tokens: Floats
     wait_s: Floats
     work_s: Floats
     adapter_s: Floats
     added_s: Floats
-    pace: Floats
     split_at: Floats
     first_s: Floats
     rest_s: Floats
     coming_tokens: Floats
 
+    @classmethod
+    def of(cls, parts: Floats) -> PromptForecast:
+        return cls(parts, *parts)
+
+    @classmethod
+    def nothing(cls, num_workers: int) -> PromptForecast:
+        """To be filled in."""
+        return cls.of(np.zeros((len(cls._fields) - 1, num_workers)))
+
     def at(self, index: Rows) -> PromptForecast:
-        return PromptForecast(*(getattr(self, name)[index] for name in _PROMPT_FIELDS))
+        return PromptForecast.of(self.parts.take(index, axis=1))
 
     def and_then(self, other: PromptForecast) -> PromptForecast:
         """The forecast of these candidates followed by that of others."""
-        return PromptForecast(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _PROMPT_FIELDS))
-
-
-_PROMPT_FIELDS: Final = tuple(field.name for field in fields(PromptForecast))
+        return PromptForecast.of(np.concatenate([self.parts, other.parts], axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,10 @@ def filter_workers(
     reaching = np.maximum(held, _coming_tokens(table, coming)) if coming else held
     prompt = forecast_prompt(table, query.num_tokens, reaching, tiers, now)
     if coming:
-        prompt = replace(prompt, coming_tokens=np.maximum(prompt.cached_tokens - held[2], 0.0))
+        np.maximum(prompt.cached_tokens - held[2], 0.0, out=prompt.coming_tokens)
     if query.adapter:  # who decodes loads it while the prompt is computed
-        adapter_s = table.adapter_s(query.adapter)
-        prompt = replace(prompt, work_s=prompt.work_s + adapter_s, adapter_s=adapter_s)
+        prompt.adapter_s[:] = table.adapter_s(query.adapter)
+        prompt.work_s[:] += prompt.adapter_s
     alone_tpot_s = table.alone_s(decodes, query.num_tokens) / table.facts[Fact.TOKENS_PER_STEP, decodes]
     return Filtered(
         prompt=prompt,
@@ -155,46 +160,27 @@ def forecast_prompt(
 ) -> PromptForecast:
     """Forecast the computation of a prompt on every worker. `reach[3, rows]`: leading tokens held on the device, down
     to host memory, down to disk. Loads as far down as it pays; `tier_token_s`: seconds per token brought up from host
-    memory and from disk.
-
-    A worker takes so many tokens into a step that all who decode there keep the pace that they were promised, and no
-    more than save time: the fuller it is, the more steps a prompt takes. Whoever can hardly keep it without prompts
-    holds them up no further, so that there is an end to it."""
+    memory and from disk. How many of its tokens go into a step is the table's (`WorkerTable.predict_step`)."""
     facts = table.facts[:, : len(table)]
-    step_s = facts[Fact.STEP_S] * facts[Fact.TOKENS_PER_STEP] / facts[Fact.STRETCH]
-    with_any_s = step_s + facts[Fact.PREFILL_BASE_S]  # what comes with prompt tokens, however few
-    bears_s = np.maximum(facts[Fact.LIMIT_S] - with_any_s, _LEAST_ROOM * step_s)
-    decodes = facts[Fact.BOOKED] + facts[Fact.EXTRA_DECODES]
-    room_s = np.where(decodes > 0.0, np.minimum(bears_s, (1.0 / DECODES_PART - 1.0) * with_any_s), np.inf)
-    # Each that decodes takes a token of the step's budget.
-    chunk = np.maximum(facts[Fact.CHUNK_TOKENS] - facts[Fact.BOOKED], 1.0)
     depths = 3 if (reach[2] > reach[0]).any() else 1
     cached = np.minimum(reach[:depths], num_tokens - 1.0)
     uncached = num_tokens - cached
-    load_s = np.zeros_like(cached)
-    if depths > 1:
-        load_s[1] = (cached[1] - cached[0]) * tier_token_s[0]
-        load_s[2] = load_s[1] + (cached[2] - cached[1]) * tier_token_s[1]
     added_s = uncached * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * (cached + (uncached + 1) / 2))
-    num_steps = np.maximum(np.ceil(uncached / chunk), added_s / np.maximum(room_s, 1e-9))
+    num_steps = np.maximum(np.ceil(uncached / facts[Fact.CHUNK_LEFT]), added_s / facts[Fact.ROOM_S])
     num_steps = np.maximum(num_steps, 1.0)
-    work_s = load_s + (added_s + num_steps * with_any_s)
-    added_s = added_s + num_steps * facts[Fact.PREFILL_BASE_S]
+    work_s = added_s + num_steps * facts[Fact.WITH_PROMPTS_S]
+    added_s += num_steps * facts[Fact.PREFILL_BASE_S]
+    if depths > 1:
+        host_s = (cached[1] - cached[0]) * tier_token_s[0]
+        work_s[1] += host_s
+        work_s[2] += host_s + (cached[2] - cached[1]) * tier_token_s[1]
     best = 0 if depths == 1 else (work_s.argmin(axis=0), np.arange(len(table)))
-    full_s = chunk * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * num_tokens / 2)  # of a step
-    nothing = np.zeros(len(table))
-    return PromptForecast(
-        cached_tokens=cached[best],
-        wait_s=np.maximum(facts[Fact.DRAINED_AT] - now, 0.0),
-        work_s=work_s[best],
-        adapter_s=nothing,
-        added_s=added_s[best],
-        pace=1.0 + step_s / np.maximum(np.minimum(room_s, full_s), 1e-9),
-        split_at=nothing,
-        first_s=work_s[best],
-        rest_s=nothing,
-        coming_tokens=nothing,
-    )
+    prompt = PromptForecast.nothing(len(table))
+    prompt.cached_tokens[:] = cached[best]
+    prompt.work_s[:] = prompt.first_s[:] = work_s[best]
+    prompt.added_s[:] = added_s[best]
+    np.maximum(facts[Fact.DRAINED_AT] - now, 0.0, out=prompt.wait_s)
+    return prompt
 
 
 def shortlist(

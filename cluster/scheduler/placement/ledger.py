@@ -346,13 +346,15 @@ class Ledger:
         is_idle = self._join_queue(computing, booking, now)
         booking.is_first = is_idle and computing.extra_s == 0.0 and not rest_tokens
         num_first = query.num_tokens - rest_tokens
-        row = self.table.row(booking.computing)
+        row, decode_row = self.table.row(booking.computing), self.table.row(decode)
         self.table.count_prompt(row, uncached_tokens, num_first - uncached_tokens, now)
         if rest_tokens:
             decoding.coming[query.request_id] = booking
-            self.table.count_prompt(self.table.row(decode), rest_tokens, num_first, now)
+            self.table.count_prompt(decode_row, rest_tokens, num_first, now)
             self._plan_queue(decoding, now)
         self._plan_queue(computing, now)
+        for changed in {row, decode_row}:
+            self.table.predict_step(changed, now)
         return booking
 
     def book_computing(self, query: Place, *, prefill: str | None, decode: str, weight: float, now: float) -> Booking:
@@ -487,7 +489,6 @@ class Ledger:
         most, (tpot_s, gap_s) = max(1, query.max_new_tokens), self._kept_pace(query, row)
         self.table.slots[:, row, slot] = (query.num_tokens, expected, most, now, float("inf"), tpot_s, weight, gap_s)
         self.table.facts[Fact.BOOKED_CONTEXT, row] += query.num_tokens
-        self.table.predict_step(row, now)
         return booking
 
     def _kept_pace(self, query: Place, row: int) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from cluster.scheduler.placement.worker_table import Fact, Floats, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _AT_ONCE: Final = np.zeros(1)
+_LATER: Final = np.array(LATER_S)
 _NUM_ROWS: Final = 8  # candidates that a decision keeps
 _ASSUMED_TTFT_S: Final = 10.0  # what delays are relative to where there is no target
 _ASSUMED_TPOT_S: Final = 0.1
@@ -200,7 +201,7 @@ def _busy_work(ledger: Ledger, predicted: PlacementForecast, now: float) -> Floa
     """What the prompt takes of the workers' time, in average prompts, the less the more of that time is unused: on busy
     workers it pays to go where a prefix is, on idle ones to be served sooner."""
     table = ledger.table
-    of_prefill, of_decode = (min(1.0, table.busy_share(pool, now)) for pool in table.pools())
+    of_prefill, of_decode = (min(1.0, share) for share in table.busy_shares(now))
     prompt = predicted.prompt
     busy_share = np.where(predicted.in_decode_pool, of_decode, of_prefill)
     work: Floats = busy_share * prompt.first_s + of_decode * prompt.rest_s
@@ -234,7 +235,7 @@ def predict_later(ledger: Ledger, query: Place, candidates: Candidates, now: flo
     in between are not foreseen."""
     predicted, best = candidates.predicted, candidates.order[:NUM_LATER_CANDIDATES]
     computing, decode, prompt = predicted.computing[best], predicted.decode[best], predicted.prompt.at(best)
-    return predict(ledger, query, computing, decode, prompt, np.array(LATER_S), now)
+    return predict(ledger, query, computing, decode, prompt, _LATER, now)
 
 
 def first_good_s(
@@ -284,21 +285,23 @@ def _relative(seconds: Floats, target_s: float | None, assumed_s: float) -> Floa
 
 def _rows(ledger: Ledger, candidates: Candidates) -> tuple[CandidateRow, ...]:
     ids, best = ledger.table.ids, candidates.order[:_NUM_ROWS]
-    predicted, scores = candidates.predicted, candidates.scores
-    prompt, forecast = predicted.prompt, predicted.forecast
+    predicted, scores, forecast = candidates.predicted, candidates.scores, candidates.predicted.forecast
+    prompt = predicted.prompt.at(best)
     columns = (
-        *(predicted.computing, predicted.decode, prompt.cached_tokens, predicted.start_s[0]),
-        *(prompt.work_s, scores.ttft_s[0], forecast.tpot_s[0], forecast.kv_share[0]),
-        *(scores.slo_probability[0], predicted.slo_loss[0], scores.slo_gain[0]),
+        *(prompt.cached_tokens, predicted.start_s[0, best], prompt.work_s),
+        *(scores.ttft_s[0, best], forecast.tpot_s[0, best], forecast.kv_share[0, best]),
+        *(scores.slo_probability[0, best], predicted.slo_loss[0, best], scores.slo_gain[0, best]),
+        *(prompt.split_at, prompt.first_s, prompt.rest_s, prompt.adapter_s, prompt.coming_tokens),
     )
-    parts = (prompt.split_at, prompt.first_s, prompt.rest_s, prompt.adapter_s, prompt.coming_tokens)
+    pairs = zip(predicted.computing[best].tolist(), predicted.decode[best].tolist(), strict=True)
     return tuple(
-        CandidateRow(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers)._replace(
-            split_at=int(split_at), first_s=first_s, rest_s=rest_s, adapter_s=adapter_s, coming_tokens=int(coming)
+        CandidateRow._make(
+            (
+                *(None if computing == decode else ids[computing], ids[decode], int(cached), *numbers),
+                *(int(split_at), first_s, rest_s, adapter_s, int(coming)),
+            )
         )
-        for (computing, decode, cached, *numbers), (split_at, first_s, rest_s, adapter_s, coming) in zip(
-            zip(*(column[best].tolist() for column in columns), strict=True),
-            zip(*(part[best].tolist() for part in parts), strict=True),
-            strict=True,
+        for (computing, decode), (cached, *numbers, split_at, first_s, rest_s, adapter_s, coming) in zip(
+            pairs, np.array(columns).T.tolist(), strict=True
         )
     )

@@ -25,7 +25,7 @@ from cluster.scheduler.placement.tpot_forecast import (
     log_probability,
 )
 from cluster.scheduler.placement.worker_table import PROMPTS_OVER_S, Fact, Floats, Rows, WorkerTable
-from kv_transfer.messages.scheduling import Place
+from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +82,22 @@ def predict(
     num_output = ledger.lengths.expect(query.tenant, query.slo_class, query.max_new_tokens)
     is_decode_alone, in_decode_pool = computing == decode, computing >= table.num_prefills
     lead_s = _join_times(prompt.wait_s, prompt.work_s, is_decode_alone | (prompt.split_at > 0.0), later_s)
-    noticed_s = np.zeros_like(prompt.added_s) if query.has_targets else prompt.added_s
-    forecast = forecast_decode(table, decode, query, num_output, lead_s, noticed_s * is_decode_alone, now)
-    start_s = _start_times(prompt.wait_s, forecast.room_s, is_decode_alone, ~in_decode_pool, later_s)
-    computed_s = np.maximum(later_s[:, None], prompt.wait_s) + prompt.work_s
-    is_kept = ~in_decode_pool & (forecast.room_s > computed_s) & (forecast.room_s < np.inf)
-    if is_kept.any():  # its second token waits for room
-        stall_s = np.where(is_kept, forecast.room_s - computed_s, 0.0)
-        forecast = replace(
-            forecast, tpot_s=forecast.tpot_s + stall_s / num_output, gap_s=np.maximum(forecast.gap_s, stall_s)
-        )
-    slo_loss, elsewhere = forecast.slo_loss, in_decode_pool & ~is_decode_alone
-    if elsewhere.any() and noticed_s.any():
+    noticed_s = np.zeros(len(decode)) if query.has_targets else prompt.added_s * is_decode_alone
+    forecast = forecast_decode(table, decode, query, num_output, lead_s, noticed_s, now)
+    start_s = np.maximum(later_s[:, None], prompt.wait_s)
+    if forecast.room_s.any():  # else there is room everywhere
+        computed_s = start_s + prompt.work_s
+        is_kept = ~in_decode_pool & (forecast.room_s > computed_s) & (forecast.room_s < np.inf)
+        if is_kept.any():  # its second token waits for room
+            stall_s = np.where(is_kept, forecast.room_s - computed_s, 0.0)
+            forecast = replace(
+                forecast, tpot_s=forecast.tpot_s + stall_s / num_output, gap_s=np.maximum(forecast.gap_s, stall_s)
+            )
+        start_s = _start_times(prompt.wait_s, forecast.room_s, is_decode_alone, ~in_decode_pool, later_s)
+    slo_loss = forecast.slo_loss
+    if not query.has_targets and (elsewhere := in_decode_pool & ~is_decode_alone).any():
         slo_loss = slo_loss.copy()
-        slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], noticed_s[elsewhere], lead_s, now)
+        slo_loss[:, elsewhere] += forecast_delay(table, computing[elsewhere], prompt.added_s[elsewhere], lead_s, now)
     idle_share = _UNASKED if query.has_targets else _idle_shares(table, in_decode_pool, later_s, now)
     return PlacementForecast(
         later_s=later_s,
@@ -169,9 +171,16 @@ def score(
 def _slo_probability(table: WorkerTable, query: Place, predicted: PlacementForecast, ttft_s: Floats) -> Floats:
     """The probability of meeting all targets, and of the memory sufficing."""
     errors, forecast = table.facts[Fact.RELATIVE_ERROR], predicted.forecast
-    in_time = log_probability(ttft_s, query.ttft_target_s, errors[predicted.computing])
-    in_time = in_time + log_probability(forecast.tpot_s, query.tpot_target_s, errors[predicted.decode])
-    in_time = in_time + log_probability(forecast.gap_s, query.gap_target_s, errors[predicted.decode])
+    promises = (
+        (ttft_s, query.ttft_target_s, predicted.computing),
+        (forecast.tpot_s, query.tpot_target_s, predicted.decode),
+        (forecast.gap_s, query.gap_target_s, predicted.decode),
+    )
+    in_time = sum(
+        log_probability(seconds, target_s, errors[workers])
+        for seconds, target_s, workers in promises
+        if target_s < NO_TARGET
+    )
     probability: Floats = np.exp(in_time + log_fit_probability(forecast.kv_share))
     return probability
 
@@ -202,15 +211,17 @@ def _start_times(
 def _idle_shares(table: WorkerTable, in_decode_pool: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
     """The idle share of the pool that computes the prompt, by moment and candidate: the workers that have no prompts to
     compute by then, or that had none lately if these are fewer."""
-    of_prefill, of_decode = (_idle_share(table, pool, later_s, now)[:, None] for pool in table.pools())
+    of_prefill, of_decode = (
+        _idle_share(table.facts[Fact.DRAINED_AT, pool] - now, busy, later_s)[:, None]
+        for pool, busy in zip(table.pools(), table.busy_shares(now), strict=True)
+    )
     return np.where(in_decode_pool, of_decode, of_prefill)
 
 
-def _idle_share(table: WorkerTable, pool: slice, later_s: Floats, now: float) -> Floats:
-    size = max(1, pool.stop - pool.start)
-    left_s = np.sort(table.facts[Fact.DRAINED_AT, pool] - now)
-    lately = 1.0 - table.busy_share(pool, now) * np.exp(-later_s / PROMPTS_OVER_S)
-    share: Floats = np.minimum(np.searchsorted(left_s, later_s, side="right") / size, lately)
+def _idle_share(left_s: Floats, busy: float, later_s: Floats) -> Floats:
+    """Of a pool, by moment. `left_s`, by worker: to compute the prompts that it has; `busy`: its share lately."""
+    now_s = np.searchsorted(np.sort(left_s), later_s, side="right") / max(1, len(left_s))
+    share: Floats = np.minimum(now_s, 1.0 - busy * np.exp(-later_s / PROMPTS_OVER_S))
     return share
 
 

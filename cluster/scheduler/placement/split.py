@@ -14,14 +14,13 @@ at the equal finish, or at one of the ends; so a split later than that is for th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from cluster.scheduler.placement.filter import Filtered, PromptForecast
 from cluster.scheduler.placement.ledger import Ledger
-from cluster.scheduler.placement.worker_table import Fact, Floats, Rows
+from cluster.scheduler.placement.worker_table import Fact, Floats, Rows, WorkerTable
 from kv_transfer.messages.scheduling import Place
 
 _IN_TIME: Final = 0.5  # of the TTFT target: whoever comes before it on either worker makes it later than predicted
@@ -37,13 +36,9 @@ def with_splits(
     prompt = found.prompt.at(computing)
     if not len(first):
         return computing, decode, prompt
-    i, j = np.tile(computing[first], 2), np.tile(decode[first], 2)
-    forecast, facts, num_tokens = found.prompt, ledger.table.facts, float(query.num_tokens)
-    wait_s, other_s = forecast.wait_s[i], forecast.wait_s[j]
-    cached, pace, other_pace = forecast.cached_tokens[i], forecast.pace[i], forecast.pace[j]
-    token_s, pair_s = pace * facts[Fact.PREFILL_TOKEN_S, i], pace * facts[Fact.PREFILL_PAIR_S, i]
-    other_token_s = other_pace * facts[Fact.PREFILL_TOKEN_S, j]
-    other_pair_s = other_pace * facts[Fact.PREFILL_PAIR_S, j]
+    i, j, num_tokens = computing[first], decode[first], float(query.num_tokens)
+    cached, (wait_s, other_s) = prompt.cached_tokens[first], found.prompt.wait_s[np.array([i, j])]
+    (token_s, other_token_s), (pair_s, other_pair_s) = _added_s(ledger.table, np.array([i, j]), query.num_tokens)
 
     def up_to(tokens: Floats | float, token_s: Floats, pair_s: Floats) -> Floats:
         seconds: Floats = tokens * (token_s + pair_s * tokens / 2)
@@ -51,30 +46,44 @@ def with_splits(
 
     before_s = up_to(cached, token_s, pair_s)
     all_s = up_to(num_tokens, other_token_s, other_pair_s)
-    half = len(first)
     left_s = _IN_TIME * query.ttft_target_s - query.waited_s - ledger.overhead.seconds
-    equal = _root(pair_s / 2, token_s, -before_s - (other_s - wait_s))
-    latest = _root((pair_s - other_pair_s) / 2, token_s - other_token_s, wait_s - before_s + all_s - left_s)
-    block = np.maximum(facts[Fact.BLOCK_SIZE, j], 1.0)
+    with np.errstate(all="ignore"):
+        equal = _root(pair_s / 2, token_s, -before_s - (other_s - wait_s))
+        latest = _root((pair_s - other_pair_s) / 2, token_s - other_token_s, wait_s - before_s + all_s - left_s)
     latest = np.where(wait_s > 0.0, latest, np.nan)  # else nobody there needs the time
-    at = np.ceil(np.where(np.arange(2 * half) < half, equal, latest) / block) * block
+    block = np.maximum(ledger.table.facts[Fact.BLOCK_SIZE, j], 1.0)
+    at = np.ceil(np.array([equal, latest]) / block) * block
     least = np.maximum(_LEAST_PART * num_tokens, block)
-    chosen = np.flatnonzero((at - cached >= least) & (num_tokens - at >= least))  # never where a root is no number
+    which, chosen = ((at - cached >= least) & (num_tokens - at >= least)).nonzero()  # never where a root is no number
     if not len(chosen):
         return computing, decode, prompt
-    i, j, at = i[chosen], j[chosen], at[chosen]
+    at = at[which, chosen]
     first_s = up_to(at, token_s[chosen], pair_s[chosen]) - before_s[chosen]
     rest_s = all_s[chosen] - up_to(at, other_token_s[chosen], other_pair_s[chosen])
     begun_s = np.maximum(first_s, (other_s - wait_s)[chosen])  # the rest is
-    work_s = forecast.adapter_s[i] + begun_s + rest_s
-    parts = replace(forecast.at(i), work_s=work_s, split_at=at, first_s=first_s, rest_s=rest_s)
-    return np.concatenate([computing, i]), np.concatenate([decode, j]), prompt.and_then(parts)
+    parts = prompt.at(first[chosen])
+    parts.work_s[:] = parts.adapter_s + begun_s + rest_s
+    parts.split_at[:], parts.first_s[:], parts.rest_s[:] = at, first_s, rest_s
+    return (
+        np.concatenate([computing, i[chosen]]),
+        np.concatenate([decode, j[chosen]]),
+        prompt.and_then(parts),
+    )
+
+
+def _added_s(table: WorkerTable, rows: Rows, num_tokens: int) -> tuple[Floats, Floats]:
+    """Seconds that a prompt takes on these workers for each of its tokens, and for each pair of them, beside those who
+    decode there."""
+    facts = table.facts[:, rows]
+    step_s = facts[Fact.STEP_S] * facts[Fact.TOKENS_PER_STEP] / facts[Fact.STRETCH]
+    full_s = facts[Fact.CHUNK_LEFT] * (facts[Fact.PREFILL_TOKEN_S] + facts[Fact.PREFILL_PAIR_S] * num_tokens / 2)
+    pace = 1.0 + step_s / np.maximum(np.minimum(facts[Fact.ROOM_S], full_s), 1e-9)  # for each that it adds to steps
+    return pace * facts[Fact.PREFILL_TOKEN_S], pace * facts[Fact.PREFILL_PAIR_S]
 
 
 def _root(square: Floats, linear: Floats, constant: Floats) -> Floats:
     """Where `square` x^2 + `linear` x + `constant` passes 0, the root next to that of the line alone; NaN without
     one."""
-    with np.errstate(all="ignore"):
-        beyond = np.sqrt(linear * linear - 4.0 * square * constant)
-        root: Floats = -2.0 * constant / (linear + np.copysign(beyond, linear))
+    beyond = np.sqrt(linear * linear - 4.0 * square * constant)
+    root: Floats = -2.0 * constant / (linear + np.copysign(beyond, linear))
     return root

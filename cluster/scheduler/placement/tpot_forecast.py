@@ -78,9 +78,9 @@ def forecast_decode(
     until the newcomer joins; `num_output`: tokens that it will probably put out.
 
     Which prefill worker computes the prompt makes no difference here: candidates that are alike are forecast once."""
-    firsts, same = _distinct(workers, added_s)
-    facts, added_s = table.facts[:, workers[firsts]], added_s[firsts]
-    slots = table.slots[:, workers[firsts], : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
+    workers, added_s, same = _distinct(workers, added_s)
+    facts = table.facts[:, workers]
+    slots = table.slots[:, workers, : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, num_output, lead_s, now)
     share = others.shared / num_output
     decodes = share.sum(axis=2) + facts[Fact.EXTRA_DECODES]
@@ -111,11 +111,11 @@ def forecast_delay(table: WorkerTable, workers: Rows, added_s: Floats, lead_s: F
     """How much the sequences lose that decode where a prompt is computed for another worker: by how much the
     log-probabilities of their targets fall, all together. `workers`, `added_s`: by candidate, its row and how long the
     prompt keeps the others there; `lead_s`: by moment, from now until the prompt is computed."""
-    firsts, same = _distinct(workers, added_s)
-    facts, added_s = table.facts[:, workers[firsts]], added_s[firsts]
-    slots = table.slots[:, workers[firsts], : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
+    workers, added_s, same = _distinct(workers, added_s)
+    facts = table.facts[:, workers]
+    slots = table.slots[:, workers, : max(1, int(facts[Fact.BOOKED].max(initial=0.0)))]
     others = _co_batched(facts, slots, table.residuals, 1.0, lead_s, now)
-    before_s, own_s = np.zeros((len(lead_s), len(firsts))), np.zeros(len(firsts))
+    before_s, own_s = np.zeros((len(lead_s), len(workers))), np.zeros(len(workers))
     return _tpot_loss(facts, slots, others, before_s, own_s, added_s, now)[:, same]
 
 
@@ -137,17 +137,12 @@ def _steepness(relative_error: Floats | float) -> Floats:
     return _LOGISTIC / np.maximum(relative_error, _MIN_RELATIVE_ERROR)
 
 
-def _distinct(workers: Rows, added_s: Floats) -> tuple[list[int], list[int]]:
-    """The candidates that differ, and for each candidate which of those it is like."""
+def _distinct(workers: Rows, added_s: Floats) -> tuple[Rows, Floats, Rows]:
+    """The candidates that differ, by row and seconds, and for each candidate which of those it is like."""
     numbers: dict[tuple[int, float], int] = {}
-    firsts: list[int] = []
-    same = []
-    for index, key in enumerate(zip(workers.tolist(), added_s.tolist(), strict=True)):
-        number = numbers.setdefault(key, len(firsts))
-        if number == len(firsts):
-            firsts.append(index)
-        same.append(number)
-    return firsts, same
+    same = [numbers.setdefault(key, len(numbers)) for key in zip(workers.tolist(), added_s.tolist(), strict=True)]
+    rows, seconds = zip(*numbers, strict=True)
+    return np.array(rows), np.array(seconds), np.array(same)
 
 
 def _co_batched(

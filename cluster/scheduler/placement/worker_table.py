@@ -5,6 +5,7 @@ Knows numbers only; who may write them, and when, is the ledger's business. Time
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
@@ -12,12 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cost_model.step_cost import KEPT, StepCost, StepWork, margin_of
+from engine.cost_model.step_cost import DECODES_PART, KEPT, StepCost, StepWork, margin_of
 from kv_transfer.messages.workers import WorkerInfo
 
 RESIDUAL_STEP: Final = 0.125
 PROMPTS_OVER_S: Final = 10.0  # over which a worker's share of time for prompts is smoothed
 _MOST_PROMPTS: Final = 0.9  # of its time
+_LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
 _MOST_TOKENS_PER_STEP: Final = 16.0
 _ADAPTER_S: Final = 0.02  # of 10 MB, from a file that is in memory
 Floats = NDArray[np.float64]
@@ -57,6 +59,9 @@ class _Facts(NamedTuple):
     ADAPTER_S: int = 27  # to load an adapter
     LENT_TOKENS: int = 28  # of prompts to be computed there for other workers: it keeps room for them until they are
     SHARED: int = 29  # of the contexts that decode there, the part that takes no memory: prefixes are held once for all
+    WITH_PROMPTS_S: int = 30  # a step's seconds before any tokens of prompts, where it has some
+    ROOM_S: int = 31  # and for these, at most; inf: nobody decodes there
+    CHUNK_LEFT: int = 32  # of prompts, so many tokens a step at most
 
 
 class _SlotFacts(NamedTuple):
@@ -90,7 +95,8 @@ class WorkerTable:
 
     def __init__(self, num_rows: int = 8, num_slots: int = 8) -> None:
         self.facts = np.zeros((len(Fact), num_rows))
-        self.slots = np.zeros((len(Slot), num_rows, num_slots))
+        # In memory a worker's slots lie together: a decision looks at all of a few workers, which no cache has.
+        self.slots = np.zeros((num_rows, len(Slot), num_slots)).transpose(1, 0, 2)
         self.ids: list[str] = []
         self.adapters: dict[str, frozenset[str]] = {}
         self.unreachable: dict[str, frozenset[str]] = {}
@@ -112,7 +118,7 @@ class WorkerTable:
 
     def rows_of(self, worker_ids: Iterable[str]) -> Rows:
         """-1 for those that are not known."""
-        return np.array([self._row_of.get(worker_id, -1) for worker_id in worker_ids], dtype=np.intp)
+        return np.fromiter((self._row_of.get(worker_id, -1) for worker_id in worker_ids), np.intp)
 
     def pools(self) -> tuple[slice, slice]:
         """The rows of the prefill workers and of the decode workers."""
@@ -155,9 +161,7 @@ class WorkerTable:
 
     def has_targets(self) -> bool:
         """Whether anyone who is booked anywhere should keep a pace."""
-        booked = self.slots[Slot.OUTPUT] > 0.0
-        paced = np.minimum(self.slots[Slot.TPOT_TARGET_S], self.slots[Slot.GAP_TARGET_S]) < np.inf
-        return bool((booked & paced).any())
+        return bool((self.facts[Fact.LIMIT_S, : len(self)] < np.inf).any())
 
     def prompt_shares(self, rows: int | slice | Rows, now: float) -> Floats:
         """The share of the workers' time lately that prompts placed there take."""
@@ -165,10 +169,11 @@ class WorkerTable:
         shares: Floats = recent_s * np.exp((at - now) / PROMPTS_OVER_S) / PROMPTS_OVER_S
         return shares
 
-    def busy_share(self, pool: slice, now: float) -> float:
-        """The share of a pool's time lately that prompts placed there take: above 1 where they queue."""
-        share: float = self.prompt_shares(pool, now).sum() / max(1, pool.stop - pool.start)
-        return share
+    def busy_shares(self, now: float) -> tuple[float, float]:
+        """The share of each pool's time lately that prompts placed there take: above 1 where they queue."""
+        shares = self.prompt_shares(slice(0, len(self)), now)
+        of_prefill, of_decode = (float(shares[pool].sum()) / max(1, pool.stop - pool.start) for pool in self.pools())
+        return of_prefill, of_decode
 
     # --- the pace of a worker's decode steps ---
 
@@ -191,25 +196,40 @@ class WorkerTable:
         recent_s = PROMPTS_OVER_S * self.prompt_shares(row, now)
         added_s = cost.step_s(StepWork.of_prefill(num_tokens, num_cached)) - cost.base_s
         facts[Fact.PROMPTS_S], facts[Fact.PROMPTS_AT] = recent_s + added_s, now
-        self.predict_step(row, now)
 
     def predict_step(self, row: int, now: float) -> None:
         """How long its steps take, with those that decode now, and their contexts, and as much time for prompts as
-        lately, or as those who are booked there leave."""
+        lately, or as those who are booked there leave; and how much of a prompt each takes. Called after whatever
+        changes who is there, or what steps cost.
+
+        So many tokens of a prompt go into a step that all who decode there keep the pace that they were promised, and
+        no more than save time: the fuller the worker, the more steps a prompt takes. Whoever can hardly keep it without
+        prompts holds them up no further, so that there is an end to it."""
         facts = self.facts[:, row]
-        slots = self.slots[:, row, : int(facts[Fact.BOOKED])]
-        joined = slots[Slot.JOINED_STEP] < float("inf")
-        emitted = (facts[Fact.STEPS] - slots[Slot.JOINED_STEP])[joined]
-        context = (slots[Slot.TOKENS][joined] + emitted).sum() + facts[Fact.EXTRA_CONTEXT]
-        decodes = joined.sum() + facts[Fact.EXTRA_DECODES]
-        step_s = facts[Fact.BASE_S] + facts[Fact.DECODE_S] * decodes + facts[Fact.CONTEXT_TOKEN_S] * context
+        known = facts.tolist()  # a sum of plain numbers takes a tenth of a call into numpy
+        booked, num_tokens = int(known[Fact.BOOKED]), known[Fact.TOKENS_PER_STEP]
+        decodes, context, limit_s = known[Fact.EXTRA_DECODES], known[Fact.EXTRA_CONTEXT], math.inf
+        if booked:
+            slots = self.slots[:, row, :booked]
+            joined = slots[Slot.JOINED_STEP] < math.inf
+            emitted = (known[Fact.STEPS] - slots[Slot.JOINED_STEP])[joined]
+            context += float((slots[Slot.TOKENS][joined] + emitted).sum())
+            decodes += np.count_nonzero(joined)
+            gaps_s = slots[Slot.GAP_TARGET_S] / margin_of(known[Fact.RELATIVE_ERROR])  # which nearly all keep
+            limit_s = KEPT * float(np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], gaps_s).min())
+        step_s = known[Fact.BASE_S] + known[Fact.DECODE_S] * decodes + known[Fact.CONTEXT_TOKEN_S] * context
         share = min(_MOST_PROMPTS, float(self.prompt_shares(row, now)))
-        num_tokens = facts[Fact.TOKENS_PER_STEP]
-        gaps_s = slots[Slot.GAP_TARGET_S] / margin_of(float(facts[Fact.RELATIVE_ERROR]))  # which nearly all keep
-        targets = np.minimum(num_tokens * slots[Slot.TPOT_TARGET_S], gaps_s)
-        facts[Fact.LIMIT_S] = limit_s = KEPT * targets.min(initial=np.inf)
-        facts[Fact.STRETCH] = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
-        facts[Fact.STEP_S] = step_s * facts[Fact.STRETCH] / num_tokens
+        stretch = max(1.0, min(1.0 / (1.0 - share), limit_s / max(step_s, 1e-9)))
+        token_s = step_s * stretch / num_tokens
+        alone_s = token_s * num_tokens / stretch
+        with_prompts_s, room_s = alone_s + known[Fact.PREFILL_BASE_S], math.inf
+        if booked or known[Fact.EXTRA_DECODES]:
+            bears_s = max(limit_s - with_prompts_s, _LEAST_ROOM * alone_s)
+            room_s = max(min(bears_s, (1.0 / DECODES_PART - 1.0) * with_prompts_s), 1e-9)
+        facts[Fact.LIMIT_S], facts[Fact.STRETCH], facts[Fact.STEP_S] = limit_s, stretch, token_s
+        facts[Fact.WITH_PROMPTS_S], facts[Fact.ROOM_S] = with_prompts_s, room_s
+        # Each that decodes takes a token of the step's budget.
+        facts[Fact.CHUNK_LEFT] = max(known[Fact.CHUNK_TOKENS] - booked, 1.0)
 
     # --- costs and slots ---
 

@@ -371,6 +371,16 @@ class LedgerRules(RuleBasedStateMachine):
             assert joined.sum() == sum(not self.model[b.query.request_id][2] for b in here)
 
     @invariant()
+    def steps_are_of_those_who_are_there(self) -> None:
+        """Whatever happened last has had them predicted: once more changes only how much prompts stretch them."""
+        table, told = self.ledger.table, (Fact.LIMIT_S, Fact.WITH_PROMPTS_S, Fact.ROOM_S, Fact.CHUNK_LEFT)
+        for row in range(len(table)):
+            before = table.facts[:, row].copy()
+            table.predict_step(row, self.now)
+            assert table.facts[told, row] == pytest.approx(before[list(told)])
+            table.facts[:, row] = before
+
+    @invariant()
     def queues_hold_what_is_not_computed(self) -> None:
         for worker in ("p1", "p2", "d1", "d2"):
             queued = [b for b in self.ledger.bookings() if self.model[b.query.request_id] == (worker, b.decode, True)]

@@ -69,6 +69,7 @@ def test_chunks_cost_a_step_each() -> None:
     assert _prompt(ledger, "p1").work_s[0] == pytest.approx(1.0 + 4 * 0.01)
     row = ledger.table.row("p1")
     ledger.table.set_cost(row, replace(ledger.table.cost(row), prefill_base_s=0.02))
+    ledger.table.predict_step(row, 0.0)
     assert ledger.table.cost(row).prefill_base_s == 0.02
     forecast = _prompt(ledger, "p1")
     assert forecast.work_s[0] == pytest.approx(1.0 + 4 * 0.03), "also what any step with prompts takes"
