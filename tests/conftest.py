@@ -5,8 +5,10 @@ Imports no torch: files that need none are collected and run without waiting for
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import ssl
 import sys
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
@@ -89,17 +92,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.nodeid.startswith(SHORT_TESTS) - item.nodeid.startswith(RAY_TESTS))
 
 
+def pytest_sessionstart() -> None:
+    """In the repeatable profile Hypothesis draws no constants of Legato's modules. It knows those of modules that are
+    loaded, which depends on what ran before in this process, and to read them takes seconds of each process."""
+    if settings.get_current_profile_name() == "repeatable":
+        setattr(providers, "is_local_module_file", lambda path: False)  # noqa: B010
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """What is imported and collected stays to the end, a million objects or more: nobody looks through them for cycles,
     neither as they are made, where that took a third of the time, nor whenever a test collects."""
     gc.disable()
     try:
+        _import_in_turns(session.config)
         return (yield)
     finally:
         gc.collect()  # once: what is in cycles and unused would stay, too
         gc.freeze()
         gc.enable()
+
+
+def _import_in_turns(config: pytest.Config) -> None:
+    """Of processes side by side each begins with other files. Who comes first has to compile one and to rewrite its
+    asserts: in a fresh clone a third of what collecting costs."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    folders = (config.invocation_params.dir / name.partition("::")[0] for name in config.args)
+    files = sorted(
+        path
+        for folder in folders
+        for path in (folder.rglob("test_*.py") if folder.is_dir() else [folder])
+        if not any(path.is_relative_to(asked) for asked in ASKED_FOR)
+    )
+    begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for path in [*files[begin:], *files[:begin]]:
+        with contextlib.suppress(Exception):  # which is told when it is collected
+            importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def _one_torch_thread() -> None:

@@ -17,6 +17,7 @@ from benchmarks.gpu.figures import path_of, reported
 from benchmarks.gpu.speed import model_speed
 from decode_workers.local_engine import LocalEngine
 from tests.benchmarks.gpu_steps import TINY, figures, models_in, run_here
+from tests.support.forked_child import fork_ranks
 
 SMALL = parallel.Scale(
     degree=2,
@@ -36,6 +37,7 @@ def test_a_group_is_right_before_it_is_timed(tmp_path: Path, monkeypatch: pytest
 
 def test_wrong_tokens_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models_in(tmp_path, monkeypatch)
+    fork_ranks(monkeypatch)
     calls = itertools.count()
 
     def wrong(engine: LocalEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -92,7 +92,9 @@ def begin(target: Target, *lines: object, **fields: Any) -> Batch:
 
 
 def end(target: Target, batch: Batch) -> Batch:
-    wait_until(lambda: target.strict.batches.retrieve(batch.id).status in ENDED, what="the batch does not end")
+    wait_until(
+        lambda: target.strict.batches.retrieve(batch.id).status in ENDED, what="the batch does not end", every_s=0.02
+    )
     return target.strict.batches.retrieve(batch.id)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,3 @@ class Worker(ForkedChild):
         """Have it close its segment."""
         self.hang_up()
         assert self.exit_code() == 0
-
-
-@contextmanager
-def worker(role: str, scope: str, folder: Path = SHARED_MEMORY) -> Iterator[Worker]:
-    """Killed at the end, if it has not been."""
-    started = Worker(role, scope, folder)
-    try:
-        yield started
-    finally:
-        started.kill()

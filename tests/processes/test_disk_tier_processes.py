@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,9 @@ MOST_WRITTEN = 30_000  # what it sends fills the pipe before that, however long 
 OTHER_FORM = ColumnFormat(fingerprint="model b", num_groups=NUM_GROUPS, block_bytes=BLOCK_BYTES)
 
 
-@contextmanager
-def child(target: Callable[..., None], *args: object) -> Iterator[ForkedChild]:
-    """Killed at the end, if it has not been."""
-    started = ForkedChild(target, *args)
-    try:
-        yield started
-    finally:
-        started.kill()
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.003, 0.011, 0.037])
 def test_killed_while_writing(tmp_path: Path, after_s: float) -> None:
-    with child(write_for_ever, tmp_path) as process:
+    with ForkedChild(write_for_ever, tmp_path) as process:
         while process.told() < NUM_SLOTS + 4:
             pass
         time.sleep(after_s)  # the moment of death is what varies
@@ -46,7 +34,7 @@ def test_killed_while_writing(tmp_path: Path, after_s: float) -> None:
 
 @pytest.mark.parametrize(("named", "num_found"), [(False, 3), (True, 4)])
 def test_half_written_when_killed(tmp_path: Path, named: bool, num_found: int) -> None:
-    with child(die_in_mid_write, tmp_path, named) as process:
+    with ForkedChild(die_in_mid_write, tmp_path, named) as process:
         assert process.exit_code() == -9
     assert len(list(tmp_path.glob("*/*.tmp"))) == 4 - num_found
     with opened(tmp_path, NUM_SLOTS) as tier:
@@ -57,13 +45,13 @@ def test_half_written_when_killed(tmp_path: Path, named: bool, num_found: int) -
 
 
 def test_no_room_for_a_file(tmp_path: Path) -> None:
-    with child(write_on_a_full_disk, tmp_path) as process:
+    with ForkedChild(write_on_a_full_disk, tmp_path) as process:
         assert process.told() == "fine"
         assert process.exit_code() == 0
 
 
 def test_two_processes_never_share_a_folder(tmp_path: Path) -> None:
-    with child(hold, tmp_path) as first, child(hold, tmp_path) as second:
+    with ForkedChild(hold, tmp_path) as first, ForkedChild(hold, tmp_path) as second:
         taken = {first.told(), second.told()}
         assert taken == {"worker-000", "worker-001"}
         with opened(tmp_path) as third:

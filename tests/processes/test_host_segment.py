@@ -43,7 +43,7 @@ from tests.processes.host_segment_child import (
     restored_pool,
     words,
 )
-from tests.processes.host_segments import SHARED_MEMORY, scope, worker
+from tests.processes.host_segments import SHARED_MEMORY, Worker, scope
 from tests.support.host_records import published
 
 __all__ = ["scope"]
@@ -65,7 +65,7 @@ def assert_content_matches(segment: HostSegment, restored: list[tuple[int, Block
 
 
 def test_the_blocks_of_a_killed_worker_are_adopted_all_of_them(scope: str) -> None:
-    with worker("hold", scope) as dying:
+    with Worker("hold", scope) as dying:
         path, _ = dying.opened()
     segment = open_segment(SHARED_MEMORY, scope)
     assert (segment.path, segment.adopted) == (path, True)
@@ -76,7 +76,7 @@ def test_the_blocks_of_a_killed_worker_are_adopted_all_of_them(scope: str) -> No
 
 
 def test_what_the_killed_worker_was_writing_is_lost_and_nothing_else(scope: str) -> None:
-    with worker("tear", scope) as dying:
+    with Worker("tear", scope) as dying:
         dying.opened()
     segment = open_segment(SHARED_MEMORY, scope)
     restored = segment.restored()
@@ -87,7 +87,7 @@ def test_what_the_killed_worker_was_writing_is_lost_and_nothing_else(scope: str)
 
 def test_a_worker_killed_at_any_moment_leaves_only_whole_blocks(scope: str) -> None:
     for life in itertools.count(1):
-        with worker("rewrite", scope) as dying:
+        with Worker("rewrite", scope) as dying:
             dying.opened()
             time.sleep(random.uniform(0, 0.05))  # a moment that nobody chose
         segment = open_segment(SHARED_MEMORY, scope)
@@ -126,7 +126,7 @@ def test_no_two_workers_ever_own_the_same_segment(scope: str) -> None:
     other.close(unlink=False)
     assert len(dead) == 2
     with ExitStack() as stack:
-        workers = [stack.enter_context(worker("adopt", scope)) for _ in range(5)]
+        workers = [stack.enter_context(Worker("adopt", scope)) for _ in range(5)]
         assert [each.told() for each in workers] == ["ready"] * 5
         for each in workers:
             each.tell("go")
@@ -287,8 +287,8 @@ def test_sweeping_spares_every_application_that_has_a_live_worker() -> None:
         bystander = folder / "legato-kv-notes"
         bystander.touch()
         ours, gone = abandoned(own, folder=folder), {abandoned(ended, folder=folder), of_an_older_version}
-        with worker("hold", living, folder) as survivor:
-            with worker("hold", living, folder) as dying:
+        with Worker("hold", living, folder) as survivor:
+            with Worker("hold", living, folder) as dying:
                 kept = {survivor.opened()[0], dying.opened()[0]}
             assert set(sweep(folder, own)) == gone
             assert set(folder.iterdir()) == kept | {ours, bystander}
@@ -297,7 +297,7 @@ def test_sweeping_spares_every_application_that_has_a_live_worker() -> None:
 
 
 def test_a_worker_that_ends_cleanly_leaves_nothing(scope: str) -> None:
-    with worker("hold", scope) as ending:
+    with Worker("hold", scope) as ending:
         path, _ = ending.opened()
         ending.end()
         assert not path.exists()

@@ -27,7 +27,7 @@ from tests.processes.host_segment_child import (
     restored_pool,
     words,
 )
-from tests.processes.host_segments import SHARED_MEMORY, scope, worker
+from tests.processes.host_segments import SHARED_MEMORY, Worker, scope
 from tests.support.host_records import published
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -57,7 +57,7 @@ def mappings(path: Path) -> int:
 def test_what_another_process_published_is_found_and_loaded(scope: str) -> None:
     neighbours = neighbours_of(scope)
     assert not neighbours.holds(hash_of(0))
-    with worker("hold", scope) as other:
+    with Worker("hold", scope) as other:
         other.opened()
         assert [neighbours.holds(hash_of(number)) for number in (1, 2, 99)] == [True, True, False]
         copies = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]
@@ -86,7 +86,7 @@ def test_the_own_segment_is_no_neighbour_nor_is_one_of_another_kind_or_applicati
 def test_a_reader_of_blocks_that_are_being_rewritten_never_gets_wrong_bytes(scope: str) -> None:
     neighbours = neighbours_of(scope)
     outcomes = {True: 0, False: 0}
-    with worker("rewrite", scope) as writer:
+    with Worker("rewrite", scope) as writer:
         writer.opened()
 
         def enough_of_both() -> bool:
@@ -99,7 +99,7 @@ def test_a_reader_of_blocks_that_are_being_rewritten_never_gets_wrong_bytes(scop
 
 
 def test_a_dead_neighbours_blocks_stay_of_use_before_and_after_its_adoption(scope: str) -> None:
-    with worker("hold", scope) as dying:
+    with Worker("hold", scope) as dying:
         path, _ = dying.opened()
     neighbours = neighbours_of(scope)
     assert all(load(neighbours, number) for number in range(NUM_BLOCKS))
@@ -255,7 +255,7 @@ def test_a_large_segment_is_taken_in_bit_by_bit(scope: str, monkeypatch: pytest.
 
 
 def test_after_closing_nothing_is_mapped_or_found(scope: str) -> None:
-    with worker("hold", scope) as other:
+    with Worker("hold", scope) as other:
         path, _ = other.opened()
         neighbours = neighbours_of(scope)
         assert neighbours.holds(hash_of(1))
@@ -274,7 +274,7 @@ def test_a_destination_of_another_size_is_refused(scope: str) -> None:
 
 
 def test_a_neighbours_memory_cannot_be_written(scope: str) -> None:
-    with worker("hold", scope) as other:
+    with Worker("hold", scope) as other:
         path, _ = other.opened()
         neighbours = neighbours_of(scope)
         assert neighbours.holds(hash_of(1))

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from subprocess import Popen
 
 from cluster.gateway.orchestrator import OrchestratorConfig
 from cluster.gateway.request_state import RequestState
@@ -19,6 +18,7 @@ from kv_transfer.messages.workers import KnownWorker
 from tests.support.clusters.mini_cluster import MiniCluster
 from tests.support.clusters.mini_requests import tokens_of
 from tests.support.clusters.worker_processes import hang_beyond, hangs, worker_processes
+from tests.support.forked_child import ForkedChild
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.waiting import HANGS_S, eventually
 
@@ -46,7 +46,7 @@ def first_attempts(cluster: MiniCluster, computes: str, decodes: str) -> Iterato
 
 
 async def streams_beside_a_death(
-    cluster: MiniCluster, dies: Popen[str], prompts: list[list[int]], params: SamplingParams
+    cluster: MiniCluster, dies: ForkedChild, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[TokenEvent]]:
     """Of whose requests none can be finished before the worker hangs: it is killed there, with all of them begun."""
     requests = [asyncio.create_task(cluster.generate(f"r{n}", p, params)) for n, p in enumerate(prompts)]

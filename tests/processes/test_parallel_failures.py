@@ -18,6 +18,7 @@ import pytest
 
 from engine.parallel.processes import GroupError, GroupWatch, RankProcess
 from tests.processes.rank_groups import one_step, other_ranks, start, whole_prompt
+from tests.support.forked_child import fork_ranks
 from tests.support.model_families import build_oracle
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -27,6 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     build_oracle("gemma3", folder)
     return folder
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked where it is not the process that a test is about."""
+    fork_ranks(monkeypatch)
 
 
 def test_a_rank_that_dies_ends_the_group(checkpoint: Path) -> None:
@@ -67,6 +74,7 @@ def test_a_rank_that_is_killed_amid_a_step_fails_it_by_name(
     assert "is without the others" in said and "Fatal Python error" not in said
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_hangs_fails_the_step_at_the_deadline(checkpoint: Path, monkeypatch: Any) -> None:
     runner = start(checkpoint)
     assert runner.group is not None
@@ -86,6 +94,7 @@ class ImpatientWatch(GroupWatch):
         super().__init__(processes, on_lost, within_s=0.2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(checkpoint: Path, monkeypatch: Any) -> None:
     """As a GPU's ranks would that wait for one another: the step was queued, and nobody's process has ended."""
     monkeypatch.setattr("engine.parallel.leader.mark_on", lambda device: lambda: False)
@@ -99,6 +108,7 @@ def test_a_device_that_does_not_come_to_a_steps_end_ends_the_group(checkpoint: P
     runner.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_group_is_closed_once_whoever_closes_it(checkpoint: Path, monkeypatch: Any) -> None:
     """As its watch and its worker do at once: a descriptor closed twice may be somebody else's by then."""
     dismissed: list[int] = []
@@ -120,6 +130,7 @@ def test_a_group_is_closed_once_whoever_closes_it(checkpoint: Path, monkeypatch:
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_on_the_way_ends_the_group_too(checkpoint: Path) -> None:
     runner = start(checkpoint)
     ranks = other_ranks(runner)

@@ -14,6 +14,7 @@ from engine.sequence import ScheduledSequence, StepPlan
 from engine.steps.memory_profile import StepSize, largest_step
 from engine.steps.runner import ModelRunner
 from tests.processes.rank_groups import start, whole_prompt
+from tests.support.forked_child import fork_ranks, start_forking
 from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts, runner_of
 from tests.support.staged_stepping import rank_caches
@@ -118,6 +119,7 @@ def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
 ) -> None:
     """Two ranks on one device share what is left of it, and begin anew with caches of that size: each with its heads,
     or with the latents of all."""
+    fork_ranks(monkeypatch)
     folder, oracle = tmp_path, build_oracle(family, tmp_path)
     total, free = 200_000_000, 150_000_000
     monkeypatch.setattr("engine.steps.memory_profile.device_memory", lambda device: (free, total))
@@ -140,12 +142,14 @@ def test_a_group_measures_what_is_left_for_the_kv_of_all_its_ranks(
 
 def test_what_a_step_has_freed_counts_as_free_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the device is asked what is left, the other rank does not hold the memory of the step that was measured."""
+    fork_ranks(monkeypatch)
+    start_forking()
     build_oracle("llama", tmp_path, intermediate_size=4096)
-    others = set(psutil.Process().children())  # of other tests
+    others = set(psutil.Process().children(recursive=True))  # of other tests
     resident: list[int] = []
 
     def device_memory(device: torch.device) -> tuple[int, int]:
-        ranks = set(psutil.Process().children()) - others
+        ranks = set(psutil.Process().children(recursive=True)) - others
         resident.append(sum(rank.memory_info().rss for rank in ranks))
         return 150_000_000, 200_000_000
 

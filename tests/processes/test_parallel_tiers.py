@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked_child import fork_ranks
 from tests.support.small_models import SmallModel, random_prompts, runner_of
 from tests.support.staged_stepping import StagedStepper, rank_caches
 
@@ -14,8 +15,11 @@ NUM_TOKENS = 8
 
 
 @pytest.mark.parametrize(("family", "ring_groups"), [("gemma3", 1), ("gemma3", 2), ("deepseek-v3", 2)])
-def test_layers_on_the_host_change_no_token(family: str, ring_groups: int, tmp_path: Path) -> None:
+def test_layers_on_the_host_change_no_token(
+    family: str, ring_groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four groups of one layer. The ring is poisoned before each step, in the memory of every rank."""
+    fork_ranks(monkeypatch)
     model = SmallModel(family, tmp_path)
     runner = runner_of(
         model.folder,

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
+import os
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,9 @@ from kv_transfer.transports.base import Delivery, Link, LinkClosedError, Transpo
 from kv_transfer.transports.slab_pool import SlabConfig
 from tests.kv_transfer.transports.slab_content import content, send
 from tests.kv_transfer.transports.transport_conformance import mapped_memory_files
+from tests.processes import transport_child
 from tests.processes.transport_child import MIB, PATIENT, digest, make_transport
+from tests.support.forked_child import ForkedChild, start_forking
 from tests.support.loops import num_open_files, run_on
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -37,24 +38,9 @@ NOT_BY_SILENCE_S = 0.8 * PATIENT.idle_timeout_s
 
 
 @contextmanager
-def child(*args: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.processes.transport_child", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@contextmanager
-def receiving_child() -> Iterator[tuple[subprocess.Popen[str], dict[str, Endpoint]]]:
-    with child("receive", ",".join(KINDS)) as process:
-        assert process.stdout is not None
-        endpoints = [Endpoint(**endpoint) for endpoint in json.loads(process.stdout.readline())]
-        yield process, dict(zip(KINDS, endpoints, strict=True))
+def receiving_child() -> Iterator[tuple[ForkedChild, dict[str, Endpoint]]]:
+    with ForkedChild(transport_child.receive, KINDS) as process:
+        yield process, dict(zip(KINDS, process.told(), strict=True))
 
 
 @asynccontextmanager
@@ -81,6 +67,7 @@ def segment_names() -> set[str]:
 def nothing_left() -> Iterator[None]:
     """No name in /dev/shm, no mapping, no descriptor."""
     run_on("uvloop", warm_up())  # the first loop of a process opens descriptors that stay
+    start_forking()
     names = segment_names()
     files, mapped = num_open_files(), mapped_memory_files()
     yield
@@ -136,8 +123,8 @@ def test_a_sender_notices_at_once_that_its_receiver_was_killed(loop_kind: str) -
                 while True:
                     await link.receive()
 
-    async def all_kinds(process: subprocess.Popen[str], endpoints: dict[str, Endpoint]) -> None:
-        barrier, kill = asyncio.Barrier(len(KINDS)), partial(process.send_signal, signal.SIGKILL)
+    async def all_kinds(process: ForkedChild, endpoints: dict[str, Endpoint]) -> None:
+        barrier, kill = asyncio.Barrier(len(KINDS)), partial(os.kill, process.pid, signal.SIGKILL)
         await asyncio.gather(*(scenario(kind, endpoints[kind], barrier, kill) for kind in KINDS))
 
     with receiving_child() as (process, endpoints):
@@ -164,10 +151,9 @@ def test_a_receiver_notices_at_once_that_its_sender_was_killed(loop_kind: str) -
             few = SlabConfig(slab_bytes=MIB, num_slabs=4)
             transports = [await stack.enter_async_context(transport(kind, few)) for kind in KINDS]
             endpoints = [await own.listen(serve) for own in transports]
-            told = json.dumps([asdict(endpoint) for endpoint in endpoints])
-            with child("send", ",".join(KINDS), told) as process:
+            with ForkedChild(transport_child.send, KINDS, endpoints) as process:
                 await all_hold.wait()
-                process.send_signal(signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
                 await asyncio.wait_for(noticed.wait(), NOT_BY_SILENCE_S)
 
     run_on(loop_kind, scenario())

@@ -1,7 +1,6 @@
-"""The other process of the transport tests: `python -m tests.processes.transport_child receive|send KIND,...
-[ENDPOINTS]`.
+"""The other process of the transport tests.
 
-`receive` listens by each kind, prints the endpoints, and answers each slab with its name and digest. `send` connects to
+`receive` listens by each kind, tells the endpoints, and answers each slab with its name and digest. `send` connects to
 each and sends slabs without end.
 """
 
@@ -9,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from multiprocessing.connection import Connection
 from typing import cast
 
 import uvloop
@@ -61,25 +58,22 @@ async def answer_with_digests(link: Link) -> None:
         await link.send(Ended(request_id=answer))
 
 
-async def receive(kinds: Sequence[str]) -> None:
-    endpoints = [await make_transport(kind, "child").listen(answer_with_digests) for kind in kinds]
-    print(json.dumps([asdict(endpoint) for endpoint in endpoints]), flush=True)
-    await asyncio.Event().wait()
+def receive(kinds: Sequence[str], pipe: Connection) -> None:
+    async def listen() -> None:
+        pipe.send([await make_transport(kind, "child").listen(answer_with_digests) for kind in kinds])
+        await asyncio.Event().wait()
+
+    uvloop.run(listen())
 
 
-async def send(kind: str, endpoint: Endpoint) -> None:
+async def send_without_end(kind: str, endpoint: Endpoint) -> None:
     link = await make_transport(kind, "child").connect(endpoint, timeout_s=60)
     for number in itertools.count():
         await send_slab(link, str(number), bytes([number % 251]) * MIB)
 
 
-async def send_all(kinds: Sequence[str], endpoints: Sequence[Endpoint]) -> None:
-    await asyncio.gather(*(send(kind, endpoint) for kind, endpoint in zip(kinds, endpoints, strict=True)))
+def send(kinds: Sequence[str], endpoints: Sequence[Endpoint], pipe: Connection) -> None:
+    async def send_all() -> None:
+        await asyncio.gather(*map(send_without_end, kinds, endpoints))
 
-
-if __name__ == "__main__":
-    role, kinds = sys.argv[1], sys.argv[2].split(",")
-    if role == "receive":
-        uvloop.run(receive(kinds))
-    else:
-        uvloop.run(send_all(kinds, [Endpoint(**endpoint) for endpoint in json.loads(sys.argv[3])]))
+    uvloop.run(send_all())

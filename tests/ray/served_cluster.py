@@ -81,14 +81,16 @@ class ServedCluster:
                     return child.pid
         raise AssertionError("there is no gateway")
 
-    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until(
+        self, holds: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S, every_s: float = 0.1
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError, StopIteration):
                 if holds():
                     return
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; workers: {self.workers()}"
-            time.sleep(0.1)
+            time.sleep(every_s)
 
     def wait_idle(self, timeout_s: float = 120.0) -> None:
         """Until no worker holds a lease: nothing leaked."""
@@ -105,7 +107,7 @@ class ServedCluster:
             roles = [worker["role"] for worker in self.workers()]
             return all(roles.count(role) == number for role, number in wanted.items())
 
-        self.wait_until(there, f"{wanted} workers are up", timeout_s)
+        self.wait_until(there, f"{wanted} workers are up", timeout_s, every_s=0.5)  # a start takes seconds
 
 
 def listening_sockets(process: subprocess.Popen[bytes]) -> list[tuple[str, str, int]]:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -19,19 +20,37 @@ from engine.parallel import processes
 from tests.support.waiting import HANGS_S
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["tests.processes.host_segment_child", "tests.processes.disk_tier_child", "engine.parallel.follower"]
-)
+_FORKS.set_forkserver_preload([
+    "engine.parallel.follower",
+    "tests.processes.disk_tier_child",
+    "tests.processes.host_segment_child",
+    "tests.processes.transport_child",
+    "tests.support.clusters.worker_child",
+])  # fmt: skip
+
+
+def start_forking() -> None:
+    """What forks children is at work from here on: with the first of them this process opens descriptors that stay."""
+    forkserver.ensure_running()
 
 
 class ForkedChild:
-    """A process that calls `target(*args, pipe)`. What one end of the pipe sends the other one receives."""
+    """A process that calls `target(*args, pipe)`. What one end of the pipe sends the other one receives. Behind a
+    `with` it is killed, if it has not been."""
 
     def __init__(self, target: Callable[..., None], *args: object) -> None:
         self._pipe, theirs = _FORKS.Pipe()
         self._process = _FORKS.Process(target=target, args=(*args, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def told(self) -> Any:
         """What it sent next. Raises EOFError where it has ended."""
@@ -64,11 +83,14 @@ class ForkedRank(ForkedChild):
         with Connection(os.dup(pass_fds[0])) as leader:
             super().__init__(_follow, leader)
         self._polled = threading.Lock()  # who looks at a child of the fork server reads its code from a pipe, once
-        self.args, self.pid, self.stdin = command, self._process.pid, self._pipe
+        self.args, self.stdin = command, self._pipe
 
     def poll(self) -> int | None:
         with self._polled:
             return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
         multiprocessing.connection.wait([self._process.sentinel], timeout)

@@ -25,10 +25,13 @@ async def eventually(condition: Callable[[], object], timeout_s: float = HANGS_S
         await asyncio.sleep(_LOOKS_EVERY_S)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "") -> None:
-    """Like `eventually`, for a thread without an event loop."""
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = HANGS_S, what: str = "", every_s: float = _LOOKS_EVERY_S
+) -> None:
+    """Like `eventually`, for a thread without an event loop. `every_s`: longer for what takes seconds, and costs work
+    to look at."""
     deadline, num_looks = time.monotonic() + timeout_s, 0
     while not condition():
         num_looks += 1
         assert num_looks < _LEAST_LOOKS or time.monotonic() < deadline, what or _NEVER
-        time.sleep(_LOOKS_EVERY_S)
+        time.sleep(every_s)

@@ -4,6 +4,7 @@ goes there; whoever has none waits."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from contextlib import ExitStack, aclosing
@@ -215,16 +216,16 @@ async def test_streams_of_a_stopped_worker_go_on_elsewhere(roomy: SmallModel, ca
                     (other,) = decodes.values()
                     tell_to_go_on(other)
                     await goes_on(other)
-                    workers[stopped].send_signal(signal.SIGSTOP)
+                    os.kill(workers[stopped].pid, signal.SIGSTOP)
         assert tokens_of(found) == expected
         assert found[-1].attempt > attempt and f"the worker is silent ({stopped})" in caplog.text
         tell_to_go_on(workers[stopped])
-        workers[stopped].send_signal(signal.SIGCONT)
+        os.kill(workers[stopped].pid, signal.SIGCONT)
         await eventually(lambda: is_back(cluster, stopped), what="it did not let go of what had gone elsewhere")
         await cluster.scheduler.stop()  # without it every prompt is for a prefill worker, if there is one
         await eventually(lambda: cluster.orchestrator.scheduler.connection is None)
         prefill = next(name for name in workers if name.startswith("prefill"))
-        workers[prefill].send_signal(signal.SIGSTOP)
+        os.kill(workers[prefill].pid, signal.SIGSTOP)
         began = time.monotonic()
         again = await asyncio.wait_for(cluster.generate("again", PROMPT, greedy(10)), HANGS_S)
         assert tokens_of(again) == expected[:10]

@@ -88,7 +88,7 @@ class ServeRun:
         """End what is served; returns when none of its processes is left."""
         self._applications("PUT", json={"applications": []})
         self.deployed = None
-        wait_until(lambda: not self._replicas(), HANGS_S, "replicas are left")
+        wait_until(lambda: not self._replicas(), HANGS_S, "replicas are left", every_s=0.2)
 
     def pool(self, name: str) -> dict[str, Any]:
         """What Serve says of a deployment."""

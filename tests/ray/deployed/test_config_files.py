@@ -69,8 +69,8 @@ def test_a_client_that_leaves_before_its_first_token_ends_its_request(running: S
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         time.sleep(0.1)
         client.sendall(body)
-        wait_until(lambda: told("outcome") == "running", HANGS_S, "it does not run")
-    wait_until(lambda: told("outcome") == "cancelled", HANGS_S, "it goes on")
+        wait_until(lambda: told("outcome") == "running", HANGS_S, "it does not run", every_s=0.1)
+    wait_until(lambda: told("outcome") == "cancelled", HANGS_S, "it goes on", every_s=0.1)
     assert told("ttft_s") is None
 
 
@@ -129,8 +129,8 @@ def _answers_where_it_says(running: ServeRun, path: Path) -> None:
             return len(cluster["workers"]) == wanted
         return False
 
-    wait_until(answers, HANGS_S, "it does not answer")
-    wait_until(has_all, HANGS_S, "there are not as many workers")
+    wait_until(answers, HANGS_S, "it does not answer", every_s=0.2)
+    wait_until(has_all, HANGS_S, "there are not as many workers", every_s=0.5)
 
 
 def _nobody_runs_jobs_here(running: ServeRun) -> None:
@@ -145,4 +145,4 @@ def _nobody_runs_jobs_here(running: ServeRun) -> None:
                 refused += answer.status_code == 401
         return refused >= 1
 
-    wait_until(is_refused, HANGS_S, "the job agent asks for a token")
+    wait_until(is_refused, HANGS_S, "the job agent asks for a token", every_s=0.5)
