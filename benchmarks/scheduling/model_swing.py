@@ -7,7 +7,9 @@ between tokens. In time is who was, the first time that it came.
 
     drawn    conversations for both, by `--seeds`; the rule and the load were chosen on seed 0, which is not told
     sudden   the same, from one moment to the next
-    traces   Mooncake's conversations for one, Azure's for the other: nothing was chosen on these
+    traces   Mooncake's conversations for one, Azure's for the other: nothing was chosen on these. Requests of one
+             moment are drawn apart (`unbunched`): at a third of its pace Mooncake's steps of 3 s are bursts of ten, of
+             which three workers, the most that a model can have, answer nine in time
 
     python -m benchmarks.scheduling.model_swing --only traces --mooncake conversation_trace.jsonl --azure conv.csv
 """
@@ -29,7 +31,7 @@ from benchmarks.scheduling.goodput_setting import Layout, Setting, add_trace_pat
 from benchmarks.scheduling.shifting import endless
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.models import ModelsResult, simulate_models
-from cluster.simulation.workload.traces import TraceRequest, paced, swing
+from cluster.simulation.workload.traces import TraceRequest, paced, swing, unbunched
 
 NUM_WORKERS: Final = 4
 PERIODS: Final = 2
@@ -74,7 +76,7 @@ def play(
 
 
 def _coming(setting: Setting, begin: int, load: float, pace: Callable[[float], float]) -> Iterator[TraceRequest]:
-    whole = list(setting.requests(begin, load * bounds(setting, begin)[0]))
+    whole = list(unbunched(setting.requests(begin, load * bounds(setting, begin)[0]), setting.seed))
     return paced((replace(request, arrival_s=at) for at, request in endless(whole)), pace)
 
 
