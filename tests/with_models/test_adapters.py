@@ -42,7 +42,7 @@ from tests.support.adapters import ALL, ATTENTION, is_what_the_model_says, merge
 from tests.support.model_families import WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import RecordingSampler, Stepper, recording_runner
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, wait_until
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
 NATIVE = [NativeCpuKernels(library) for library in LIBRARIES]
@@ -137,14 +137,14 @@ def test_who_loads_one_leaves_no_threads_behind(adapted: Adapted, tmp_path: Path
     pool = adapter_pool(model, config, max_loaded=1, max_rank=512)
     large = write_adapter(tmp_path / "large", adapted.folder, seed=1, rank=512)
 
-    def load(digest: str) -> set[str]:
+    def load(digest: str) -> None:
         set_team(3)
         before = threads_of_process()
         pool.load(digest, large)
-        return threads_of_process() - before
+        wait_until(lambda: not threads_of_process() - before)  # one that was joined may still be on its way out
 
     with ThreadPoolExecutor(1) as executor:
-        assert not executor.submit(load, adapter_digest(large)).result(HANGS_S)
+        executor.submit(load, adapter_digest(large)).result(2 * HANGS_S)
 
 
 @pytest.mark.parametrize("adapted", ["llama", "phi-3", "mixtral"], indirect=True)
