@@ -56,8 +56,12 @@ AVX512 = Instructions(
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
     ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
 )
+AMX = Instructions((*AVX512.flags, "amx_tile", "amx_bf16"), (*AVX512.options, "-mamx-tile", "-mamx-bf16"))
+"""And products of tiles of bfloat16 (`src/tiles.h`)."""
 AVX2 = Instructions(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
+_AT_MOST: dict[str | None, tuple[Instructions, ...]] = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}
+"""By the switch's word."""
 
 
 class NativeUnavailableError(Exception):
@@ -109,7 +113,7 @@ def processor_instructions() -> Instructions:
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
-    for instructions in (AVX2,) if os.environ.get(SWITCH) == "avx2" else (AVX512, AVX2):
+    for instructions in _AT_MOST.get(os.environ.get(SWITCH), (AMX, AVX512, AVX2)):
         if present.issuperset(instructions.flags):
             return instructions
     lacking = ", ".join(flag for flag in AVX2.flags if flag not in present)
@@ -117,10 +121,17 @@ def processor_instructions() -> Instructions:
 
 
 def _processor_flags() -> frozenset[str]:
+    """What this process may use of the processor. The system has to be asked for tiles, once, for all threads."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
+            flags = frozenset(line.partition(":")[2].split())
+            return flags if "amx_tile" not in flags or _ask_for_tiles() else flags - {"amx_tile"}
     return frozenset()
+
+
+def _ask_for_tiles() -> bool:
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # of x86-64's system calls, arch_prctl(2)
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def find_compiler() -> str:

@@ -1,7 +1,8 @@
 // Projections whose result for a row does not depend on the other rows.
 //
 // Every output is one sum in float32 over the inputs in rising order, whatever the number of rows and of threads: a
-// row's result is the same to the bit alone, in any batch and in any chunk of a prompt.
+// row's result is the same to the bit alone, in any batch and in any chunk of a prompt. Whether that is one by tiles
+// (tiles.h) depends on the weight alone.
 
 #include <cstring>
 #include <numeric>
@@ -10,6 +11,7 @@
 
 #include "calls.h"
 #include "panels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -82,6 +84,15 @@ class Rows {
 
   Number* next_ = nullptr;
 };
+
+// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
+constexpr int64_t kRowsAtOnce = 768 << 10;
+
+// Whether a weight with so many inputs is multiplied by tiles.
+template <typename T>
+constexpr bool fills_tiles(int64_t inputs) {
+  return kTileProducts && std::is_same_v<T, bf16> && inputs % kTileInputs == 0;
+}
 
 template <typename T>
 struct Linear {
@@ -159,6 +170,12 @@ void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t
 template <typename T, bool kWhole>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
+  if constexpr (fills_tiles<T>(kTileInputs)) {
+    if (fills_tiles<T>(job.inputs)) {
+      return multiply_tiles<kWhole>({job.x, job.rows, job.inputs}, job.weight + panel * job.inputs * kPanel, job.to,
+                                    panel * kPanel, kWhole ? ahead : nullptr);
+    }
+  }
   const int64_t half = job.inputs * kHalf * static_cast<int64_t>(sizeof(T));
   const int64_t tiles = (job.rows + kTile - 1) / kTile;
   const int64_t lines = job.inputs / Inputs<T>::kTogether * (kSplit ? 2 : 1);
@@ -177,15 +194,34 @@ void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   }
 }
 
+// A job in parts of so many rows that a core's own cache keeps them while all panels meet them.
+template <typename T>
+void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
+  const int64_t most = std::max<int64_t>(4 * kTileRows, kRowsAtOnce / (job.inputs * sizeof(T)));
+  const int64_t count = fills_tiles<T>(job.inputs) ? (job.rows + most - 1) / most : 1;
+  for (int64_t part = 0, row = 0; part < count; ++part) {
+    const int64_t rows = (job.rows - row) / (count - part);
+    const int64_t at = row * job.to.outputs;
+    const Outputs<T> to{job.to.bias, job.to.residual ? job.to.residual + at : nullptr, job.to.out + at, job.to.outputs};
+    parts.push_back({job.x + row * job.inputs, job.weight, rows, job.inputs, to, job.soon});
+    row += rows;
+  }
+}
+
 // One projection, or several, whose panels the threads share as if they were one's.
 template <typename T>
-void compute(const Linear<T>* jobs, int64_t count) {
-  static thread_local std::vector<int64_t> kept;  // the caller's, in every thread
-  std::vector<int64_t>& ends = kept;              // of each job's panels among all
+void compute(const Linear<T>* first, int64_t count) {
+  static thread_local std::vector<Linear<T>> kept_jobs;
+  static thread_local std::vector<int64_t> kept_ends;
+  std::vector<Linear<T>>& jobs = kept_jobs;  // the caller's, in every thread
+  std::vector<int64_t>& ends = kept_ends;    // of each job's panels among all
+  jobs.clear();
   ends.clear();
-  for (int64_t i = 0; i < count; ++i) ends.push_back((i ? ends.back() : 0) + num_panels(jobs[i].to.outputs));
+  for (int64_t i = 0; i < count; ++i) add_parts(first[i], jobs);
+  for (const Linear<T>& job : jobs) ends.push_back((ends.empty() ? 0 : ends.back()) + num_panels(job.to.outputs));
   const int64_t threads = team_size();
-  const bool few_rows = std::all_of(jobs, jobs + count, [](const Linear<T>& job) { return job.rows <= kTile; });
+  const bool few_rows =
+      std::all_of(jobs.begin(), jobs.end(), [](const Linear<T>& job) { return job.rows <= kTile; });
   const int64_t at_once = panels_at_once(ends.back(), few_rows);
   const int64_t stride = kSplit && at_once > 1 ? 1 : threads;  // to the panel that the same thread probably takes next
   share(ends.back(), at_once, [&](int64_t at) {

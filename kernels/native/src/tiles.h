@@ -1,0 +1,122 @@
+// Products of tiles of bfloat16, where a processor has them (AMX): 16 rows of 32 inputs by 16 outputs.
+//
+// To each sum the instruction adds the products of 32 inputs, the even and the odd ones summed apart, whatever the
+// number of rows in the tile. So a row's result is the same to the bit in any company here, too, but another one than
+// that of instructions of 16 numbers (linear.cpp). The weight lies as it lies for these: a tile of it is half of 16 steps.
+
+#pragma once
+
+#include <algorithm>
+
+#include "panels.h"
+
+namespace legato {
+
+// Rows of a projection, [rows, inputs].
+struct TiledRows {
+  const bf16* x;
+  int64_t rows, inputs;
+};
+
+#ifdef __AMX_BF16__
+
+constexpr bool kTileProducts = true;
+
+#else
+
+constexpr bool kTileProducts = false;
+
+#endif
+
+constexpr int64_t kTileInputs = 32, kTileRows = 16;
+
+// A panel's outputs, 32 or 16, of all rows. `ahead`: weights that memory is asked for meanwhile, as many as the panel's,
+// or null.
+template <bool kWhole>
+void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
+                    const char* ahead);
+
+#ifdef __AMX_BF16__
+
+// The shapes of the thread's eight tiles: sums 0 to 3, rows 4 and 5, weights 6 and 7.
+class Shapes {
+ public:
+  explicit Shapes(int64_t rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } shapes;
+    std::fill(shapes.rows, shapes.rows + 6, static_cast<uint8_t>(rows));
+    shapes.rows[6] = shapes.rows[7] = kTileInputs / 2;
+    // That intrinsics read all of this, and of rows and weights, g++ does not know.
+    asm volatile("" : : "r"(&shapes) : "memory");
+    _tile_loadconfig(&shapes);
+  }
+  ~Shapes() { _tile_release(); }  // else the system would save the tiles whenever it takes the thread's core
+  Shapes(const Shapes&) = delete;
+};
+
+// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3.
+template <bool kTwo, bool kWhole>
+void sum_tiles(const bf16* first, const bf16* second, int64_t inputs, const bf16* panel, const char* ahead) {
+  constexpr int64_t width = kWhole ? kPanel : kHalf;
+  _tile_zero(0);
+  if constexpr (kWhole) _tile_zero(1);
+  if constexpr (kTwo) _tile_zero(2);
+  if constexpr (kTwo && kWhole) _tile_zero(3);
+  for (int64_t input = 0; input < inputs; input += kTileInputs, panel += kTileInputs * width) {
+    if (ahead) {
+      for (const char* end = ahead + kTileInputs * width * sizeof(bf16); ahead < end; ahead += 64) {
+        _mm_prefetch(ahead, _MM_HINT_T1);
+      }
+    }
+    _tile_loadd(6, panel, width * 4);
+    _tile_loadd(4, first + input, inputs * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kWhole) {
+      _tile_loadd(7, panel + kHalf * 2, width * 4);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kTwo) {
+      _tile_loadd(5, second + input, inputs * 2);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+template <bool kWhole>
+void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
+                    const char* ahead) {
+  alignas(64) float sums[2][kTileRows * kHalf];
+  const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = (rows.rows + tiles - 1) / tiles;
+  const Shapes shapes(size);
+  // All tiles have equally many rows, for which the last may begin with some that the one before it has.
+  const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
+  const auto at = [&](int64_t tile) { return rows.x + first_row(tile) * rows.inputs; };
+  const auto finish_rows = [&](int64_t tile) {
+    const int64_t first = first_row(tile);
+    for (int64_t row = tile * size - first; row < size; ++row) {
+      finish(to, first + row, first_output, _mm512_load_ps(sums[0] + row * kHalf));
+      if constexpr (kWhole) finish(to, first + row, first_output + kHalf, _mm512_load_ps(sums[1] + row * kHalf));
+    }
+  };
+  for (int64_t tile = 0; tile < tiles; tile += 2) {
+    const bool is_pair = tile + 1 < tiles;
+    const char* now = tile == 2 ? ahead : nullptr;
+    is_pair ? sum_tiles<true, kWhole>(at(tile), at(tile + 1), rows.inputs, panel, now)
+            : sum_tiles<false, kWhole>(at(tile), nullptr, rows.inputs, panel, now);
+    _tile_stored(0, sums[0], 64);
+    if constexpr (kWhole) _tile_stored(1, sums[1], 64);
+    finish_rows(tile);
+    if (!is_pair) break;
+    _tile_stored(2, sums[0], 64);
+    if constexpr (kWhole) _tile_stored(3, sums[1], 64);
+    finish_rows(tile + 1);
+  }
+}
+
+#endif
+
+}  // namespace legato
