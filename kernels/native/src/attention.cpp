@@ -24,6 +24,7 @@ inline Sums& sums_at(float* memory, int64_t index, int64_t stride) {
 template <typename T>
 void list_rows(const Layer<T>& layer, const Item& item, Buffers<T>& buffers) {
   const int64_t heads = layer.heads_per_key_head(), width = layer.plan.head_dim;
+  const int64_t own_width = buffers.query_width(layer);
   std::vector<Row>& rows = buffers.rows;
   rows.resize(item.num_key_heads * item.num_queries * heads);
   Row* row = rows.data();
@@ -35,9 +36,13 @@ void list_rows(const Layer<T>& layer, const Item& item, Buffers<T>& buffers) {
         const T* numbers_of_head = numbers + head * width;
         const void* own = numbers_of_head;
         if constexpr (!Buffers<T>::kQueriesAsTheyAre) {
-          float* wide = buffers.queries + (row - rows.data()) * width;
-          widen(numbers_of_head, width, wide);
-          own = wide;
+          auto* copy = buffers.queries + (row - rows.data()) * own_width;
+          if constexpr (by_tiles<T>()) {
+            std::fill(std::copy_n(numbers_of_head, width, copy), copy + own_width, T{});
+          } else {
+            widen(numbers_of_head, width, copy);
+          }
+          own = copy;
         }
         *row++ = {own, query * layer.num_heads + head, layer.first_seen(position), position + 1, nullptr};
       }
@@ -51,12 +56,20 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
                      int64_t num_rows, const Buffers<T>& buffers, Ahead& ahead) {
   const int64_t at = key_head * layer.plan.head_dim;
   const int64_t steps = (tokens.stop + Words<T>::kNumbers - 1) / Words<T>::kNumbers;
+  if constexpr (by_tiles<T>()) {
+    const auto ask = [&] { ahead.ask(); };
+    const int64_t filled = (steps + kTileInputs / 2 - 1) / (kTileInputs / 2) * (kTileInputs / 2);
+    pack_keys(tokens, at, layer.words(), buffers.keys, ask);
+    pack_values(tokens, at, filled, layer.plan.value_dim, layer.width(), buffers.values, ask);
+    const PackedTile packed{tile, layer.words(), layer.width(), filled, kKeyVectors, buffers.keys, buffers.values};
+    return attend_by_tiles(packed, rows, num_rows, buffers.query_width(layer), layer.exponents, ahead);
+  }
   if constexpr (std::is_same_v<T, bf16>) {
     const TileInPlace in_place{tile, layer.words(), layer.width(), steps, at, tokens, ahead};
     if (is_in_place(layer, num_rows)) return attend_rest<T, kInPlaceRows>(in_place, rows, layer.exponents, num_rows);
   }
-  pack_keys(tokens, at, layer.words(), buffers.keys);
-  pack_values(tokens, at, steps, layer.plan.value_dim, layer.width(), buffers.values);
+  pack_keys(tokens, at, layer.words(), buffers.keys, [] {});
+  pack_values(tokens, at, steps, layer.plan.value_dim, layer.width(), buffers.values, [] {});
   const PackedTile packed{tile, layer.words(), layer.width(), steps, kKeyVectors, buffers.keys, buffers.values};
   attend_tile<T>(packed, rows, num_rows, layer.exponents, ahead);
 }
@@ -123,6 +136,8 @@ void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Bu
 template <typename T>
 void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers, float* partials) {
   list_rows(layer, item, buffers);
+  const int64_t rows = item.num_queries * layer.heads_per_key_head();
+  const Shapes<by_tiles<T>()> shapes(std::min(kTileRows, rows));
   if (item.partial < 0) return compute_whole(layer, item, next, buffers);
   for (Row& row : buffers.rows) row.sums = &partial_sums(layer, item, row.place, partials);
   sum_split(layer, item, next, item.first_split, buffers);

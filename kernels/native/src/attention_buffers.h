@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention_work.h"
+#include "attention_by_tiles.h"
 
 namespace legato {
 
@@ -33,11 +33,17 @@ class Scratch {
 
 template <typename T>
 struct Buffers {
-  static constexpr bool kQueriesAsTheyAre = std::is_same_v<T, typename Words<T>::Number>;
+  static constexpr bool kQueriesAsTheyAre = std::is_same_v<T, typename Words<T>::Number> && !by_tiles<T>();
+
+  // Numbers of a query in `queries`: zeros fill tiles up.
+  static int64_t query_width(const Layer<T>& layer) {
+    const int64_t multiple = by_tiles<T>() ? kTileInputs : 1;
+    return (layer.plan.head_dim + multiple - 1) / multiple * multiple;
+  }
 
   std::vector<Row> rows;
   const T* zeros;  // of a token
-  typename Words<T>::Number* queries;  // [rows, head_dim], where they are not multiplied as what they are
+  typename Words<T>::Number* queries;  // [rows, query_width], where they are not multiplied as they are and lie
   int32_t* keys;
   int32_t* values;
   float* split_sums;
@@ -47,15 +53,17 @@ struct Buffers {
     static thread_local Scratch scratch;
     const int64_t key_words = (layer.words() + 15) / 16 * 16 * kTileKeys, value_words = kTileKeys * layer.width();
     const int64_t sums_words = num_rows * layer.sums_stride(), num_words = key_words + value_words + 2 * sums_words;
-    const int64_t query_words = kQueriesAsTheyAre ? 0 : num_rows * layer.plan.head_dim;
-    const int64_t all_words = num_words + layer.token_stride() + query_words;
+    // A tile of the last rows may have some more.
+    const int64_t query_rows = kQueriesAsTheyAre ? 0 : num_rows + (by_tiles<T>() ? kTileRows : 0);
+    const int64_t zero_words = (layer.token_stride() + 15) / 16 * 16;
+    const int64_t all_words = num_words + zero_words + query_rows * query_width(layer);
     keys = reinterpret_cast<int32_t*>(scratch.reserve(sizeof(int32_t) * all_words));
     values = keys + key_words;
     split_sums = reinterpret_cast<float*>(values + value_words);
     sums = split_sums + sums_words;
-    std::fill_n(sums + sums_words, layer.token_stride(), 0.0f);
+    std::fill_n(sums + sums_words, zero_words, 0.0f);
     zeros = reinterpret_cast<const T*>(sums + sums_words);
-    queries = reinterpret_cast<typename Words<T>::Number*>(sums + sums_words + layer.token_stride());
+    queries = reinterpret_cast<typename Words<T>::Number*>(sums + sums_words + zero_words);
   }
 };
 

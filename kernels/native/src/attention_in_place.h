@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "attention_work.h"
+#include "attention_by_tiles.h"
 
 namespace legato {
 
@@ -18,12 +18,13 @@ constexpr int64_t kTokensPerAsk = 16;  // as many of this tile are read before t
 // Whether a tile is read in place for so many rows.
 template <typename T>
 bool is_in_place(const Layer<T>& layer, int64_t num_rows) {
-  return std::is_same_v<T, bf16> && num_rows <= kInPlaceRows && layer.words() % 16 == 0 && layer.width() % 32 == 0;
+  return std::is_same_v<T, bf16> && !by_tiles<T>() && num_rows <= kInPlaceRows && layer.words() % 16 == 0 && layer.width() % 32 == 0;
 }
 
 // How often the next tile is asked for while rows of a key head attend to this one.
 template <typename T>
 int64_t asks_per_key_head(const Layer<T>& layer, int64_t num_rows) {
+  if (by_tiles<T>()) return asks_by_tiles(layer, num_rows);
   if (!is_in_place(layer, num_rows)) return (num_rows + kBlockRows - 1) / kBlockRows;
   const int64_t numbers_at_a_time = width_vectors(num_rows) * 16;
   const int64_t num_passes = layer.words() / 16 + (layer.width() + numbers_at_a_time - 1) / numbers_at_a_time;

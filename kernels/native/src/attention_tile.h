@@ -77,22 +77,27 @@ struct Tokens {
   const T* const* values() const { return rows + kTileKeys; }
 };
 
-// `into [words rounded up to 16, kTileKeys]`, of tokens [first, stop) and what shares a register with them.
-template <typename T>
-void pack_keys(const Tokens<T>& tokens, int64_t at, int64_t words, int32_t* into) {
+// `into [words rounded up to 16, kTileKeys]`, of tokens [first, stop) and what shares a register with them. After each
+// 16 words of 16 tokens comes `ask`.
+template <typename T, typename Ask>
+void pack_keys(const Tokens<T>& tokens, int64_t at, int64_t words, int32_t* into, const Ask& ask) {
   for (int64_t token = tokens.first / 16 * 16; token < tokens.stop; token += 16) {
     for (int64_t word = 0; word < words; word += 16) {
       __m512i rows[16];
       transpose(tokens.key_words() + token, at / Words<T>::kNumbers + word, first_lanes(words - word), rows);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(into + (word + i) * kTileKeys + token, rows[i]);
+      ask();
     }
   }
 }
 
+constexpr int64_t kStepsPerAsk = 2;
+
 // `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies.
-inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
-                        int32_t* into) {
+template <typename Ask>
+void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
+                 int32_t* into, const Ask&) {
   for (int64_t step = 0; step < steps; ++step) {
     for (int64_t at = 0; at < value_dim; at += 16) {
       const __m512 value = load(tokens.values()[step] + first + at, first_lanes(value_dim - at));
@@ -101,9 +106,11 @@ inline void pack_values(const Tokens<float>& tokens, int64_t first, int64_t step
   }
 }
 
-inline void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
-                        int32_t* into) {
+template <typename Ask>
+void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
+                 int32_t* into, const Ask& ask) {
   for (int64_t step = 0; step < steps; ++step) {
+    if (step % kStepsPerAsk == 0) ask();
     for (int64_t at = 0; at < value_dim; at += 32) {
       const int64_t count = value_dim - at;
       const __mmask32 lanes = count >= 32 ? ~0u : (1u << count) - 1u;

@@ -6,7 +6,7 @@
 
 namespace legato {
 
-constexpr float kNothing = -160.0f;  // two to the power of it or of less is 0
+constexpr float kNothing = -160.0f;  // two to the power of it, or of anything below -126, is 0
 
 // A polynomial in x, from the highest coefficient on.
 template <size_t kCount>
@@ -21,7 +21,7 @@ inline __attribute__((always_inline)) __m512 polynomial(const float (&coefficien
 template <size_t kCount>
 inline __attribute__((always_inline)) __m512 exp2_of_finite(__m512 x, const float (&coefficients)[kCount]) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(polynomial(coefficients, _mm512_sub_ps(x, whole)), whole);
+  return times_two_to(polynomial(coefficients, _mm512_sub_ps(x, whole)), whole);
 }
 
 // To 2 ulp: the polynomial is exact to 1.9e-9.

@@ -19,16 +19,19 @@ struct TiledRows {
 };
 
 #ifdef __AMX_BF16__
-
 constexpr bool kTileProducts = true;
-
 #else
-
 constexpr bool kTileProducts = false;
-
 #endif
 
 constexpr int64_t kTileInputs = 32, kTileRows = 16;
+
+// Of tiles with so many rows, while this lives; of none, if they are not `used`.
+template <bool kUsed>
+class Shapes {
+ public:
+  explicit Shapes(int64_t) {}
+};
 
 // A panel's outputs, 32 or 16, of all rows. `ahead`: weights that memory is asked for meanwhile, as many as the panel's,
 // or null.
@@ -39,7 +42,8 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
 #ifdef __AMX_BF16__
 
 // The shapes of the thread's eight tiles: sums 0 to 3, rows 4 and 5, weights 6 and 7.
-class Shapes {
+template <>
+class Shapes<true> {
  public:
   explicit Shapes(int64_t rows) {
     struct alignas(64) {
@@ -91,7 +95,7 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
                     const char* ahead) {
   alignas(64) float sums[2][kTileRows * kHalf];
   const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = (rows.rows + tiles - 1) / tiles;
-  const Shapes shapes(size);
+  const Shapes<true> shapes(size);
   // All tiles have equally many rows, for which the last may begin with some that the one before it has.
   const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
   const auto at = [&](int64_t tile) { return rows.x + first_row(tile) * rows.inputs; };
