@@ -10,6 +10,7 @@
 #include "calls.h"
 #include "elementwise.h"
 #include "team.h"
+#include "tiles.h"
 
 using legato::bf16;
 using legato::Projection;
@@ -263,11 +264,12 @@ class Pass {
 // each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
 class Parts {
  public:
-  // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too.
-  Parts(int64_t rows, int64_t number_bytes, bool has_adapters) : rows_(rows) {
+  // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too; `by_tiles`: so fast that
+  // memory has no weights in time for a part of any size.
+  Parts(int64_t rows, int64_t number_bytes, bool has_adapters, bool by_tiles) : rows_(rows) {
     const int64_t threads = legato::team_size(), largest = kRowsPerThread * threads;
     const int64_t fewest = has_adapters ? 2 * largest : fewest_rows(number_bytes) * threads;
-    if (threads == 1 || rows < fewest * threads) return;  // nobody to wait for, or too few
+    if (threads == 1 || by_tiles || rows < fewest * threads) return;  // nobody to wait for, or too few
     for (int64_t first = 0; first < rows;) {
       // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left
       // behind half of a share is no more than that: a thread's own places are as many as the first part has rows.
@@ -312,7 +314,8 @@ template <typename X, typename W>
 void run(const Shape& shape, const Step& step, const Layer* layers, int64_t first, int64_t stop) {
   if (first == stop) return;
   const Widths widths(shape, layers, stop);
-  const Parts parts(step.rows, sizeof(X), step.adapters);
+  const bool by_tiles = legato::kTileProducts && std::is_same_v<X, bf16> && !layers[first].qkv.bits;
+  const Parts parts(step.rows, sizeof(X), step.adapters, by_tiles);
   const auto pass = [&](int64_t index) { return Pass<X, W>(shape, widths, step, layers[index], index); };
   parts.each([&](const Part& part) { pass(first).begin(part); });
   for (int64_t index = first; index < stop; ++index) {
