@@ -133,8 +133,8 @@ class ModelSettings(Settings):
     batch_invariant: bool = Field(
         False,
         description="A sequence's logits are the same to the bit in any batch, in any chunking and after a recovery; on"
-        " a CPU with AVX2 and a C++ compiler they always are (where only some nodes have AVX-512, with"
-        " LEGATO_NATIVE=avx2 on all), and `yes` refuses other machines. Slower on GPUs.",
+        " a CPU with AVX2 and a C++ compiler they always are (where only some nodes have AMX or AVX-512, with"
+        " LEGATO_NATIVE=avx512 or avx2 on all), and `yes` refuses other machines. Slower on GPUs.",
     )
     max_model_len: int | None = Field(
         None,

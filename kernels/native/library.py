@@ -33,7 +33,7 @@ TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 SOURCE_FOLDER = Path(__file__).parent / "src"
 SWITCH = "LEGATO_NATIVE"
-"""Environment variable: 0 leaves the kernels to torch, avx2 takes those for AVX2 where the processor has more."""
+"""Environment variable: 0 leaves the kernels to torch, avx512 and avx2 take no more than these of the processor."""
 
 # Contracting a product and a sum is left to the source: done here and not there, it would make a row's result depend on
 # which of two loops computed it.
@@ -60,8 +60,8 @@ AMX = Instructions((*AVX512.flags, "amx_tile", "amx_bf16"), (*AVX512.options, "-
 """And products of tiles of bfloat16 (`src/tiles.h`)."""
 AVX2 = Instructions(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
-_AT_MOST: dict[str | None, tuple[Instructions, ...]] = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}
-"""By the switch's word."""
+_AT_MOST = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}
+"""By the switch's word, best first."""
 
 
 class NativeUnavailableError(Exception):
@@ -113,7 +113,7 @@ def processor_instructions() -> Instructions:
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
-    for instructions in _AT_MOST.get(os.environ.get(SWITCH), (AMX, AVX512, AVX2)):
+    for instructions in _AT_MOST.get(os.environ.get(SWITCH, ""), (AMX, AVX512, AVX2)):
         if present.issuperset(instructions.flags):
             return instructions
     lacking = ", ".join(flag for flag in AVX2.flags if flag not in present)

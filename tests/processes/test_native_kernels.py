@@ -13,6 +13,7 @@ import torch
 from kernels.native import library as compiling
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import SWITCH, native_library
+from kernels.native.linear import NativeLinear
 
 WHICH = """
 import logging
@@ -87,8 +88,10 @@ def test_the_switch_leaves_them_to_torch_and_refuses_batch_invariance() -> None:
 @pytest.mark.parametrize(
     ("present", "switch", "expected"),
     [
+        (compiling.AMX.flags + compiling.AVX2.flags, "", compiling.AMX),
+        (compiling.AMX.flags + compiling.AVX2.flags, "avx512", compiling.AVX512),
+        (compiling.AMX.flags + compiling.AVX2.flags, "avx2", compiling.AVX2),
         (compiling.AVX512.flags + compiling.AVX2.flags, "", compiling.AVX512),
-        (compiling.AVX512.flags + compiling.AVX2.flags, "avx2", compiling.AVX2),
         ((*compiling.AVX2.flags, "avx512f"), "", compiling.AVX2),  # without bfloat16
     ],
 )
@@ -98,6 +101,16 @@ def test_a_processor_runs_the_best_that_it_has(
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setattr(compiling, "_processor_flags", lambda: frozenset(present))
     assert compiling.processor_instructions() == expected
+
+
+def test_tiles_are_left_where_the_system_does_not_let_a_process_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in some containers and under older kernels: the instructions would end the process."""
+    flags = (*compiling.AMX.flags, *compiling.AVX2.flags)
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"flags : {' '.join(flags)}\n")
+    for allowed, expected in ((True, compiling.AMX), (False, compiling.AVX512)):
+        monkeypatch.setattr(compiling, "_ask_for_tiles", lambda allowed=allowed: allowed)
+        assert compiling.processor_instructions() == expected
 
 
 def test_what_an_old_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +152,30 @@ def test_a_rows_projection_does_not_depend_on_the_others(
             assert torch.equal(linear.add_to(residual[:count], x[:count]), alone[:count])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(40, 1536), (576, 4096)])
+def test_rows_are_the_same_in_parts_of_many_and_over_what_they_are_added_to(num_outputs: int, num_inputs: int) -> None:
+    """Many rows are multiplied part by part, in tiles that may share some; and the sum takes the residual's place."""
+    library = native_library()
+    if library is None:
+        return
+    torch.manual_seed(1)
+    kernels = NativeCpuKernels(library)
+    linear = kernels.pack_linear(torch.randn(num_outputs, num_inputs).bfloat16(), torch.randn(num_outputs).bfloat16())
+    assert isinstance(linear, NativeLinear)
+    x, residual = torch.randn(700, num_inputs).bfloat16(), torch.randn(700, num_outputs).bfloat16()
+    alone = torch.cat([linear.add_to(residual[row : row + 1], x[row : row + 1]) for row in range(700)])
+    for count in (17, 33, 70, 257, 300, 523, 700):
+        out = residual[:count].clone()
+        linear.compute(
+            x.data_ptr(),
+            count,
+            num_inputs,
+            linear.packed.data_ptr(),
+            num_outputs,
+            None if linear.bias is None else linear.bias.data_ptr(),
+            out.data_ptr(),
+            out.data_ptr(),
+        )
+        assert torch.equal(out, alone[:count])
