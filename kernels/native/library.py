@@ -131,7 +131,8 @@ def _processor_flags() -> frozenset[str]:
 
 def _ask_for_tiles() -> bool:
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # of x86-64's system calls, arch_prctl(2)
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)
+    return not refused
 
 
 def find_compiler() -> str:

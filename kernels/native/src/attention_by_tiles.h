@@ -26,101 +26,68 @@ inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num
 
 #ifdef __AMX_BF16__
 
-// Of the queries with all keys of the tile, `into [kKeyVectors, kTileRows, 16]`.
-inline void multiply_keys_by_tiles(const PackedTile& tile, const bf16* queries, int64_t query_width, float* into) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  const int32_t* keys = tile.keys;
-  for (int64_t at = 0; at < query_width; at += kTileInputs, keys += kTileInputs / 2 * kTileKeys) {
-    _tile_loadd(4, queries + at, query_width * 2);
-    _tile_loadd(6, keys, kTileKeys * 4);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, keys + 16, kTileKeys * 4);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, keys + 32, kTileKeys * 4);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, keys + 48, kTileKeys * 4);
-    _tile_dpbf16ps(3, 4, 7);
+constexpr int64_t kTileNumbers = kTileRows * 16;  // of a tile of sums
+
+// `num_rows` rows by 16 columns, or 32 (`kWhole`): of each 16 rows a tile of sums, and if `kWhole`, another.
+template <bool kWhole>
+void multiply_rows(const bf16* rows, int64_t row_width, int64_t num_rows, int64_t inputs, const Columns& columns,
+                   float* into) {
+  constexpr int64_t kTiles = kWhole ? 2 : 1;
+  for (int64_t row = 0; row < num_rows; row += 2 * kTileRows, into += 2 * kTiles * kTileNumbers) {
+    const bf16 *first = rows + row * row_width, *second = first + kTileRows * row_width;
+    const bool is_pair = row + kTileRows < num_rows;
+    is_pair ? sum_tiles<true, kWhole>(first, second, row_width * 2, inputs, columns, nullptr)
+            : sum_tiles<false, kWhole>(first, nullptr, row_width * 2, inputs, columns, nullptr);
+    _tile_stored(0, into, 64);
+    if constexpr (kWhole) _tile_stored(1, into + kTileNumbers, 64);
+    if (!is_pair) return;
+    _tile_stored(2, into + kTiles * kTileNumbers, 64);
+    if constexpr (kWhole) _tile_stored(3, into + 3 * kTileNumbers, 64);
   }
-  _tile_stored(0, into, 64);
-  _tile_stored(1, into + kTileRows * 16, 64);
-  _tile_stored(2, into + 2 * kTileRows * 16, 64);
-  _tile_stored(3, into + 3 * kTileRows * 16, 64);
 }
 
-// Of weights in tiles 4 and 5 with 16 numbers of the values, or with those and the 16 after them (`kTwo`),
-// `into [.., kTileRows, 16]`.
-template <bool kTwo>
-void multiply_values_by_tiles(const PackedTile& tile, int64_t at, float* into) {
-  const int32_t *values = tile.values + at, *later = values + kTileInputs / 2 * tile.width;
-  const int64_t stride = tile.width * 4;
-  _tile_zero(0);
-  _tile_loadd(6, values, stride);
-  _tile_dpbf16ps(0, 4, 6);
-  if constexpr (kTwo) {
-    _tile_zero(1);
-    _tile_loadd(7, values + 16, stride);
-    _tile_dpbf16ps(1, 4, 7);
+// To the sums of rows 16 numbers of each, which lie in tiles `stride` numbers apart.
+inline void add_products(const Row* rows, int64_t count, const float* factors, int64_t at, const float* from,
+                         int64_t stride) {
+  for (int64_t row = 0; row < count; ++row) {
+    const __m512 product = _mm512_load_ps(from + row / kTileRows * stride + row % kTileRows * 16);
+    float* to = rows[row].sums->values + at;
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), _mm512_set1_ps(factors[row]), product));
   }
-  if (tile.steps > kTileInputs / 2) {
-    _tile_loadd(6, later, stride);
-    _tile_dpbf16ps(0, 5, 6);
-    if constexpr (kTwo) {
-      _tile_loadd(7, later + 16, stride);
-      _tile_dpbf16ps(1, 5, 7);
-    }
-  }
-  _tile_stored(0, into, 64);
-  if constexpr (kTwo) _tile_stored(1, into + kTileRows * 16, 64);
 }
 
-// As many blocks of rows as fit in the first cache beside the tile go through each of the three parts together: a part's
-// results have left for memory before the next one reads them.
-constexpr int64_t kBlocksAtOnce = 4;
-
+// As many rows as fit in the first cache beside the tile go through each of three parts together: a part's results have
+// left for memory before the next one reads them.
 inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num_rows, int64_t query_width,
                             const Exponents& exponents, Ahead& ahead) {
-  constexpr int64_t kBlock = kKeyVectors * kTileRows * 16, kRowsAtOnce = kBlocksAtOnce * kTileRows;
-  alignas(64) float products[kBlocksAtOnce * kBlock];
+  constexpr int64_t kRowsAtOnce = 4 * kTileRows;
+  alignas(64) float products[2][kRowsAtOnce * 32];
   alignas(64) bf16 weights[kRowsAtOnce * kTileKeys];
-  alignas(64) float factors[kRowsAtOnce];
-  const auto is_seen = [&](const Row* block, int64_t count) {
-    return block[count - 1].stop > tile.first && block->first < tile.first + kTileKeys;
-  };
+  float factors[kRowsAtOnce];
   for (int64_t first = 0; first < num_rows; first += kRowsAtOnce) {
     const Row* own = rows + first;
     const int64_t count = std::min(kRowsAtOnce, num_rows - first);
-    if (!is_seen(own, count)) continue;
-    for (int64_t row = 0; row < count; row += kTileRows) {
-      multiply_keys_by_tiles(tile, static_cast<const bf16*>(own[row].query), query_width,
-                             products + row * kKeyVectors * 16);
+    if (own[count - 1].stop <= tile.first || own->first >= tile.first + kTileKeys) continue;
+    for (int64_t half = 0; half < 2; ++half) {
+      multiply_rows<true>(static_cast<const bf16*>(own->query), query_width, count, query_width,
+                          {tile.keys + half * 32, kTileKeys * 4}, products[half]);
     }
     for (int64_t row = 0; row < count; ++row) {
       if (row % kTileRows == 0) ahead.ask();
-      const float* from = products + row / kTileRows * kBlock + row % kTileRows * 16;
+      const int64_t at = row / kTileRows * 2 * kTileNumbers + row % kTileRows * 16;
       __m512 of_row[kKeyVectors];
-      for (int64_t v = 0; v < kKeyVectors; ++v) of_row[v] = _mm512_load_ps(from + v * kTileRows * 16);
+      for (int64_t v = 0; v < kKeyVectors; ++v) of_row[v] = _mm512_load_ps(products[v / 2] + at + v % 2 * kTileNumbers);
       factors[row] = _mm512_cvtss_f32(weigh<bf16>(tile.first, own[row], exponents, of_row, weights + row * kTileKeys));
     }
     asm volatile("" : : "r"(weights) : "memory");  // g++ does not know that the intrinsics read them
+    const int64_t tokens = tile.steps * 2;
     for (int64_t at = 0; at < tile.width; at += 32) {
-      const bool both = at + 16 < tile.width;
-      for (int64_t row = 0; row < count; row += kTileRows) {
-        _tile_loadd(4, weights + row * kTileKeys, kTileKeys * 2);
-        _tile_loadd(5, weights + row * kTileKeys + kTileInputs, kTileKeys * 2);
-        float* into = products + row * 32;
-        both ? multiply_values_by_tiles<true>(tile, at, into) : multiply_values_by_tiles<false>(tile, at, into);
-      }
-      for (int64_t row = 0; row < count; ++row) {
-        const __m512 factor = _mm512_set1_ps(factors[row]);
-        const float* from = products + row / kTileRows * kTileRows * 32 + row % kTileRows * 16;
-        float* to = own[row].sums->values + at;
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), factor, _mm512_load_ps(from)));
-        if (!both) continue;
-        _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_loadu_ps(to + 16), factor, _mm512_load_ps(from + kTileRows * 16)));
-      }
+      const Columns values{tile.values + at, tile.width * 4};
+      const bool is_whole = at + 16 < tile.width;
+      is_whole ? multiply_rows<true>(weights, kTileKeys, count, tokens, values, products[0])
+               : multiply_rows<false>(weights, kTileKeys, count, tokens, values, products[0]);
+      add_products(own, count, factors, at, products[0], (is_whole ? 2 : 1) * kTileNumbers);
+      if (is_whole) add_products(own, count, factors, at + 16, products[0] + kTileNumbers, 2 * kTileNumbers);
     }
   }
 }

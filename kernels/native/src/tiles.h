@@ -61,29 +61,36 @@ class Shapes<true> {
   Shapes(const Shapes&) = delete;
 };
 
-// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3.
+// What rows are multiplied by: words of two numbers, which are multiplied at once, of 16 columns or 32 side by side.
+struct Columns {
+  const void* first;
+  int64_t bytes;  // from word to word
+};
+
+// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if `kWhole`.
+// `row_bytes`: from row to row. `ahead`: see above.
 template <bool kTwo, bool kWhole>
-void sum_tiles(const bf16* first, const bf16* second, int64_t inputs, const bf16* panel, const char* ahead) {
-  constexpr int64_t width = kWhole ? kPanel : kHalf;
+void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t inputs, const Columns& columns,
+               const char* ahead) {
+  const char* words = static_cast<const char*>(columns.first);
+  const int64_t tile_bytes = kTileInputs / 2 * columns.bytes;
   _tile_zero(0);
   if constexpr (kWhole) _tile_zero(1);
   if constexpr (kTwo) _tile_zero(2);
   if constexpr (kTwo && kWhole) _tile_zero(3);
-  for (int64_t input = 0; input < inputs; input += kTileInputs, panel += kTileInputs * width) {
+  for (int64_t input = 0; input < inputs; input += kTileInputs, words += tile_bytes) {
     if (ahead) {
-      for (const char* end = ahead + kTileInputs * width * sizeof(bf16); ahead < end; ahead += 64) {
-        _mm_prefetch(ahead, _MM_HINT_T1);
-      }
+      for (const char* end = ahead + tile_bytes; ahead < end; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
-    _tile_loadd(6, panel, width * 4);
-    _tile_loadd(4, first + input, inputs * 2);
+    _tile_loadd(6, words, columns.bytes);
+    _tile_loadd(4, first + input, row_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kWhole) {
-      _tile_loadd(7, panel + kHalf * 2, width * 4);
+      _tile_loadd(7, words + 64, columns.bytes);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kTwo) {
-      _tile_loadd(5, second + input, inputs * 2);
+      _tile_loadd(5, second + input, row_bytes);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
@@ -95,6 +102,8 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
                     const char* ahead) {
   alignas(64) float sums[2][kTileRows * kHalf];
   const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = (rows.rows + tiles - 1) / tiles;
+  const int64_t row_bytes = rows.inputs * 2;
+  const Columns columns{panel, kWhole ? kPanel * 4 : kHalf * 4};
   const Shapes<true> shapes(size);
   // All tiles have equally many rows, for which the last may begin with some that the one before it has.
   const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
@@ -109,8 +118,8 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
   for (int64_t tile = 0; tile < tiles; tile += 2) {
     const bool is_pair = tile + 1 < tiles;
     const char* now = tile == 2 ? ahead : nullptr;
-    is_pair ? sum_tiles<true, kWhole>(at(tile), at(tile + 1), rows.inputs, panel, now)
-            : sum_tiles<false, kWhole>(at(tile), nullptr, rows.inputs, panel, now);
+    is_pair ? sum_tiles<true, kWhole>(at(tile), at(tile + 1), row_bytes, rows.inputs, columns, now)
+            : sum_tiles<false, kWhole>(at(tile), nullptr, row_bytes, rows.inputs, columns, now);
     _tile_stored(0, sums[0], 64);
     if constexpr (kWhole) _tile_stored(1, sums[1], 64);
     finish_rows(tile);
