@@ -48,17 +48,19 @@ class Instructions:
     Every processor that has these runs the same code; none beyond them is used.
     """
 
+    name: str
     flags: tuple[str, ...]
     options: tuple[str, ...]
 
 
 AVX512 = Instructions(
+    "AVX-512",
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
     ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
 )
-AMX = Instructions((*AVX512.flags, "amx_tile", "amx_bf16"), (*AVX512.options, "-mamx-tile", "-mamx-bf16"))
+AMX = Instructions("AMX", (*AVX512.flags, "amx_tile", "amx_bf16"), (*AVX512.options, "-mamx-tile", "-mamx-bf16"))
 """And products of tiles of bfloat16 (`src/tiles.h`)."""
-AVX2 = Instructions(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
+AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
 _AT_MOST = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}
 """By the switch's word, best first."""

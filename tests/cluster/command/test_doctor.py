@@ -16,6 +16,8 @@ from cluster.__main__ import main
 from cluster.command import doctor
 from cluster.command.doctor import Finding, examine
 from cluster.deployment.ray_environment import free_port
+from kernels.native import library
+from kernels.native.library import AMX, AVX2, SWITCH
 
 EMPTY_FOLDER = Path("/proc")  # a file system of 0 bytes, on every Linux
 
@@ -54,6 +56,13 @@ def test_this_machine_can_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     told = ("Python", "packages", "cores", "memory", "/dev/shm", "compiler", "GPUs", "port", "open files", "clock")
     for what in told:
         assert f"{what}: " in out
+
+
+def test_which_nodes_answers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "avx2")
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset((*AMX.flags, *AVX2.flags)))
+    (kernels,) = found("CPU kernels")
+    assert kernels.level == "ok" and kernels.told.startswith("for AVX2; ")
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
