@@ -97,6 +97,21 @@ void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t
   }
 }
 
+// As `finish`, of a panel's outputs, which are all there: they are a line of memory.
+inline void finish_panel(const Outputs<bf16>& to, int64_t row, int64_t output, __m512 left, __m512 right) {
+  constexpr __mmask16 all = 0xffff;
+  const int64_t at = row * to.outputs + output;
+  if (to.bias) {
+    left = _mm512_add_ps(left, load(to.bias + output, all));
+    right = _mm512_add_ps(right, load(to.bias + output + kHalf, all));
+  }
+  if (to.residual) {
+    left = _mm512_add_ps(left, load(to.residual + at, all));
+    right = _mm512_add_ps(right, load(to.residual + at + kHalf, all));
+  }
+  _mm512_storeu_si512(to.out + at, as_words(_mm512_cvtne2ps_pbh(right, left)));
+}
+
 template <bool kWhole>
 void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
                     const char* ahead) {
@@ -108,11 +123,19 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
   // All tiles have equally many rows, for which the last may begin with some that the one before it has.
   const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
   const auto at = [&](int64_t tile) { return rows.x + first_row(tile) * rows.inputs; };
+  const bool is_full = kWhole && first_output + kPanel <= to.outputs;
   const auto finish_rows = [&](int64_t tile) {
     const int64_t first = first_row(tile);
     for (int64_t row = tile * size - first; row < size; ++row) {
-      finish(to, first + row, first_output, _mm512_load_ps(sums[0] + row * kHalf));
-      if constexpr (kWhole) finish(to, first + row, first_output + kHalf, _mm512_load_ps(sums[1] + row * kHalf));
+      const __m512 left = _mm512_load_ps(sums[0] + row * kHalf), right = _mm512_load_ps(sums[1] + row * kHalf);
+      if constexpr (kWhole) {
+        if (is_full) {
+          finish_panel(to, first + row, first_output, left, right);
+          continue;
+        }
+        finish(to, first + row, first_output + kHalf, right);
+      }
+      finish(to, first + row, first_output, left);
     }
   };
   for (int64_t tile = 0; tile < tiles; tile += 2) {
