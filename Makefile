@@ -53,13 +53,17 @@ test-fast: setup
 
 # All shapes in the interpreter, all models of which `make test` has some, all that is asked of Ray, and properties with
 # ROUNDS times other examples, as many as each says (tests/support/thoroughness.py); `make test` tries the same ones in
-# every run, and of long ones a part.
+# every run, and of long ones a part. And the C++ kernels as on lesser processors than this one.
 ROUNDS ?= 5
 EXAMPLES := hypothesis|import .*(THOROUGH|examples)
 test-long: setup
 	$(PYTEST) --hypothesis-profile=random tests/interpreted \
 	  $$(grep -rl --include='test_*.py' --exclude-dir=interpreted 'import .*in_test_long' tests)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray
+	for most in avx512 avx2; do \
+	  LEGATO_NATIVE=$$most $(PYTEST) tests/kernels tests/processes/test_native_kernels.py \
+	    tests/with_models/test_cpu_batch_invariance.py tests/with_models/test_fused_layers.py || exit 1; \
+	done
 	for round in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) --hypothesis-profile=random \
 	    $$(grep -rlE --include='test_*.py' --exclude-dir=ray '$(EXAMPLES)' tests) || exit 1; \
