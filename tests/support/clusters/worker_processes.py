@@ -26,7 +26,8 @@ async def worker_processes(
     with contextlib.ExitStack() as stack:
         try:
             start = partial(ForkedChild, run, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
-            started = [stack.enter_context(start(role)) for role in roles]
+            # The first one waits for what forks it, which imports for seconds, and beside others' work for many.
+            started = [stack.enter_context(await asyncio.to_thread(start, role)) for role in roles]
             workers = {await asyncio.to_thread(process.told): process for process in started}  # once they are ready
             assert await cluster.orchestrator.connections.wait_up(set(workers), HANGS_S)
             yield cluster, workers
