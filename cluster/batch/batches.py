@@ -143,15 +143,18 @@ class Batches:
             _save(connection, batch)
         return batch
 
-    @transaction
-    def claim(
-        self, connection: sqlite3.Connection, besides: Collection[str] = (), *, of_others: bool = False
-    ) -> Batch | None:
+    async def claim(self, besides: Collection[str] = (), *, of_others: bool = False) -> Batch | None:
         """Claim a batch that nobody runs for this gateway, for `CLAIM_S`: the oldest one of those whose owners have the
         fewest that run, on all gateways. None: there is none. `besides`: those that this gateway runs already, though
         its claim on them may be over while it waited. `of_others`: only of an owner of whom none runs.
 
         Every fourth batch is the oldest one of all, so that each has its turn, however many owners come with one."""
+        claimed = await self._claim(besides, of_others)
+        self._num_claimed += claimed is not None  # by now it is written
+        return claimed
+
+    @transaction
+    def _claim(self, connection: sqlite3.Connection, besides: Collection[str], of_others: bool) -> Batch | None:
         free: list[sqlite3.Row] = []
         num_running = Counter[str]()  # by owner
         # Of those that nobody has claimed only the oldest of each owner: there may be many thousands.
@@ -175,7 +178,6 @@ class Batches:
             "UPDATE batches SET runner = ?, runs_until = ? WHERE id = ? RETURNING *",
             (self.runner, time.time() + CLAIM_S, chosen["id"]),
         ).fetchone()
-        self._num_claimed += 1
         return _of_row(connection, row)
 
     @transaction

@@ -121,8 +121,6 @@ async def prepare_chat(
     body: ChatBody,
     asked: Asked,
     terms: RequestTerms,
-    service_tier: str,
-    prefix_salt: str,
     *,
     job_id: str | None = None,
 ) -> Job:
@@ -148,8 +146,6 @@ async def prepare_chat(
         terms,
         [(token_ids, None)],
         prediction,
-        service_tier,
-        prefix_salt,
         param="messages",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -160,9 +156,7 @@ async def prepare_chat(
     )
 
 
-async def prepare_completion(
-    body: CompletionBody, asked: Asked, terms: RequestTerms, service_tier: str, prefix_salt: str
-) -> Job:
+async def prepare_completion(body: CompletionBody, asked: Asked, terms: RequestTerms) -> Job:
     """Make the job of a text completion. Raises ApiError."""
     _check_common(body, len(body.prompt), asked, terms)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -185,8 +179,6 @@ async def prepare_completion(
         terms,
         prompts,
         prediction,
-        service_tier,
-        prefix_salt,
         param="prompt",
         max_tokens=max_tokens,
         grammar=grammar,
@@ -248,8 +240,6 @@ def _job(
     terms: RequestTerms,
     prompts: Sequence[TokenPrompt],
     prediction: list[int],
-    service_tier: str,
-    prefix_salt: str,
     *,
     param: str,
     max_tokens: int | None,
@@ -282,7 +272,7 @@ def _job(
                 attempt=0,
                 prompt_token_ids=token_ids,
                 params=params.with_seed(seed),
-                cache_salt=prefix_salt,
+                cache_salt=terms.salt,
                 prediction_token_ids=prediction,
                 adapter=asked.adapter,
                 model=asked.model.name,
@@ -308,7 +298,7 @@ def _job(
         id=job_id,
         created=int(time.time()),
         model=body.model,
-        service_tier=service_tier,
+        service_tier=terms.tier,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         continuous_usage=body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),

@@ -28,7 +28,7 @@ from fastapi import Request
 
 from cluster.errors import InvalidRequestError
 from cluster.http.internal_requests import on_behalf
-from cluster.http.openai.schemas import ServedBody
+from cluster.http.openai.schemas import SampledBody, ServedBody
 from cluster.http.server.connection import arrival
 from cluster.slo.classes import CLASS_HEADER, STANDARD_TIERS, RequestTerms, SloClass, SloConfig
 
@@ -112,19 +112,24 @@ def terms_of(request: Request, body: ServedBody, classes: SloConfig, tenants: Te
     """The terms of a request: its class, its targets, whose it is, and whose workers serve it (`model`). Raises
     InvalidRequestError for a class, tier, target or tenant that there cannot be."""
     slo = classes.choose(body.service_tier, request.headers)
-    whose = on_behalf(request.scope)
-    tenant = tenants.name(request.headers, body.safety_identifier, body.user) if whose is None else whose.tenant
-    deadline = None if whose is None else whose.deadline
-    return RequestTerms(slo=slo, tenant=tenant, model=model, arrived_at=arrival(request), deadline=deadline)
+    cache_salt = body.cache_salt if isinstance(body, SampledBody) else None
+    if (whose := on_behalf(request.scope)) is None:
+        tenant, deadline = tenants.name(request.headers, body.safety_identifier, body.user), None
+        salt = tenants.salt(request.headers, cache_salt)
+    else:
+        tenant, deadline, salt = whose.tenant, whose.deadline, tenants.resalted(whose.salt, cache_salt)
+    return RequestTerms(
+        slo=slo,
+        tier=_answered_tier(request, body, slo),
+        tenant=tenant,
+        salt=salt,
+        model=model,
+        arrived_at=arrival(request),
+        deadline=deadline,
+    )
 
 
-def salt_of(request: Request, cache_salt: str | None, tenants: Tenants) -> str:
-    """The salt of the prefixes of a request's prompts. Raises InvalidRequestError as `Tenants.salt` does."""
-    whose = on_behalf(request.scope)
-    return tenants.salt(request.headers, cache_salt) if whose is None else tenants.resalted(whose.salt, cache_salt)
-
-
-def answered_tier(request: Request, body: ServedBody, slo: SloClass) -> str:
+def _answered_tier(request: Request, body: ServedBody, slo: SloClass) -> str:
     """What the answer says in `service_tier`: the tier that was asked for; where a header chose the class, one that
     stands for it and that OpenAI's clients know, as these refuse others."""
     chosen = body.service_tier or "auto"

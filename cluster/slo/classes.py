@@ -163,13 +163,16 @@ class RequestTerms:
     """The terms on which a request is served. They go from the HTTP side to the orchestrator, in the request's
     timeline.
 
-    `tenant`: whose request it is; under overload tenants share what there is. "" is a tenant, too. `model`: whose
-    workers serve it, by the name that promises are counted under. `arrived_at`: when the request reached its gateway,
-    in seconds of that process's `time.monotonic()`. `deadline`: when it ends with 504, by the same clock; None: when
-    its gateway ends any (`gateway.request_deadline_s`)."""
+    `tier`: what the answer says of `slo`, in `service_tier`. `tenant`: whose request it is; under overload tenants
+    share what there is. "" is a tenant, too. `salt`: of its prompts' prefixes, which those with the same one share.
+    `model`: whose workers serve it, by the name that promises are counted under. `arrived_at`: when the request reached
+    its gateway, in seconds of that process's `time.monotonic()`. `deadline`: when it ends with 504, by the same clock;
+    None: when its gateway ends any (`gateway.request_deadline_s`)."""
 
     slo: SloClass = NO_TARGETS.classes[0]
+    tier: str = "default"
     tenant: str = ""
+    salt: str = ""
     model: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
     deadline: float | None = None

@@ -171,7 +171,7 @@ def tokenizer_of(template: str, folder: Path) -> ThreadedTokenizer:
 async def prompt_of(messages: list[Any], tokenizer: Tokenizer) -> str:
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
     body = ChatBody.model_validate({"model": MODEL, "tools": TOOLS, "messages": messages})
-    job = await prepare_chat(body, asked, TERMS, "auto", "")
+    job = await prepare_chat(body, asked, TERMS)
     return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -205,7 +205,7 @@ async def test_a_template_for_tools_alone_has_the_default_one_behind_it(tmp_path
 
     async def prompt(messages: list[Any], **fields: Any) -> str:
         body = ChatBody.model_validate({"model": MODEL, "messages": messages, **fields})
-        job = await prepare_chat(body, asked, TERMS, "auto", "")
+        job = await prepare_chat(body, asked, TERMS)
         return tokenizer.decode(job.choices[0].spec.prompt_token_ids, skip_special_tokens=False)
 
     history = [*MESSAGES, calling(("1", "time")), result("1", "noon")]
@@ -553,7 +553,7 @@ async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:
     good = call % '{"place":"Oslo","days":3}'
     for effort, opening in (("low", ""), (None, "<think>\n")):
         fields = {"model": MODEL, "messages": MESSAGES, "tools": [STRICT], "reasoning_effort": effort}
-        job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), TERMS, "auto", "")
+        job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), TERMS)
         takes = taken_by(job.choices[0].spec.params.grammar, tokenizer)
         for text in ("hm</think>Hello.", f"hm\n</think>\n\n{good}", f"{call % '{}'}?</think>It rains. {good}"):
             assert takes(opening + text), text
@@ -765,7 +765,7 @@ async def test_marks_that_are_tokens_of_their_own(tmp_path: Path) -> None:
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         }
     )
-    params = (await prepare_chat(body, await api.find_model(body.model), TERMS, "auto", "")).choices[0].spec.params
+    params = (await prepare_chat(body, await api.find_model(body.model), TERMS)).choices[0].spec.params
     masks = GrammarMasks(tmp_path / "thinker", tokenizer.vocab_size, tokenizer.eos_token_ids)
     closing = tokenizer.added_id_of("</think>")
     assert closing is not None

@@ -282,7 +282,7 @@ async def test_who_finds_no_room_after_a_long_look_is_not_made_ready(smollm2_fol
     tokenizer = Tokenizer(smollm2_folder)
     api = scripted_api(ScriptedGenerator(tokenizer), tokenizer)
     body = CompletionBody.model_validate({"model": MODEL, "prompt": "a long prompt " * 400, "n": 128})
-    preparing = asyncio.create_task(prepare_completion(body, await api.find_model(body.model), TERMS, "auto", ""))
+    preparing = asyncio.create_task(prepare_completion(body, await api.find_model(body.model), TERMS))
     await asyncio.sleep(0)
     with api.in_flight.enter(512, TERMS), pytest.raises(OverloadedError):
         await preparing

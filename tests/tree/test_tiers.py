@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -71,3 +73,22 @@ def test_what_is_slow_is_seen_however_far_away() -> None:
     assert {"tests.support.clusters.mini_cluster", "tests.support.small_models"} <= set(reached(clusters, set()))
     (ghosts,) = (ROOT / "tests").rglob("test_private_prefixes.py")  # reaches the cluster by way of another file
     assert "llama" in fixtures(clusters) and set(reached(ghosts, set()))
+
+
+def test_a_file_that_skips_itself_is_left_to_the_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Else it would end the process that imports it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "test_that_skips.py").write_text("import pytest; pytest.skip('not here', allow_module_level=True)")
+    of_process = SimpleNamespace(
+        workerinput={"workerid": "gw0", "workercount": 1},
+        args=["."],
+        invocation_params=SimpleNamespace(dir=tmp_path),
+        rootpath=tmp_path,
+    )
+    conftest: Any = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    try:
+        conftest._import_in_turns(of_process)
+    except pytest.skip.Exception:
+        pytest.fail("it ended what imports others")

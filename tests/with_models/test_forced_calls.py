@@ -82,7 +82,7 @@ async def test_every_call_that_must_be_made_is_valid(smollm2_folder: Path, api: 
                 "seed": number,
             }
         )
-        job = await prepare_chat(body, await api.find_model(body.model), RequestTerms(), "auto", "")
+        job = await prepare_chat(body, await api.find_model(body.model), RequestTerms())
         spec = job.choices[0].spec
         seqs.append(Sequence(request_id=f"{number}-{name}", attempt=0, params=spec.params,
                              prompt_token_ids=list(spec.prompt_token_ids)))  # fmt: skip

@@ -22,7 +22,6 @@ from cluster.http.openai.sse import AnswerShape, dumps, dumps_large
 from cluster.http.parse import Job, prepare_chat, prepare_completion
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of
 from engine.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -32,11 +31,8 @@ router = APIRouter(route_class=JsonRoute)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> GenerationResponse:
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/chat/completions", request, body)
-    terms = timeline.terms
-    async with api.preparing(terms):
-        salt = salt_of(request, body.cache_salt, api.tenants)
-        tier = answered_tier(request, body, terms.slo)
-        job = await prepare_chat(body, asked, terms, tier, salt)
+    async with api.preparing(timeline.terms):
+        job = await prepare_chat(body, asked, timeline.terms)
     tokenizer = asked.model.tokenizer
     shape = ChatShape(job, tokenizer) if job.reading is None else ReadChatShape(job, job.reading, tokenizer)
     return GenerationResponse(api, timeline, shape)
@@ -46,11 +42,8 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf) -> Gene
 async def completions(body: CompletionBody, request: Request, api: ApiOf) -> GenerationResponse:
     asked = await api.find_model(body.model)
     timeline = asked.timeline("/v1/completions", request, body)
-    terms = timeline.terms
-    async with api.preparing(terms):
-        salt = salt_of(request, body.cache_salt, api.tenants)
-        tier = answered_tier(request, body, terms.slo)
-        job = await prepare_completion(body, asked, terms, tier, salt)
+    async with api.preparing(timeline.terms):
+        job = await prepare_completion(body, asked, timeline.terms)
     return GenerationResponse(api, timeline, CompletionShape(job, asked.model.tokenizer))
 
 

@@ -31,7 +31,6 @@ from cluster.http.parse import Job, new_job_id, prepare_chat
 from cluster.http.prompts import chat_token_ids
 from cluster.http.response import GenerationResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of
 from cluster.json_text import is_finite
 from engine.text.output import OutputEvent
 
@@ -315,11 +314,8 @@ async def messages(body: MessagesBody, request: Request, api: ApiOf) -> Generati
     asked = await api.find_model(body.model)
     chat = await _chat(body, request, asked)
     timeline = asked.timeline("/v1/messages", request, chat)
-    terms = timeline.terms
-    async with api.preparing(terms):
-        salt = salt_of(request, None, api.tenants)
-        tier, job_id = answered_tier(request, chat, terms.slo), new_job_id("msg")
-        job = await prepare_chat(chat, asked, terms, tier, salt, job_id=job_id)
+    async with api.preparing(timeline.terms):
+        job = await prepare_chat(chat, asked, timeline.terms, job_id=new_job_id("msg"))
     return GenerationResponse(api, timeline, MessagesShape(job))
 
 

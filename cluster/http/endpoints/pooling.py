@@ -34,7 +34,6 @@ from cluster.http.prompts import prompts_token_ids
 from cluster.http.response import Answer
 from cluster.http.server.body import JsonRoute
 from cluster.http.server.unread import Outbox
-from cluster.http.terms import salt_of
 from engine.sampling.params import SamplingParams
 from kv_transfer.messages.requests import RequestSpec
 
@@ -218,14 +217,13 @@ async def _pooled(
         token_ids = await prompts_token_ids(inputs, asked, param)
         model.require_limits()
         job_id = new_job_id(kind)
-        salt = salt_of(request, None, api.tenants)
         specs = [
             RequestSpec(
                 request_id=f"{job_id}-{index}",
                 attempt=0,
                 prompt_token_ids=ids,
                 params=_NOTHING_SAMPLED,
-                cache_salt=salt,
+                cache_salt=timeline.terms.salt,
                 pooling=model.pooling.method,
                 adapter=asked.adapter,
                 model=model.name,

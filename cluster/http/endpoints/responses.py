@@ -37,7 +37,6 @@ from cluster.http.parse import Job, prepare_chat
 from cluster.http.prompts import chat_token_ids
 from cluster.http.response import LAST_WORD_S, EventStream, GenerationResponse, ReadResponse
 from cluster.http.server.body import JsonRoute
-from cluster.http.terms import answered_tier, salt_of
 from engine.text.output import OutputEvent
 from engine.text.tokenizer import Tokenizer
 
@@ -60,14 +59,11 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     size = body_size + sum(len(each.items) + len(each.response) for each in past)
     chat = await _read(size, api, lambda: chat_of(body, _items(past)))
     timeline = asked.timeline("/v1/responses", request, chat)
-    terms = timeline.terms
     with _own_words():
-        async with api.preparing(terms):
+        async with api.preparing(timeline.terms):
             if body.truncation == "auto":
                 chat = await _fitted(chat, asked)
-            salt = salt_of(request, body.cache_salt, api.tenants)
-            tier, job_id = answered_tier(request, chat, terms.slo), new_id("resp")
-            job = await prepare_chat(chat, asked, terms, tier, salt, job_id=job_id)
+            job = await prepare_chat(chat, asked, timeline.terms, job_id=new_id("resp"))
     keeps = api.responses is not None and body.store is not False
     job = replace(job, stream=job.stream or bool(body.background))
     echo = body.echo(job.choices[0].spec.params)

@@ -317,8 +317,11 @@ async def test_a_claim_reads_few_batches_however_many_wait_or_have_ended(tmp_pat
     database.close()
 
 
-async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(tmp_path: Path) -> None:
-    """Each with one, so that none of theirs runs."""
+async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with one, so that none of theirs runs. What could not be claimed, for a reader, is no turn."""
+    monkeypatch.setattr(storage, "BUSY_S", 0.05)
     batches = Batches(Database(tmp_path))
 
     async def create(name: str, owner: str) -> None:
@@ -334,6 +337,11 @@ async def test_a_clients_second_batch_has_its_turn_though_others_keep_coming(tmp
         await create(name, "many")
     for number in range(6):
         await create(f"other {number}", f"{number}")
+        with closing(sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM batches").fetchall()
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                await batches.claim(of_others=True)
         batch = await batches.claim(of_others=True)
         assert batch is not None
         claimed.append(batch.id)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+from kernels.native.library import native_library
 from kv_transfer.messages.fields import Role
 from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig
 from tests.support.clusters.worker_child import run
@@ -21,12 +22,14 @@ async def worker_processes(
     model: SmallModel, *roles: Role, **config: Any
 ) -> AsyncIterator[tuple[MiniCluster, dict[str, ForkedChild]]]:
     """A scheduler and a gateway here, workers in processes of their own, by their worker ids."""
+    await asyncio.to_thread(native_library)  # compiled once for a machine, which takes longer than a worker may
     cluster = MiniCluster(MiniClusterConfig(model_ref=str(model.folder), num_prefill=0, num_decode=0, **config))
     await cluster.start()
     with contextlib.ExitStack() as stack:
         try:
             start = partial(ForkedChild, run, str(model.folder), cluster.secret, cluster.scheduler.endpoint)
-            started = [stack.enter_context(start(role)) for role in roles]
+            # The first one waits for what forks it, which imports for seconds, and beside others' work for many.
+            started = [stack.enter_context(await asyncio.to_thread(start, role)) for role in roles]
             workers = {await asyncio.to_thread(process.told): process for process in started}  # once they are ready
             assert await cluster.orchestrator.connections.wait_up(set(workers), HANGS_S)
             yield cluster, workers
