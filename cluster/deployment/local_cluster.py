@@ -215,6 +215,8 @@ def start_serve(
     then.
 
     Serve's proxies take seconds more, in which workers can start; Serve replaces a proxy that is not ready in time.
+    Only the head has one: all nodes are of this machine, where those of the others could not listen on its port, and
+    Serve would start them again and again.
     """
     import ray
     from ray import serve
@@ -223,7 +225,11 @@ def start_serve(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
     proxies: Future[None] = with_thread.submit(
-        serve.start, http_options=http_options, controller_options=controller_options, logging_config=logging_config
+        serve.start,
+        proxy_location="HeadOnly",
+        http_options=http_options,
+        controller_options=controller_options,
+        logging_config=logging_config,
     )
     with_thread.shutdown(wait=False)
     while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):

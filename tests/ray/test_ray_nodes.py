@@ -82,6 +82,8 @@ def test_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, ho
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         starts = [child for child in family if {"start", "--block"} <= set(words_of(child))]
         assert len(starts) == 3, "each node is a `ray start`"
+        proxies = [child for child in family if any("::ProxyActor" in word for word in words_of(child))]
+        assert len(proxies) == 1, "they would have one port"
         runs = ("head .* gateways, global scheduler$", "prefill-1 .* prefill worker", "decode-1 .* decode worker")
         assert all(re.search(f"^  {line}", told, re.MULTILINE) for line in runs), told
         nodes = {worker["role"]: worker["endpoint"]["node_id"] for worker in cluster.workers()}

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import ray
 import yaml
+from ray import serve
 
 from cluster.__main__ import main
 from cluster.config.load import IMPORT_PATH, ConfigError, http_options
@@ -21,6 +22,7 @@ from cluster.deployment.local_cluster import (
     Interruption,
     read_document,
     show_first_answer,
+    start_serve,
     stopping,
     url_of,
 )
@@ -56,6 +58,15 @@ def test_the_dashboard_is_started_unless_it_is_not_wanted(
     with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")), pytest.raises(Started) as started:
         main()
     assert started.value.options["include_dashboard"] is has_dashboard
+
+
+def test_the_head_alone_has_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default Serve starts one on every node, and again and again where its port is taken: by the head's, here."""
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [])
+    with pytest.raises(Started) as started:
+        start_serve({"host": "127.0.0.1", "port": 8000})
+    assert started.value.options["proxy_location"] == "HeadOnly"
 
 
 def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
