@@ -24,7 +24,7 @@ from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.blocks import BlockEvents, BlockIndexRequest, BlockIndexSnapshot
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.scheduling import ClusterSnapshot, Place, Placement, Queued, StandingRequest, Unplaceable
-from kv_transfer.messages.workers import StepCostReport, WorkerInfo, WorkerSnapshot
+from kv_transfer.messages.workers import LoadingReport, StepCostReport, WorkerInfo, WorkerSnapshot
 
 WAKE_PERIOD_S: Final = 0.02  # those who wait are looked at so often at most when room comes early,
 WAKE_COUNT: Final = 4  # so many of them,
@@ -103,6 +103,11 @@ class GlobalScheduler:
         """Note that a worker is on its way here, to take requests from `at` on: who is turned away until then is told
         of that."""
         self.ledger.joins_at = at
+
+    def loading(self, report: LoadingReport, now: float) -> None:
+        """Note that a worker is loading this model: who finds no other one may wait for it."""
+        if report.role == "decode":
+            self.ledger.loading(report.worker_id, now)
 
     @property
     def load_s(self) -> float:

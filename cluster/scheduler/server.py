@@ -180,6 +180,8 @@ class SchedulerServer:
                 match message:
                     case Loading(report=report) if report.worker_id == worker_id:
                         self._loading[connection] = report
+                        if (loads := self.of_model(report.model)) is not None:
+                            loads.loading(report, time.monotonic())
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._register(connection, info, snapshot)
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:

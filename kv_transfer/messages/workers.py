@@ -197,6 +197,7 @@ class LoadingReport:
 
     worker_id: Text
     role: Role
+    model: Text
     home: Role  # of the pool that it was started in
     home_model: Text  # of that pool
     pid: Count

@@ -107,6 +107,7 @@ class WorkerReplica:
             return LoadingReport(
                 worker_id=self._worker_id,
                 role=self.role,
+                model=self.model_name,
                 home=self._home,
                 home_model=self._home_model,
                 pid=os.getpid(),

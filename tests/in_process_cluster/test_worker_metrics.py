@@ -369,7 +369,7 @@ def test_pools_are_told_with_what_they_should_have() -> None:
     ]
     registry = CollectorRegistry()
     # One that was a decode worker of the model, and has yet to load another one.
-    loading = [LoadingReport(worker_id="p3.1", role="prefill", home="decode", home_model="model", pid=1)]
+    loading = [LoadingReport(worker_id="p3.1", role="prefill", model="model", home="decode", home_model="model", pid=1)]
     registry.register(WorkerMetrics(lambda: workers, dict, {"model": {"prefill": 2, "decode": 1}}, lambda: loading))
 
     def number(pool: str, state: str) -> float | None:

@@ -31,6 +31,10 @@ REPLACED_S: Final = (
 # A process to take the place of one that left, until it begins to load: Serve sees to it within 2 to 4 s, and Python
 # reads its libraries.
 START_S: Final = 8.0
+# Of a worker that loads its model: it tells of it twice a second, and is forgotten where it has not for so long;
+HEARD_S: Final = 5.0
+# and it is expected so soon where it takes longer than others did, or nobody knows how long these took.
+SOON_S: Final = 2.0
 # Of a worker that reports none. What a sequence adds to a step, and a token of its context, is wrong by as much as you
 # like, but with nothing at all, workers would look the same however many decode there.
 _ASSUMED_COST: Final = StepCost(
@@ -189,6 +193,8 @@ class Ledger:
         self.joins_at = math.inf
         self._gone: dict[int, float] = {}  # by decode workers' `max_model_len`: when the last one left
         self._replaced_at = math.inf  # when the first decode worker that left should have been replaced
+        self._loading: dict[str, tuple[float, float]] = {}  # decode workers: since when, and when it was told last
+        self._load_s = 0.0  # that the newest decode worker took; 0: nobody told
 
     # --- workers ---
 
@@ -198,9 +204,17 @@ class Ledger:
         self.joins_at = math.inf
         if info.role == "decode":
             self._replaced_at = math.inf
+            self._loading.pop(info.worker_id, None)
+            self._load_s = info.load_s or self._load_s
         self._workers[info.worker_id] = BookedWorker(info, snapshot, now, OrderedDict(), [], {}, now, [])
         self.table.add(info, now)
         self._take_in(self._workers[info.worker_id], snapshot, now, None)
+
+    def loading(self, worker_id: str, now: float) -> None:
+        """Note that a decode worker is loading this model."""
+        self._loading = {name: told for name, told in self._loading.items() if now - told[1] <= HEARD_S}
+        since, _ = self._loading.get(worker_id, (now, now))
+        self._loading[worker_id] = since, now
 
     def heartbeat(self, snapshot: WorkerSnapshot, now: float) -> bool:
         """Take a snapshot in, unless a newer one is known. False if the worker is not: it has to register (again)."""
@@ -269,14 +283,19 @@ class Ledger:
         return max(self._gone, default=0)
 
     def decode_expected_at(self, now: float) -> float:
-        """When the next decode worker is expected where none takes requests: one that is on its way here, or in the
-        place of one that has left or is about to, once that has loaded its model. inf: nobody knows."""
+        """When the next decode worker is expected where none takes requests: one that is on its way here, that loads
+        its model, or in the place of one that has left or is about to, once that has loaded. inf: nobody knows."""
         leaving_s = [
             worker.info.load_s
             for worker in self._workers.values()
             if worker.info.role == "decode" and worker.snapshot.stopping and worker.info.load_s
         ]
-        moments = (self.joins_at, self._replaced_at, now + START_S + min(leaving_s, default=math.inf))
+        loaded_at = [
+            max(since + self._load_s, now + SOON_S)
+            for since, told_at in self._loading.values()
+            if now - told_at <= HEARD_S
+        ]
+        moments = (self.joins_at, self._replaced_at, now + START_S + min(leaving_s, default=math.inf), *loaded_at)
         return min((at for at in moments if at > now), default=math.inf)
 
     def or_joined(self, at: float, now: float) -> float:

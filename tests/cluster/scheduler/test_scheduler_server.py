@@ -24,7 +24,9 @@ from cluster.gateway.placing import Placer
 from cluster.gateway.request_state import RequestRun
 from cluster.gateway.scheduler_client import SchedulerClient
 from cluster.gateway.worker_connections import WorkerConnections
+from cluster.scheduler.placement import ledger
 from cluster.scheduler.placement.admission import AdmissionPolicy
+from cluster.scheduler.placement.retry_after import MIN_RETRY_AFTER_S
 from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.sampling.params import SamplingParams
@@ -368,11 +370,29 @@ async def test_a_new_scheduler_wants_the_workers_that_load_their_model_or_are_ab
             snapshot = small_snapshot(name, draining=name == "d2")
             await links[name].send(Register(info=small_info(name, model="a"), snapshot=snapshot))
         for name, model in (("d3", "a"), ("d4", "b")):
-            report = LoadingReport(worker_id=name, role="decode", home="decode", home_model=model, pid=1)
+            report = LoadingReport(worker_id=name, role="decode", model=model, home="decode", home_model=model, pid=1)
             await links[name].send(Loading(report=report))
         sizer = server._autoscalers["a"]._sizer
         await eventually(lambda: sizer._decode.size == 3, what="three are there, or on their way")
         assert sizer._prefill.size == 1
+
+
+async def test_who_finds_no_worker_is_told_of_one_that_loads_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARD_S", HANGS_S)
+    async with _server(["a", "b"]) as server, _client(server) as client:
+        links = {
+            name: await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S) for name in "pd"
+        }
+        for name, role, model in (("p", "prefill", "b"), ("d", "decode", "a")):
+            report = LoadingReport(worker_id=name, role=role, model=model, home="decode", home_model="b", pid=1)
+            await links[name].send(Loading(report=report))
+        await eventually(lambda: len(server._loading) == 2)
+        told = {}
+        for model in "ab":
+            with pytest.raises(UnavailableError) as unavailable:
+                await client.place(place(model, model=model))
+            told[model] = unavailable.value.retry_after_s
+        assert told == {"a": pytest.approx(ledger.SOON_S), "b": MIN_RETRY_AFTER_S}
 
 
 async def test_a_worker_of_a_pool_that_scales_keeps_its_model() -> None:
@@ -601,7 +621,9 @@ async def test_a_worker_that_has_loaded_stops_telling_even_as_the_scheduler_is_f
         return await found
 
     def report() -> LoadingReport:
-        return LoadingReport(worker_id="prefill", role="prefill", home="prefill", home_model="model", pid=1)
+        return LoadingReport(
+            worker_id="prefill", role="prefill", model="model", home="prefill", home_model="model", pid=1
+        )
 
     async with (
         _server() as server,

@@ -426,7 +426,7 @@ def test_each_worker_that_changes_its_model_is_in_one_log() -> None:
         found = logged_cluster(workers, SloConfig(), model=model, model_flips=True)
         assert found is not None
         assert (found.model, found.num_decode, found.change_s) == (model, home, change_s)
-    loading = [LoadingReport(worker_id="d4", role="decode", home="decode", home_model="a", pid=1)]
+    loading = [LoadingReport(worker_id="d4", role="decode", model="a", home="decode", home_model="a", pid=1)]
     more = logged_cluster(workers, SloConfig(), model="a", model_flips=True, loading=loading)
     assert more is not None and more.num_decode == 2
     staying = logged_cluster(workers, SloConfig(), model="a")

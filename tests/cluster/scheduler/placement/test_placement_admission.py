@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, TenantShares, Verdict
-from cluster.scheduler.placement.ledger import START_S, Ledger
+from cluster.scheduler.placement.ledger import SOON_S, START_S, Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
 from kv_transfer.messages.scheduling import Place
 from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
@@ -194,6 +194,26 @@ def test_who_finds_no_worker_is_told_when_one_takes_the_place_of_one_that_left()
     ledger.register(worker_info("d3", load_s=20.0), worker_snapshot("d3"), 60.0)
     ledger.unregister("d3", 61.0, may_be_replaced=False)
     assert _ask(_admission(ledger), now=61.0).retry_after_s == 1.0, "it changes its model"
+
+
+def test_who_finds_no_worker_is_told_when_one_has_loaded() -> None:
+    """By how long the others took; soon where it takes longer, or none told. One that is not heard of is forgotten."""
+    ledger = Ledger()
+    ledger.register(worker_info("d1", load_s=30.0), worker_snapshot("d1"), 0.0)
+    ledger.unregister("d1", 1.0)
+    for told_at in (99.0, 101.0, 104.0):
+        ledger.loading("d2", told_at)
+    expected = ((104.0, 25.0), (109.0, 20.0), (109.1, 1.0))
+    assert [_ask(_admission(ledger), now=now).retry_after_s for now, _ in expected] == [told for _, told in expected]
+    for told_at in (110.0, 114.0, 118.0, 122.0, 126.0, 130.0, 134.0, 138.0, 142.0):
+        ledger.loading("d2", told_at)
+    assert _ask(_admission(ledger), now=142.0).retry_after_s == SOON_S, "it takes longer"
+    ledger.register(worker_info("d2"), worker_snapshot("d2"), 143.0)
+    ledger.unregister("d2", 144.0)
+    assert _ask(_admission(ledger), now=144.0).retry_after_s == 1.0, "it has loaded, and left"
+    unknown = Ledger()
+    unknown.loading("d1", 1.0)
+    assert _ask(_admission(unknown), now=1.0).retry_after_s == SOON_S, "nobody told"
 
 
 def test_nobody_waits_for_another_s_adapter() -> None:
