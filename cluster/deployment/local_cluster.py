@@ -295,10 +295,19 @@ def run_application(
 class StartStates:
     """Prints how an application comes up: a line for each change of what Serve says of its deployments, and the gateway
     at `url` of the workers. While models load, it writes one last line over and over on a terminal; elsewhere it prints
-    a line for each tenth."""
+    a line for each tenth. `logs`: where its processes' logs are, for people."""
 
-    def __init__(self, application: str, url: str, config: LegatoConfig, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        application: str,
+        url: str,
+        config: LegatoConfig,
+        stream: TextIO | None = None,
+        *,
+        logs: str = "/tmp/ray/session_latest/logs/serve",
+    ) -> None:
         self.url = url
+        self.logs = logs
         self.changed_s = self._began_s = time.monotonic()
         self._application = application
         self._num_workers = sum(sum(served.least_workers.values()) for served in config.served)
@@ -326,7 +335,7 @@ class StartStates:
             messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
             raise StartError(
                 f"Serve could not start Legato: {why_it_failed(messages)}\nAll of it is in the workers' logs under"
-                " /tmp/ray/session_latest/logs/serve."
+                f" {self.logs}."
             )
         with (
             contextlib.suppress(OSError, HTTPException, ValueError, KeyError),  # there is no gateway yet
@@ -419,7 +428,7 @@ def wait_until_ready(states: StartStates, interrupted: Interruption, silence_s: 
                 raise StartError(
                     f"Legato did not become ready, and nothing changed for {silence_s:.0f} s"
                     f" ({why or 'not all workers are there'}). Look into the workers' logs under"
-                    " /tmp/ray/session_latest/logs/serve."
+                    f" {states.logs}."
                 )
     finally:
         states.close()

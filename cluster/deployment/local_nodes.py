@@ -111,6 +111,7 @@ class LocalNodes:
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
         self.plans = plans
+        self.logs = f"{folder}/NODE/session_latest/logs/serve"  # of each node, for people
         self.address = f"{plans[0].address}:{free_port()}"
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -244,7 +245,8 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
                 start_serve(http, document.get("controller_options"), document.get("logging_config"))
                 print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
                 run_application(application, config, document.get("logging_config"))
-                wait_until_ready(StartStates(application.get("name", "legato"), url, config), interrupted)
+                states = StartStates(application.get("name", "legato"), url, config, logs=nodes.logs)
+                wait_until_ready(states, interrupted)
             if not interrupted.is_set():
                 print(f"\n{describe(nodes, ask(url, '/cluster')['workers'])}", flush=True)
                 show_first_answer(url, config.model.name)
@@ -273,7 +275,8 @@ def ask(url: str, path: str) -> Any:
 
 
 def describe(nodes: LocalNodes, workers: Sequence[dict[str, Any]]) -> str:
-    """A line for each node: its address and what runs there."""
+    """A line for each node: its address and what runs there. Then where their logs are, and how Ray is asked: each is
+    another cluster's where Ray itself would look."""
     names = nodes.names()
     lines = []
     for plan in nodes.plans:
@@ -283,6 +286,7 @@ def describe(nodes: LocalNodes, workers: Sequence[dict[str, Any]]) -> str:
                 port = worker["endpoint"]["port"]
                 runs.append(f"{worker['role']} worker {worker['worker_id']} (pid {worker['pid']}, port {port})")
         lines.append(f"  {plan.name:<10} {plan.address:<11} {'; '.join(runs) or 'nothing'}")
+    lines += [f"  logs: {nodes.logs}", f"  Ray:  RAY_AUTH_MODE=token ray status --address={nodes.address}"]
     return "\n".join(lines)
 
 

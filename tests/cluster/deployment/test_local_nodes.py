@@ -10,7 +10,14 @@ from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.load import LegatoConfig, load_config
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError
-from cluster.deployment.local_nodes import LocalNodes, NodePlan, config_on_nodes, plan_nodes, way_of_newest
+from cluster.deployment.local_nodes import (
+    LocalNodes,
+    NodePlan,
+    config_on_nodes,
+    describe,
+    plan_nodes,
+    way_of_newest,
+)
 from tests.cluster.config.test_config import ROOT
 from tests.support.threaded_server import QuietHandler, threaded_server
 
@@ -54,6 +61,19 @@ def test_every_worker_has_its_node_and_no_node_but_the_head_anything_else(path: 
             assert (pool.num_cpus, pool.resources) == (0, {f"{role}_node": 1})
     # As `ray start` is told: CPUs, which gateways and the scheduler need, are on the head alone.
     require_room(config, [{"CPU": 4.0 if plan.is_head else 0.0, **plan.resources} for plan in plans])
+
+
+def test_it_says_what_runs_where_and_where_to_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = LocalNodes(plan_nodes(3, QUICKSTART), tmp_path)
+    monkeypatch.setattr(nodes, "names", lambda: {"a1": "head", "b2": "decode-1"})
+    worker = {"role": "decode", "worker_id": "decode-x-7", "pid": 7, "endpoint": {"node_id": "b2", "port": 8}}
+    assert describe(nodes, [worker]).splitlines() == [
+        "  head       127.0.0.2   gateways, global scheduler",
+        "  prefill-1  127.0.0.3   nothing",
+        "  decode-1   127.0.0.4   decode worker decode-x-7 (pid 7, port 8)",
+        f"  logs: {tmp_path}/NODE/session_latest/logs/serve",
+        f"  Ray:  RAY_AUTH_MODE=token ray status --address={nodes.address}",
+    ]
 
 
 def test_a_model_that_refused_the_first_question_is_served_all_the_same(tmp_path: Path) -> None:

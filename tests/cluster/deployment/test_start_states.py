@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.config.load import load_config
-from cluster.deployment.local_cluster import StartStates
+from cluster.deployment import local_cluster
+from cluster.deployment.local_cluster import Interruption, StartError, StartStates, wait_until_ready
 
 GB = 10**9
 
@@ -83,3 +84,11 @@ def test_all_are_ready_when_as_many_are_there_as_are_started() -> None:
     assert not printed(io.StringIO(), some).all_ready
     assert printed(stream := io.StringIO(), some, all_of_them).all_ready
     assert told(stream) == ["Ready workers: 2 of 3: 1 prefill, 1 decode", "Ready workers: 3 of 3: 1 prefill, 2 decode"]
+
+
+def test_who_waits_in_vain_is_told_where_the_logs_of_these_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = StartStates("legato", "http://nowhere", load_config({}), io.StringIO(), logs="/tmp/nodes/NODE/logs")
+    monkeypatch.setattr(states, "refresh", lambda: None)
+    monkeypatch.setattr(local_cluster, "_why_not_ready", lambda url: "nobody is there")
+    with pytest.raises(StartError, match=r"\(nobody is there\)\. .* under /tmp/nodes/NODE/logs\.$"):
+        wait_until_ready(states, Interruption(), silence_s=-1.0)
