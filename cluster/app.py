@@ -256,7 +256,7 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Make the HTTP application. Serve calls this after the constructor."""
-        with starting("a gateway"):
+        with starting("a gateway", logger):
             return self._app(self._config)
 
     def _all_metrics(self, config: LegatoConfig) -> Metrics:

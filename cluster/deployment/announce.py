@@ -42,13 +42,16 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 @contextlib.contextmanager
-def starting(what: str) -> Iterator[None]:
-    """Say on the terminal why `what` does not start, if the block raises. The exception is passed on to Serve."""
+def starting(what: str, log: logging.Logger | None = None) -> Iterator[None]:
+    """Say on the terminal why `what` does not start, if the block raises. The exception is passed on to Serve. `log`: a
+    replica's own, which is to have it, too: Serve writes there nothing of what a constructor raised."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         say(f"{what} cannot start: {kind}{error}", sys.__stderr__)
+        if log is not None:
+            log.exception("%s cannot start", what)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -17,6 +18,8 @@ from cluster.deployment.announce import log_with_serve, starting
 from cluster.deployment.ray_access import keep_replica_on_loopback
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S = 20.0  # shorter than Serve's graceful_shutdown_timeout_s, which `cluster.app` sets
 
@@ -44,7 +47,7 @@ class WorkerDeployment:
         from cluster.config.build import worker_replica
         from kv_transfer.worker.replica import ReplicaSite
 
-        with starting(f"a {role} worker"):
+        with starting(f"a {role} worker", logger):
             site = ReplicaSite(
                 name=f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}",
                 node_id=ray.get_runtime_context().get_node_id(),
@@ -72,7 +75,8 @@ class WorkerDeployment:
 
     async def __del__(self) -> None:
         """Finish what runs here, as far as time allows, and stop. Serve calls this for a graceful shutdown."""
-        await self._replica.stop(DRAIN_S)
+        if hasattr(self, "_replica"):  # else the constructor raised before it was made
+            await self._replica.stop(DRAIN_S)
 
 
 def locator(scheduler: DeploymentHandle) -> Callable[[], Awaitable[Endpoint]]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import NoReturn
+from unittest.mock import Mock, patch
 
 import pytest
+from ray import serve as ray_serve
 from ray._common.formatters import JSONFormatter
 
+from cluster.config.load import load_config
 from cluster.deployment.announce import log_with_serve
+from cluster.deployment.worker import WorkerDeployment
 from tests.cluster.config.test_config import ROOT
 
 PRODUCT = ("cluster", "engine", "kv_transfer", "prefill_workers", "decode_workers")
@@ -73,3 +80,32 @@ def test_exceptions_are_in_their_line(replica_log: Path) -> None:
         logging.getLogger("engine").exception("a step failed")
     (line,) = replica_log.read_text().splitlines()
     assert "ValueError: of that" in json.loads(line)["exc_text"]
+
+
+def test_a_worker_that_cannot_start_says_why_in_its_own_log(replica_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node was started without the secret. Serve ends what it has constructed, and had only an error about that."""
+    monkeypatch.setattr("cluster.deployment.worker.keep_replica_on_loopback", lambda: None)
+    monkeypatch.setattr(ray_serve, "get_replica_context", fail)
+    worker = Collected.__new__(Collected)
+
+    async def start_and_end() -> None:
+        with pytest.raises(RuntimeError, match="no secret here"):
+            await WorkerDeployment.__init__(worker, "decode", load_config({}), [], None, Mock())  # type: ignore[misc]
+        await WorkerDeployment.__del__(worker)
+
+    with patch.dict(os.environ):
+        asyncio.run(start_and_end())
+    (line,) = [json.loads(text) for text in replica_log.read_text().splitlines()]
+    assert line["message"] == "a decode worker cannot start"
+    assert "no secret here" in line["exc_text"]
+
+
+class Collected(WorkerDeployment):
+    """One whose end Serve alone awaits, not whoever collects it."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+def fail() -> NoReturn:
+    raise RuntimeError("no secret here")

@@ -31,6 +31,7 @@ from cluster.scheduler.scheduler import SchedulerPolicy
 from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.sampling.params import SamplingParams
 from kv_transfer.connections.connection import Connection, Server, connect
+from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint, RequestSpec
 from kv_transfer.messages.scheduling import ClusterSnapshot, Place, Placement, StandingRequest, Unplaceable
 from kv_transfer.messages.workers import (
@@ -383,7 +384,8 @@ async def test_who_finds_no_worker_is_told_of_one_that_loads_its_model(monkeypat
         links = {
             name: await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S) for name in "pd"
         }
-        for name, role, model in (("p", "prefill", "b"), ("d", "decode", "a")):
+        loading: tuple[tuple[str, Role, str], ...] = (("p", "prefill", "b"), ("d", "decode", "a"))
+        for name, role, model in loading:
             report = LoadingReport(worker_id=name, role=role, model=model, home="decode", home_model="b", pid=1)
             await links[name].send(Loading(report=report))
         await eventually(lambda: len(server._loading) == 2)
