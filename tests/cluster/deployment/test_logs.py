@@ -90,7 +90,7 @@ def test_a_worker_that_cannot_start_says_why_in_its_own_log(replica_log: Path, m
 
     async def start_and_end() -> None:
         with pytest.raises(RuntimeError, match="no secret here"):
-            await WorkerDeployment.__init__(worker, "decode", load_config({}), [], None, Mock())  # type: ignore[misc]
+            await WorkerDeployment.__init__(worker, "decode", load_config({}), [], None, Mock())
         await WorkerDeployment.__del__(worker)
 
     with patch.dict(os.environ):
