@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,14 @@ def test_rows_are_the_same_in_parts_of_many_and_over_what_they_are_added_to(num_
             out.data_ptr(),
         )
         assert torch.equal(out, alone[:count])
+
+
+@pytest.mark.parametrize(("num_inputs", "dtype"), [(64, torch.bfloat16), (66, torch.bfloat16), (64, torch.float32)])
+def test_a_projection_of_no_rows(num_inputs: int, dtype: torch.dtype) -> None:
+    """In a thread that has computed nothing before."""
+    library = native_library()
+    if library is None:
+        return
+    linear = NativeCpuKernels(library).pack_linear(torch.randn(40, num_inputs).to(dtype), None)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(linear, torch.empty(0, num_inputs, dtype=dtype)).result().shape == (0, 40)

@@ -91,7 +91,7 @@ constexpr int64_t kRowsAtOnce = 768 << 10;
 // Whether a weight with so many inputs is multiplied by tiles.
 template <typename T>
 constexpr bool fills_tiles(int64_t inputs) {
-  return kTileProducts && std::is_same_v<T, bf16> && inputs % kTileInputs == 0;
+  return kTileProducts && std::is_same_v<T, bf16> && inputs > 0 && inputs % kTileInputs == 0;
 }
 
 template <typename T>
@@ -194,11 +194,12 @@ void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   }
 }
 
-// A job in parts of so many rows that a core's own cache keeps them while all panels meet them.
+// A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no rows.
 template <typename T>
 void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
+  if (!fills_tiles<T>(job.inputs)) return parts.push_back(job);
   const int64_t most = std::max<int64_t>(4 * kTileRows, kRowsAtOnce / (job.inputs * sizeof(T)));
-  const int64_t count = fills_tiles<T>(job.inputs) ? (job.rows + most - 1) / most : 1;
+  const int64_t count = (job.rows + most - 1) / most;
   for (int64_t part = 0, row = 0; part < count; ++part) {
     const int64_t rows = (job.rows - row) / (count - part);
     const int64_t at = row * job.to.outputs;
@@ -218,6 +219,7 @@ void compute(const Linear<T>* first, int64_t count) {
   jobs.clear();
   ends.clear();
   for (int64_t i = 0; i < count; ++i) add_parts(first[i], jobs);
+  if (jobs.empty()) return;
   for (const Linear<T>& job : jobs) ends.push_back((ends.empty() ? 0 : ends.back()) + num_panels(job.to.outputs));
   const int64_t threads = team_size();
   const bool few_rows =
