@@ -174,3 +174,21 @@ def test_large_scores_overflow_nothing() -> None:
     world.q.mul_(1e4)
     actual = attend(case, world, world.segments)
     torch.testing.assert_close(actual, run_attention(reference, case, world), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_broken_key_is_not_hidden(dtype: torch.dtype, softcap: float | None) -> None:
+    """NaN in one key makes all NaN that saw it, in tiles that are seen in whole and in part; and nothing else."""
+    if LIBRARY is None:
+        return
+    case = Case(segments=((1, 90), (1, 192), (1, 200)), softcap=softcap)
+    for token in (3, 70, 195):
+        world = build_world(case, dtype)
+        key_and_value = torch.ones(world.kv_cache.layout.slab_shape(1)).to(dtype)
+        key_and_value[0] = torch.nan
+        table = world.segments[-1].block_table[world.layer // world.kv_cache.layout.layers_per_group]
+        world.kv_cache.write_layer(world.layer, table, token, key_and_value)
+        *whole, broken = attend(case, world, world.segments)
+        assert broken.isnan().all()
+        assert not torch.stack(whole).isnan().any()

@@ -183,7 +183,7 @@ inline __attribute__((always_inline)) __m512 weigh(int64_t first_token, const Ro
   const __m512 reference = _mm512_set1_ps(row.sums->reference);
   for (int64_t v = 0; v < kKeyVectors; ++v) {
     __m512 exponent = _mm512_fmsub_ps(score[v], scale, reference);
-    if (seen != ~0ull) exponent = _mm512_max_ps(exponent, nothing);
+    if (seen != ~0ull) exponent = _mm512_max_ps(nothing, exponent);  // in this order NaN stays NaN
     weight[v] = weight_of(exponent, static_cast<const T*>(nullptr));
   }
   store_weights<T>(weights, weight);

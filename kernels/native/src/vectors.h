@@ -30,9 +30,9 @@ inline __m512i as_words(__m512bh pairs) { return reinterpret_cast<__m512i>(pairs
 inline __m256i to_bf16(__m512 wide) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(wide)); }
 
 // `a`, which is around 1, times two to the power of n, a whole number; 0 where that may be too small to be normal, for
-// which a processor would take a hundred times as long.
+// which a processor would take a hundred times as long. NaN stays NaN.
 inline __m512 times_two_to(__m512 a, __m512 n) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_GT_OQ), a, n);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLE_UQ), a, n);
 }
 
 // To each of 16 sums four products of a code, which is unsigned, and of a number.

@@ -345,7 +345,7 @@ LEGATO_ALWAYS Words16 as_words(Words16 pairs) { return pairs; }
 LEGATO_ALWAYS __m256 times_two_to(__m256 a, __m256 n) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   const __m256 product = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
-  return _mm256_and_ps(product, _mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_GT_OQ));
+  return _mm256_and_ps(product, _mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_NLE_UQ));
 }
 
 LEGATO_ALWAYS Floats16 times_two_to(Floats16 a, Floats16 n) {
