@@ -79,7 +79,6 @@ inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num
       for (int64_t v = 0; v < kKeyVectors; ++v) of_row[v] = _mm512_load_ps(products[v / 2] + at + v % 2 * kTileNumbers);
       factors[row] = _mm512_cvtss_f32(weigh<bf16>(tile.first, own[row], exponents, of_row, weights + row * kTileKeys));
     }
-    asm volatile("" : : "r"(weights) : "memory");  // g++ does not know that the intrinsics read them
     const int64_t tokens = tile.steps * 2;
     for (int64_t at = 0; at < tile.width; at += 32) {
       const Columns values{tile.values + at, tile.width * 4};

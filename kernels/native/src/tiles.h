@@ -53,7 +53,7 @@ class Shapes<true> {
     } shapes;
     std::fill(shapes.rows, shapes.rows + 6, static_cast<uint8_t>(rows));
     shapes.rows[6] = shapes.rows[7] = kTileInputs / 2;
-    // That intrinsics read all of this, and of rows and weights, g++ does not know.
+    // That the intrinsic reads all of this, g++ does not know.
     asm volatile("" : : "r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
   }
@@ -74,6 +74,7 @@ void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t
                const char* ahead) {
   const char* words = static_cast<const char*>(columns.first);
   const int64_t tile_bytes = kTileInputs / 2 * columns.bytes;
+  asm volatile("" : : : "memory");  // g++ does not know that the intrinsics read rows and columns
   _tile_zero(0);
   if constexpr (kWhole) _tile_zero(1);
   if constexpr (kTwo) _tile_zero(2);
