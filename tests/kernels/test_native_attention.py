@@ -127,7 +127,7 @@ def test_decode_is_the_last_row_of_a_prefill(dtype: torch.dtype) -> None:
     window=st.none() | st.integers(1, 400),
     block_size=st.sampled_from([1, 7, 16, 64]),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3), (14, 2)]),
-    head_dim=st.sampled_from([2, 16, 48, 64, 96]),
+    head_dim=st.sampled_from([2, 16, 34, 48, 64, 96, 130]),
 )
 def test_any_batch_in_any_chunks(
     segments: list[tuple[int, int]],
@@ -192,3 +192,31 @@ def test_a_broken_key_is_not_hidden(dtype: torch.dtype, softcap: float | None) -
         *whole, broken = attend(case, world, world.segments)
         assert broken.isnan().all()
         assert not torch.stack(whole).isnan().any()
+
+
+LEFTOVERS = {
+    "heads of 34": Case(segments=((1, 1), (1, 79), (3, 130)), num_heads=5, num_kv_heads=5, head_dim=34),
+    "17 rows, values of 17": Case(
+        segments=((1, 70), (2, 300)), num_heads=17, num_kv_heads=1, head_dim=40, latent_dim=17
+    ),
+    "65 rows, windowed": Case(segments=((1, 400), (5, 90)), num_heads=65, num_kv_heads=1, head_dim=66, window=70),
+}
+
+
+@pytest.mark.parametrize("case", LEFTOVERS.values(), ids=LEFTOVERS.keys())
+def test_what_an_earlier_call_left_in_memory_reaches_no_row(case: Case) -> None:
+    """A call whose queries, keys and values are NaN fills more of a thread's memory than the next one uses."""
+    if LIBRARY is None:
+        return
+    world = build_world(case, torch.bfloat16)
+    broken = Case(segments=((70, 300), (1, 900)), num_heads=8, num_kv_heads=1, head_dim=576, latent_dim=512)
+    left = build_world(broken, torch.bfloat16)
+    for part in (left.q, left.k, left.v, left.kv_cache.tensor):
+        part.fill_(torch.nan)
+    assert attend(broken, left, left.segments).isnan().all()
+    together = attend(case, world, world.segments)
+    assert_like_twin(together, run_attention(reference, case, world))
+    for segment in world.segments:
+        assert attend(broken, left, left.segments).isnan().all()
+        last = cut(segment, [segment.num_queries - 1])[-1] if segment.num_queries > 1 else segment
+        assert torch.equal(attend(case, world, [last])[rows_of(last)], together[rows_of(last)])
