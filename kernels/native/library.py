@@ -127,7 +127,10 @@ def _processor_flags() -> frozenset[str]:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):
             flags = frozenset(line.partition(":")[2].split())
-            return flags if "amx_tile" not in flags or _ask_for_tiles() else flags - {"amx_tile"}
+            if "amx_tile" not in flags or _ask_for_tiles():
+                return flags
+            logger.warning("the system lets this process use no tiles (AMX): bfloat16 is slower, and of other bits")
+            return flags - {"amx_tile"}
     return frozenset()
 
 
