@@ -58,8 +58,12 @@ AVX512 = Instructions(
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
     ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
 )
-AMX = Instructions("AMX", (*AVX512.flags, "amx_tile", "amx_bf16"), (*AVX512.options, "-mamx-tile", "-mamx-bf16"))
-"""And products of tiles of bfloat16 (`src/tiles.h`)."""
+AMX = Instructions(
+    "AMX",
+    (*AVX512.flags, "amx_tile", "amx_bf16", "amx_int8"),
+    (*AVX512.options, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+)
+"""And products of tiles, of bfloat16 (`src/tiles.h`) and of bytes (`src/quantised_tiles.h`)."""
 AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
 _AT_MOST = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}

@@ -5,7 +5,8 @@
 // in float32 in rising order, whatever the number of rows and of threads.
 //
 // The instruction multiplies unsigned bytes, the stored codes, and signed ones, the activations: what each code is too
-// high goes into a sum's first value. Activations of 16 bits are multiplied byte by byte.
+// high goes into a sum's first value. Activations of 16 bits are multiplied byte by byte. Many rows go by tiles, where
+// there are some (quantised_tiles.h), with the same bits.
 
 #include <vector>
 
@@ -13,21 +14,15 @@
 #include "panels.h"
 #include "quantised_activations.h"
 #include "quantised_layout.h"
+#include "quantised_tiles.h"
 
 namespace {
 
 using namespace legato;
 using Layout = QuantisedLayout;
+using Job = QuantisedRows;
 
 constexpr int kTile = kRegisters == 32 ? 6 : 2;  // rows of a tile: sums of a group and of all groups in 24 registers, of 32
-
-struct Job {
-  const WholeActivations& x;
-  Layout layout;
-  const uint8_t* packed;  // [panels, groups] blocks: what `quantised_pack` made
-  int64_t first, stop;    // rows of `x`, and of what it becomes
-  Outputs<bf16> to;
-};
 
 inline __m512i four_of(const int8_t* x) {
   int32_t four;
@@ -121,10 +116,10 @@ void compute_tile(const Job& job, int64_t panel, int64_t first_row) {
   for (int row = 0; row < kRows; ++row) totals.left[row] = totals.right[row] = _mm512_setzero_ps();
   for (int64_t at = 0; at < layout.groups(); ++at) {
     const uint8_t* block = job.packed + layout.block(panel, at);
-    const int64_t first = first_row * layout.groups() + at;
+    const int64_t first = job.x.at(job.first + first_row, at);
     const float* x_units = &job.x.units[first];
     const int32_t* x_sums = &job.x.sums[first];
-    const int8_t* x = &job.x.values[first * kBytes * layout.group];
+    const int8_t* x = job.x.values() + first * kBytes * layout.group;
     const Sums<kRows> sums = sums_of<kRows, Codes, kBytes>(layout, block, x, x_sums);
     const uint8_t* factors = block + layout.code_bytes();
     add_scaled<kRows>(layout, factors, sums, x_units, totals);
@@ -138,32 +133,62 @@ void compute_tile(const Job& job, int64_t panel, int64_t first_row) {
 
 template <int kRows, class Codes, int kBytes>
 void compute_rest(const Job& job, int64_t panel, int64_t first_row) {
-  if (job.stop - first_row == kRows) return compute_tile<kRows, Codes, kBytes>(job, panel, first_row);
+  if (job.rows - first_row == kRows) return compute_tile<kRows, Codes, kBytes>(job, panel, first_row);
   if constexpr (kRows > 1) compute_rest<kRows - 1, Codes, kBytes>(job, panel, first_row);
 }
 
 template <class Codes, int kBytes>
-void compute_panel(const Job& job, int64_t panel) {
-  int64_t row = job.first;
-  for (; row + kTile <= job.stop; row += kTile) compute_tile<kTile, Codes, kBytes>(job, panel, row);
-  if (row < job.stop) compute_rest<kTile - 1, Codes, kBytes>(job, panel, row);
+void compute_panel(const Job& job, int64_t panel, int64_t next) {
+  if constexpr (kByteTileProducts) {
+    if (job.x.together > 1) return multiply_byte_tiles<Codes, kBytes>(job, panel, next);
+  }
+  int64_t row = 0;
+  for (; row + kTile <= job.rows; row += kTile) compute_tile<kTile, Codes, kBytes>(job, panel, row);
+  if (row < job.rows) compute_rest<kTile - 1, Codes, kBytes>(job, panel, row);
 }
 
 template <class Codes>
-void compute_panel(const Job& job, int64_t panel) {
-  job.x.bytes == 2 ? compute_panel<Codes, 2>(job, panel) : compute_panel<Codes, 1>(job, panel);
+void compute_panel(const Job& job, int64_t panel, int64_t next) {
+  job.x.bytes == 2 ? compute_panel<Codes, 2>(job, panel, next) : compute_panel<Codes, 1>(job, panel, next);
+}
+
+// By tiles, a job in parts of so many rows that a core's own cache keeps them while all panels meet them.
+void add_parts(const Job& job, std::vector<Job>& parts) {
+  constexpr int64_t kAtOnce = 768 << 10;  // bytes
+  const int64_t tile = job.x.together, row_bytes = job.layout.inputs * job.x.bytes;
+  const int64_t tiles = (job.rows + tile - 1) / tile, most = std::max<int64_t>(4, kAtOnce / (row_bytes * tile));
+  const int64_t count = tile > 1 ? (tiles + most - 1) / most : 1;
+  for (int64_t part = 0, row = 0; part < count; ++part) {
+    const int64_t rows = std::min(job.rows - row, (part + 1) * tiles / count * tile - row);
+    const int64_t at = row * job.to.outputs;
+    const bf16* residual = job.to.residual ? job.to.residual + at : nullptr;
+    parts.push_back({job.x, job.layout, job.packed, job.first + row, tile > 1 ? rows : job.rows,
+                     {job.to.bias, residual, job.to.out + at, job.to.outputs}});
+    row += rows;
+  }
 }
 
 // One projection, or several of equal sizes.
-void compute(const Job* jobs, int64_t count) {
-  const int64_t panels = jobs->layout.panels();
-  const bool few_rows = std::all_of(jobs, jobs + count, [](const Job& job) { return job.stop - job.first <= kTile; });
+void compute(const std::vector<Job>& whole_jobs) {
+  static thread_local std::vector<Job> kept;
+  std::vector<Job>& jobs = kept;  // the caller's, in every thread
+  jobs.clear();
+  for (const Job& job : whole_jobs) add_parts(job, jobs);
+  const auto count = static_cast<int64_t>(jobs.size());
+  const int64_t panels = jobs.front().layout.panels(), threads = team_size();
+  const bool few_rows = std::all_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.rows <= kTile; });
   share(count * panels, panels_at_once(count * panels, few_rows), [&](int64_t at) {
     const Job& job = jobs[at / panels];
-    const int64_t panel = at % panels;
-    if (job.layout.is_float()) return compute_panel<FourBitFloats>(job, panel);
-    job.layout.bits == 4 ? compute_panel<FourBits>(job, panel) : compute_panel<EightBits>(job, panel);
+    const int64_t panel = at % panels, next = std::min(panel + threads, panels - 1);
+    if (job.layout.is_float()) return compute_panel<FourBitFloats>(job, panel, next);
+    job.layout.bits == 4 ? compute_panel<FourBits>(job, panel, next) : compute_panel<EightBits>(job, panel, next);
   });
+}
+
+// How many rows lie together, for so many by each of `weights` on average: those of a tile, where tiles take less time.
+int64_t rows_together(int64_t rows, int64_t weights, int64_t group) {
+  constexpr int64_t kSmallestGroup = 32;  // that of 16 fills a quarter of a tile
+  return kByteTileProducts && group >= kSmallestGroup && rows >= kByteTileRows * weights ? kByteTileRows : 1;
 }
 
 }  // namespace
@@ -172,20 +197,33 @@ namespace legato {
 
 void quantised_groups(const RowGroups& groups, const bf16* x, bf16* out) {
   const Projection& any = *groups.projections;
+  const auto has_rows = [&](int64_t i) { return groups.starts[i] < groups.starts[i + 1]; };
+  int64_t used = 0;
+  for (int64_t i = 0; i < groups.count; ++i) used += has_rows(i);
+  if (!used) return;
+  const int64_t rows = groups.starts[groups.count], together = rows_together(rows, used, any.group);
+  std::vector<int64_t> places(rows), firsts(groups.count);
+  int64_t end = 0;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    firsts[i] = end;
+    for (int64_t row = groups.starts[i]; row < groups.starts[i + 1]; ++row) places[row] = end++;
+    end = (end + together - 1) / together * together;
+  }
   const WholeActivations& whole =
-      whole_activations(x, groups.starts[groups.count], any.inputs / any.group, any.group, any.x_bytes);
+      whole_activations(x, rows, any.inputs / any.group, any.group, any.x_bytes, together, end,
+                        [&](int64_t row) { return places[row]; });
   std::vector<Job> jobs;
   for (int64_t i = 0; i < groups.count; ++i) {
+    if (!has_rows(i)) continue;
     const Projection& by = groups.projections[i];
-    if (groups.starts[i] == groups.starts[i + 1]) continue;
     jobs.push_back({whole,
                     {by.inputs, by.outputs, by.group, by.bits, by.lowest, by.wide_factors, by.has_minimums},
                     static_cast<const uint8_t*>(by.weight),
-                    groups.starts[i],
-                    groups.starts[i + 1],
-                    {static_cast<const bf16*>(by.bias), nullptr, out, by.outputs}});
+                    firsts[i],
+                    groups.starts[i + 1] - groups.starts[i],
+                    {static_cast<const bf16*>(by.bias), nullptr, out + groups.starts[i] * by.outputs, by.outputs}});
   }
-  if (!jobs.empty()) compute(jobs.data(), static_cast<int64_t>(jobs.size()));
+  compute(jobs);
 }
 
 }  // namespace legato
@@ -219,9 +257,10 @@ void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t
                       int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, int64_t x_bytes,
                       const bf16* bias, const bf16* residual, bf16* out) {
   const Layout layout{inputs, outputs, group, bits, lowest, wide_factors, has_minimums};
-  const WholeActivations& whole = whole_activations(x, rows, layout.groups(), group, x_bytes);
-  const Job job{whole, layout, packed, 0, rows, {bias, residual, out, outputs}};
-  compute(&job, 1);
+  const int64_t together = rows_together(rows, 1, group);
+  const WholeActivations& whole = whole_activations(x, rows, layout.groups(), group, x_bytes, together, rows,
+                                                    [](int64_t row) { return row; });
+  compute({Job{whole, layout, packed, 0, rows, {bias, residual, out, outputs}}});
 }
 
 }  // extern "C"

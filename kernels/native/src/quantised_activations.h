@@ -13,12 +13,26 @@
 
 namespace legato {
 
+struct alignas(64) Line {
+  int8_t bytes[64];
+};
+
 struct WholeActivations {
-  int64_t rows, groups, group;
-  int64_t bytes;                // of a number: 1, or 2
-  std::vector<int8_t> values;   // [rows, groups, bytes, group]: 256 times the first of two bytes, and the second
-  std::vector<float> units;     // [rows, groups]
-  std::vector<int32_t> sums;    // [rows, groups]: of the values
+  int64_t groups, group;
+  int64_t bytes;     // of a number: 1, or 2
+  int64_t together;  // rows whose groups lie side by side: 1, or those of a tile
+  std::vector<float> units;   // [rows / together, groups, together]
+  std::vector<int32_t> sums;  // as units: of the values
+
+  // [rows / together, groups, together, bytes, group]: 256 times the first of two bytes, and the second.
+  int8_t* values() { return lines.data()->bytes; }
+  const int8_t* values() const { return lines.data()->bytes; }
+
+  int64_t at(int64_t row, int64_t of_group) const {
+    return (row / together * groups + of_group) * together + row % together;
+  }
+
+  std::vector<Line> lines;
 };
 
 // The bits of the largest magnitude: they are in the order of the magnitudes.
@@ -77,18 +91,21 @@ inline void make_whole(const bf16* x, int64_t group, int64_t bytes, int8_t* valu
   *sum = _mm512_reduce_add_epi32(total);
 }
 
-// Of `x [rows, groups, group]`. Memory is kept from call to call: such sizes would come from the system, and go back,
-// each time.
-inline const WholeActivations& whole_activations(const bf16* x, int64_t rows, int64_t groups, int64_t group,
-                                                 int64_t bytes) {
+// Of `x [rows, groups, group]`; each row comes to `place(row)`, which is less than `places`. Memory is kept from call to
+// call: such sizes would come from the system, and go back, each time.
+template <class Place>
+const WholeActivations& whole_activations(const bf16* x, int64_t rows, int64_t groups, int64_t group, int64_t bytes,
+                                          int64_t together, int64_t places, const Place& place) {
   static thread_local WholeActivations kept;
   WholeActivations& into = kept;  // the caller's, in every thread
-  into.rows = rows, into.groups = groups, into.group = group, into.bytes = bytes;
-  into.values.resize(rows * groups * bytes * group);
-  into.units.resize(rows * groups);
-  into.sums.resize(rows * groups);
-  share_evenly(rows * groups, rows > 16, [&](int64_t at) {
-    make_whole(x + at * group, group, bytes, &into.values[at * bytes * group], &into.units[at], &into.sums[at]);
+  into.groups = groups, into.group = group, into.bytes = bytes, into.together = together;
+  const int64_t size = (places + together - 1) / together * together * groups;
+  into.lines.resize((size * bytes * group + 63) / 64);
+  into.units.resize(size);
+  into.sums.resize(size);
+  share_evenly(rows * groups, rows > 16, [&](int64_t i) {
+    const int64_t at = into.at(place(i / groups), i % groups);
+    make_whole(x + i * group, group, bytes, into.values() + at * bytes * group, &into.units[at], &into.sums[at]);
   });
   return into;
 }
