@@ -150,6 +150,27 @@ def test_a_rows_projection_does_not_depend_on_the_others(
         assert torch.equal(linear.add_to(residual[:count], x[:count]), alone[:count])
 
 
+@pytest.mark.parametrize("kernels", NATIVE.values(), ids=map(str, NATIVE))
+@pytest.mark.parametrize(("bits", "lowest"), FORMS)
+@pytest.mark.parametrize("minimums", [True, False])
+@pytest.mark.parametrize(
+    ("group", "num_inputs"), [(16, 80), (32, 1120), (48, 528), (64, 576), (80, 640), (128, 1024), (256, 4096)]
+)
+def test_many_rows_have_the_bits_of_few(
+    kernels: NativeCpuKernels, bits: int, lowest: int, minimums: bool, group: int, num_inputs: int
+) -> None:
+    """More than a core's cache holds, and by more groups than are decoded at a time."""
+    torch.manual_seed(0)
+    weight = random_weight(70, num_inputs, group, bits, lowest, minimums=minimums, halves=minimums)
+    linear = kernels.pack_quantised(weight, torch.randn(70).bfloat16(), torch.bfloat16)
+    assert isinstance(linear, QuantisedLinear)
+    x, residual = torch.randn(401, num_inputs).bfloat16(), torch.randn(401, 70).bfloat16()
+    few = zip(residual.split(5), x.split(5), strict=True)
+    expected = torch.cat([linear.add_to(of_residual, of_x) for of_residual, of_x in few])
+    for count in (12, 17, 401):
+        assert torch.equal(linear.add_to(residual[:count], x[:count]), expected[:count])
+
+
 def test_weights_of_different_forms_lie_side_by_side_unchanged() -> None:
     torch.manual_seed(0)
     weights = [

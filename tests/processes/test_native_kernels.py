@@ -131,6 +131,39 @@ def test_this_machine_compiles_them_if_it_can() -> None:
         assert native_library() is not None
 
 
+PRODUCTS = """
+import hashlib
+import torch
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import native_library
+from kernels.quantised_weight import QuantisedWeight
+torch.manual_seed(0)
+library = native_library()
+digest = hashlib.sha256()
+for bits, lowest in [(4, -8), (8, -128)]:
+    for activation_bits in (8, 16):
+        codes = (torch.randint(2**bits, (70, 576)) + lowest).to(torch.int8)
+        scales, minimums = torch.randn(2, 70, 9)
+        weight = QuantisedWeight(codes=codes, scales=scales, minimums=minimums, bits=bits, lowest=lowest)
+        linear = NativeCpuKernels(library, activation_bits).pack_quantised(weight, None, torch.bfloat16)
+        digest.update(linear(torch.randn(50, 576).bfloat16()).view(torch.uint8).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_quantised_products_are_the_same_bits_with_and_without_tiles() -> None:
+    if native_library() is None:
+        return
+
+    def digest(**environment: str) -> str:
+        command = [sys.executable, "-c", PRODUCTS]
+        return subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert digest() == digest(**{SWITCH: "avx512"})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(131, 66), (576, 1536)])

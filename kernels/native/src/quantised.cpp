@@ -162,7 +162,7 @@ void add_parts(const Job& job, std::vector<Job>& parts) {
     const int64_t rows = std::min(job.rows - row, (part + 1) * tiles / count * tile - row);
     const int64_t at = row * job.to.outputs;
     const bf16* residual = job.to.residual ? job.to.residual + at : nullptr;
-    parts.push_back({job.x, job.layout, job.packed, job.first + row, tile > 1 ? rows : job.rows,
+    parts.push_back({job.x, job.layout, job.packed, job.first + row, rows,
                      {job.to.bias, residual, job.to.out + at, job.to.outputs}});
     row += rows;
   }
