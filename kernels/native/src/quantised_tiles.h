@@ -1,8 +1,8 @@
 // Products of tiles of bytes, where a processor has them (AMX): 12 rows of up to 64 inputs by 16 outputs.
 //
 // They are the integers that quads give, and a row's groups are added up by the same operations in the same order: the
-// same bits, so that the number of rows may choose. A tile's products take a quarter of the time; what is left is mostly
-// to read its sums, and to scale them. So totals are in registers, and codes become bytes once for many rows.
+// same bits, so that the number of rows may choose. A tile's products take a sixth of the time; what is left is mostly to
+// store and read its sums, and to scale them. So totals are in registers, and codes become bytes once for many rows.
 
 #pragma once
 
@@ -13,6 +13,7 @@
 #include "panels.h"
 #include "quantised_activations.h"
 #include "quantised_layout.h"
+#include "tiles.h"
 
 namespace legato {
 
@@ -31,7 +32,7 @@ struct QuantisedRows {
 template <class Codes, int kBytes>
 void multiply_byte_tiles(const QuantisedRows& job, int64_t panel, int64_t next);
 
-#ifdef __AMX_INT8__
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 constexpr bool kByteTileProducts = true;
 
 // Of a group's inputs so many at once. They are a divisor of the group, and groups are multiples of 16.
@@ -275,9 +276,15 @@ void multiply_byte_tiles(const QuantisedRows& job, int64_t panel, int64_t next) 
           : add_groups_of<kBytes, false>(rows, job, job.first + row, group, count, inputs, codes, ahead, to);
     }
   }
+  const bool is_full = (panel + 1) * kPanel <= layout.outputs;
   for (int64_t row = 0; row < job.rows; ++row) {
-    finish(job.to, row, panel * kPanel, _mm512_load_ps(totals + row * kPanel));
-    finish(job.to, row, panel * kPanel + kHalf, _mm512_load_ps(totals + row * kPanel + kHalf));
+    const __m512 left = _mm512_load_ps(totals + row * kPanel), right = _mm512_load_ps(totals + row * kPanel + kHalf);
+    if (is_full) {
+      finish_panel(job.to, row, panel * kPanel, left, right);
+    } else {
+      finish(job.to, row, panel * kPanel, left);
+      finish(job.to, row, panel * kPanel + kHalf, right);
+    }
   }
 }
 
