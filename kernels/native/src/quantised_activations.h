@@ -91,8 +91,8 @@ inline void make_whole(const bf16* x, int64_t group, int64_t bytes, int8_t* valu
   *sum = _mm512_reduce_add_epi32(total);
 }
 
-// Of `x [rows, groups, group]`; each row comes to `place(row)`, which is less than `places`. Memory is kept from call to
-// call: such sizes would come from the system, and go back, each time.
+// Of `x [rows, groups, group]`; each row comes to `place(row)`, which is less than `places`. Memory is kept from call
+// to call: such sizes would come from the system, and go back, each time.
 template <class Place>
 const WholeActivations& whole_activations(const bf16* x, int64_t rows, int64_t groups, int64_t group, int64_t bytes,
                                           int64_t together, int64_t places, const Place& place) {

@@ -1,8 +1,8 @@
 // Products of tiles of bytes, where a processor has them (AMX): 12 rows of up to 64 inputs by 16 outputs.
 //
 // They are the integers that quads give, and a row's groups are added up by the same operations in the same order: the
-// same bits, so that the number of rows may choose. A tile's products take a sixth of the time; what is left is mostly to
-// store and read its sums, and to scale them. So totals are in registers, and codes become bytes once for many rows.
+// same bits, so that the number of rows may choose. A tile's products take a sixth of the time; what is left is mostly
+// to store and read its sums, and to scale them. So totals are in registers, and codes become bytes once for many rows.
 
 #pragma once
 
@@ -63,8 +63,8 @@ class ByteShapes {
   ByteShapes(const ByteShapes&) = delete;
 };
 
-// Some groups of a panel as tiles take them: for each its left codes, its right ones, with their sign, and its factors in
-// float32. They stay in the nearest cache while all rows meet them.
+// Some groups of a panel as tiles take them: for each its left codes, its right ones, with their sign, and its factors
+// in float32. They stay in the nearest cache while all rows meet them.
 class DecodedGroups {
  public:
   explicit DecodedGroups(const QuantisedLayout& layout)
