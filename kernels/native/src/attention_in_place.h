@@ -18,8 +18,7 @@ constexpr int64_t kTokensPerAsk = 16;  // as many of this tile are read before t
 // Whether a tile is read in place for so many rows.
 template <typename T>
 bool is_in_place(const Layer<T>& layer, int64_t num_rows) {
-  return std::is_same_v<T, bf16> && !by_tiles<T>() && num_rows <= kInPlaceRows && layer.words() % 16 == 0 &&
-         layer.width() % 32 == 0;
+  return std::is_same_v<T, bf16> && num_rows <= kInPlaceRows && layer.words() % 16 == 0 && layer.width() % 32 == 0;
 }
 
 // How often the next tile is asked for while rows of a key head attend to this one.

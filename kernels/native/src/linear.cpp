@@ -85,9 +85,6 @@ class Rows {
   Number* next_ = nullptr;
 };
 
-// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
-constexpr int64_t kRowsAtOnce = 768 << 10;
-
 // Whether a weight with so many inputs is multiplied by tiles.
 template <typename T>
 constexpr bool fills_tiles(int64_t inputs) {
@@ -202,9 +199,7 @@ void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
   const int64_t count = (job.rows + most - 1) / most;
   for (int64_t part = 0, row = 0; part < count; ++part) {
     const int64_t rows = (job.rows - row) / (count - part);
-    const int64_t at = row * job.to.outputs;
-    const Outputs<T> to{job.to.bias, job.to.residual ? job.to.residual + at : nullptr, job.to.out + at, job.to.outputs};
-    parts.push_back({job.x + row * job.inputs, job.weight, rows, job.inputs, to, job.soon});
+    parts.push_back({job.x + row * job.inputs, job.weight, rows, job.inputs, job.to.from(row), job.soon});
     row += rows;
   }
 }

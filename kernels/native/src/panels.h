@@ -24,6 +24,12 @@ struct Outputs {
   const T* residual;  // [rows, outputs] or null
   T* out;             // [rows, outputs]; may be `residual`
   int64_t outputs;
+
+  // Those of the rows from this one on.
+  Outputs from(int64_t row) const {
+    const int64_t at = row * outputs;
+    return {bias, residual ? residual + at : nullptr, out + at, outputs};
+  }
 };
 
 // 16 sums of a row become outputs from `output` on.

@@ -154,26 +154,22 @@ void compute_panel(const Job& job, int64_t panel, int64_t next) {
 
 // By tiles, a job in parts of so many rows that a core's own cache keeps them while all panels meet them.
 void add_parts(const Job& job, std::vector<Job>& parts) {
-  constexpr int64_t kAtOnce = 768 << 10;  // bytes
   const int64_t tile = job.x.together, row_bytes = job.layout.inputs * job.x.bytes;
-  const int64_t tiles = (job.rows + tile - 1) / tile, most = std::max<int64_t>(4, kAtOnce / (row_bytes * tile));
+  const int64_t tiles = (job.rows + tile - 1) / tile, most = std::max<int64_t>(4, kRowsAtOnce / (row_bytes * tile));
   const int64_t count = tile > 1 ? (tiles + most - 1) / most : 1;
   for (int64_t part = 0, row = 0; part < count; ++part) {
     const int64_t rows = std::min(job.rows - row, (part + 1) * tiles / count * tile - row);
-    const int64_t at = row * job.to.outputs;
-    const bf16* residual = job.to.residual ? job.to.residual + at : nullptr;
-    parts.push_back({job.x, job.layout, job.packed, job.first + row, rows,
-                     {job.to.bias, residual, job.to.out + at, job.to.outputs}});
+    parts.push_back({job.x, job.layout, job.packed, job.first + row, rows, job.to.from(row)});
     row += rows;
   }
 }
 
 // One projection, or several of equal sizes.
-void compute(const std::vector<Job>& whole_jobs) {
+void compute(const Job* first, int64_t num_whole) {
   static thread_local std::vector<Job> kept;
   std::vector<Job>& jobs = kept;  // the caller's, in every thread
   jobs.clear();
-  for (const Job& job : whole_jobs) add_parts(job, jobs);
+  for (int64_t i = 0; i < num_whole; ++i) add_parts(first[i], jobs);
   const auto count = static_cast<int64_t>(jobs.size());
   const int64_t panels = jobs.front().layout.panels(), threads = team_size();
   const bool few_rows = std::all_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.rows <= kTile; });
@@ -223,7 +219,7 @@ void quantised_groups(const RowGroups& groups, const bf16* x, bf16* out) {
                     groups.starts[i + 1] - groups.starts[i],
                     {static_cast<const bf16*>(by.bias), nullptr, out + groups.starts[i] * by.outputs, by.outputs}});
   }
-  compute(jobs);
+  compute(jobs.data(), static_cast<int64_t>(jobs.size()));
 }
 
 }  // namespace legato
@@ -260,7 +256,8 @@ void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t
   const int64_t together = rows_together(rows, 1, group);
   const WholeActivations& whole = whole_activations(x, rows, layout.groups(), group, x_bytes, together, rows,
                                                     [](int64_t row) { return row; });
-  compute({Job{whole, layout, packed, 0, rows, {bias, residual, out, outputs}}});
+  const Job job{whole, layout, packed, 0, rows, {bias, residual, out, outputs}};
+  compute(&job, 1);
 }
 
 }  // extern "C"

@@ -42,27 +42,6 @@ inline int64_t tile_inputs(int64_t group) {
   return inputs;
 }
 
-// The shapes of the thread's eight tiles, while this lives: sums 0 to 3, rows 4 and 5, codes 6 and 7.
-class ByteShapes {
- public:
-  ByteShapes(int64_t rows, int64_t inputs) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64};
-      uint8_t rows[16] = {};
-    } shapes;
-    std::fill(shapes.rows, shapes.rows + 6, static_cast<uint8_t>(rows));
-    shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(inputs);
-    shapes.row_bytes[6] = shapes.row_bytes[7] = 64;
-    shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(inputs / kQuad);
-    // That intrinsics read all of this, and of rows and codes, g++ does not know.
-    asm volatile("" : : "r"(&shapes) : "memory");
-    _tile_loadconfig(&shapes);
-  }
-  ~ByteShapes() { _tile_release(); }  // else the system would save the tiles whenever it takes the thread's core
-  ByteShapes(const ByteShapes&) = delete;
-};
-
 // Some groups of a panel as tiles take them: for each its left codes, its right ones, with their sign, and its factors
 // in float32. They stay in the nearest cache while all rows meet them.
 class DecodedGroups {
@@ -112,7 +91,7 @@ class DecodedGroups {
 };
 
 // What memory is asked for while tiles are multiplied, evenly.
-struct Ahead {
+struct CodesAhead {
   const uint8_t* at;
   int64_t lines;  // for each tile of a group
 
@@ -200,7 +179,7 @@ inline __attribute__((always_inline)) TileTotals<kRows> add_sums(TileTotals<kRow
 // A tile of rows by some groups, which are added to `totals`.
 template <int kRows, int kBytes, bool kMinimums>
 void add_groups(const QuantisedRows& job, int64_t first_row, int64_t first_group, int64_t count, int64_t inputs,
-                const DecodedGroups& codes, Ahead ahead, float* totals) {
+                const DecodedGroups& codes, CodesAhead ahead, float* totals) {
   alignas(64) TileSums sums[kBytes];
   constexpr int64_t kAhead = 3 << 10;  // bytes
   const int64_t group = job.layout.group, size = kByteTileRows * kBytes * group, at = job.x.at(first_row, first_group);
@@ -259,7 +238,7 @@ void multiply_byte_tiles(const QuantisedRows& job, int64_t panel, int64_t next) 
   if (static_cast<int64_t>(kept.size()) < tiles * kByteTileRows * 2) kept.resize(tiles * kByteTileRows * 2);
   auto* totals = reinterpret_cast<float*>(kept.data()->bytes);
   std::fill_n(totals, tiles * kByteTileRows * kPanel, 0.0f);
-  const ByteShapes shapes(std::min((job.rows + 3) / 4 * 4, kByteTileRows), inputs);
+  const Shapes<true> shapes(std::min((job.rows + 3) / 4 * 4, kByteTileRows), inputs);
   DecodedGroups codes(layout);
   for (int64_t group = 0; group < layout.groups(); group += at_once) {
     const int64_t count = std::min(at_once, layout.groups() - group);
@@ -269,22 +248,16 @@ void multiply_byte_tiles(const QuantisedRows& job, int64_t panel, int64_t next) 
     const int64_t lines = tiles > 1 ? (layout.block_bytes() + 64 * tiles - 1) / (64 * tiles) : 0;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * kByteTileRows, rows = std::min(job.rows - row, kByteTileRows);
-      const Ahead ahead{soon + tile * lines * count * 64, lines};
+      const CodesAhead ahead{soon + tile * lines * count * 64, lines};
       float* to = totals + row * kPanel;
       layout.has_minimums
           ? add_groups_of<kBytes, true>(rows, job, job.first + row, group, count, inputs, codes, ahead, to)
           : add_groups_of<kBytes, false>(rows, job, job.first + row, group, count, inputs, codes, ahead, to);
     }
   }
-  const bool is_full = (panel + 1) * kPanel <= layout.outputs;
   for (int64_t row = 0; row < job.rows; ++row) {
     const __m512 left = _mm512_load_ps(totals + row * kPanel), right = _mm512_load_ps(totals + row * kPanel + kHalf);
-    if (is_full) {
-      finish_panel(job.to, row, panel * kPanel, left, right);
-    } else {
-      finish(job.to, row, panel * kPanel, left);
-      finish(job.to, row, panel * kPanel + kHalf, right);
-    }
+    finish_panel(job.to, row, panel * kPanel, left, right);
   }
 }
 

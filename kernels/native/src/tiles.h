@@ -26,7 +26,10 @@ constexpr bool kTileProducts = false;
 
 constexpr int64_t kTileInputs = 32, kTileRows = 16;
 
-// Of tiles with so many rows, while this lives; of none, if they are not `used`.
+// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
+constexpr int64_t kRowsAtOnce = 768 << 10;
+
+// The shapes of the thread's eight tiles, while this lives; none, if they are not `used`.
 template <bool kUsed>
 class Shapes {
  public:
@@ -41,18 +44,19 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
 
 #ifdef __AMX_BF16__
 
-// The shapes of the thread's eight tiles: sums 0 to 3, rows 4 and 5, weights 6 and 7.
+// Sums 0 to 3, rows 4 and 5, of so many bytes each, and weights 6 and 7, whose words of 4 bytes meet one of a row.
 template <>
 class Shapes<true> {
  public:
-  explicit Shapes(int64_t rows) {
+  explicit Shapes(int64_t rows, int64_t row_bytes = 64) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {};
     } shapes;
     std::fill(shapes.rows, shapes.rows + 6, static_cast<uint8_t>(rows));
-    shapes.rows[6] = shapes.rows[7] = kTileInputs / 2;
+    shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(row_bytes);
+    shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(row_bytes / 4);
     // That the intrinsic reads all of this, g++ does not know.
     asm volatile("" : : "r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
@@ -98,8 +102,12 @@ void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t
   }
 }
 
-// As `finish`, of a panel's outputs, which are all there: they are a line of memory.
+// As `finish`, of a panel's outputs: where all are there, they are a line of memory.
 inline void finish_panel(const Outputs<bf16>& to, int64_t row, int64_t output, __m512 left, __m512 right) {
+  if (output + kPanel > to.outputs) {
+    finish(to, row, output, left);
+    return finish(to, row, output + kHalf, right);
+  }
   constexpr __mmask16 all = 0xffff;
   const int64_t at = row * to.outputs + output;
   if (to.bias) {
@@ -124,19 +132,11 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
   // All tiles have equally many rows, for which the last may begin with some that the one before it has.
   const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
   const auto at = [&](int64_t tile) { return rows.x + first_row(tile) * rows.inputs; };
-  const bool is_full = kWhole && first_output + kPanel <= to.outputs;
   const auto finish_rows = [&](int64_t tile) {
     const int64_t first = first_row(tile);
     for (int64_t row = tile * size - first; row < size; ++row) {
       const __m512 left = _mm512_load_ps(sums[0] + row * kHalf), right = _mm512_load_ps(sums[1] + row * kHalf);
-      if constexpr (kWhole) {
-        if (is_full) {
-          finish_panel(to, first + row, first_output, left, right);
-          continue;
-        }
-        finish(to, first + row, first_output + kHalf, right);
-      }
-      finish(to, first + row, first_output, left);
+      kWhole ? finish_panel(to, first + row, first_output, left, right) : finish(to, first + row, first_output, left);
     }
   };
   for (int64_t tile = 0; tile < tiles; tile += 2) {
