@@ -240,10 +240,10 @@ class _Loading:
         )
 
     def _threads(self, group: GroupLeader | None) -> StepThreads | None:
-        is_native = isinstance(self.kernels, NativeCpuKernels) and isinstance(self.config, ModelConfig)
-        if group is not None or not is_native:  # or results would depend on them
-            return None
-        return StepThreads(torch.get_num_threads())
+        kernels = self.kernels
+        if group is not None or not (isinstance(kernels, NativeCpuKernels) and isinstance(self.config, ModelConfig)):
+            return None  # or results would depend on them
+        return StepThreads(torch.get_num_threads(), kernels.few_rows(self.layout.dtype))
 
     def _weights(self, group: GroupLeader | None) -> Weights | HuggingFaceModel:
         """Or the whole model, where its own code lays them out."""

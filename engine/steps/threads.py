@@ -16,9 +16,6 @@ from typing import Final
 
 from kernels.cpu.thread_team import set_team
 
-FEW_TOKENS: Final = 16
-"""Steps of more have work for all threads."""
-
 _TRIAL_STEPS: Final = 4  # the first of which only warms up
 _RECENT_STEPS: Final = 8
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # steps between trials: twice as many after each that brought nothing
@@ -26,10 +23,12 @@ _GAIN: Final = 0.95  # a step with more threads has to take less than so much of
 
 
 class StepThreads:
-    """Chooses how many threads compute a step, by how fast steps of its size were."""
+    """Chooses how many threads compute a step, by how fast steps of its size were. `few_tokens`: steps of more have
+    work for all."""
 
-    def __init__(self, num_threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, num_threads: int, few_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_threads = num_threads
+        self.few_tokens = few_tokens
         self._clock = clock
         self._of_size: dict[int, FastestCount] = {}
 
@@ -37,7 +36,7 @@ class StepThreads:
     def computing(self, num_tokens: int) -> Iterator[None]:
         """Have the chosen number of threads compute a step of so many tokens, which this thread computes within the
         context."""
-        if self.num_threads == 1 or num_tokens > FEW_TOKENS:
+        if self.num_threads == 1 or num_tokens > self.few_tokens:
             set_team(self.num_threads)
             yield
             return

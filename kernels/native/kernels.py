@@ -31,7 +31,16 @@ from kernels.native import attention as native_attention
 from kernels.native import experts as native_experts
 from kernels.native import layers as native_layers
 from kernels.native.adapters import NativeAdapterForm, can_pack_adapter
-from kernels.native.library import TYPE_NAMES, Float, Pointer, Size, activation_number, declare
+from kernels.native.library import (
+    AMX,
+    TYPE_NAMES,
+    Float,
+    Pointer,
+    Size,
+    activation_number,
+    declare,
+    processor_instructions,
+)
 from kernels.native.linear import (
     can_pack,
     can_pack_linear,
@@ -50,6 +59,9 @@ _PARAMETERS: dict[str, list[Any]] = {
     "rotate_and_store": [Pointer, Size, Pointer, Size, Pointer, Pointer, *[Size] * 5, *[Pointer] * 5, Size],
     "gated_activation": [Size, Pointer, Size, Size, Pointer],
 }
+
+# While memory brings a core a weight, the core multiplies some 20 rows by it with registers, and 150 with tiles.
+_FEW_ROWS, _FEW_ROWS_BY_TILES = 16, 128
 
 
 class NativeCpuKernels:
@@ -75,6 +87,10 @@ class NativeCpuKernels:
     def packing_into(self, memory: PackingMemory) -> NativeCpuKernels:
         """These operators, packing weights into this memory."""
         return NativeCpuKernels(self._library, self._activation_bits, memory)
+
+    def few_rows(self, dtype: torch.dtype) -> int:
+        """Up to so many rows, memory brings weights of this type later than a core has multiplied them."""
+        return _FEW_ROWS_BY_TILES if dtype is torch.bfloat16 and processor_instructions() is AMX else _FEW_ROWS
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if can_pack_linear(weight):

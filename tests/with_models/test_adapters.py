@@ -341,7 +341,11 @@ def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
     seen = []
     for num_threads in (1, 2, 3):
         runner, sampler = recording_runner(
-            adapted.folder, layers_per_group=3, dtype=dtype, num_blocks=1500, threads=StepThreads(num_threads)
+            adapted.folder,
+            layers_per_group=3,
+            dtype=dtype,
+            num_blocks=1500,
+            threads=StepThreads(num_threads, few_tokens=16),
         )
         assert isinstance(runner.model, Model)
         stepper = Stepper(runner, seed=3)

@@ -99,7 +99,7 @@ def _logits_of_many_rows(
     lengths: tuple[int, ...] = MANY_ROWS,
 ) -> Tensor:
     """Of prompts of these lengths, all but the ends of which are computed in one step, beside one that decodes."""
-    threads = StepThreads(num_threads)
+    threads = StepThreads(num_threads, few_tokens=16)
     runner, sampler = recording_runner(
         folder, layers_per_group=3, dtype=dtype, num_blocks=900, kernels=kernels, threads=threads
     )
@@ -135,7 +135,11 @@ def test_threads_keep_their_places_whatever_the_number_of_rows(library: ctypes.C
 
     def logits(num_rows: int, *, fused: bool, num_threads: int = 1) -> Tensor:
         runner, sampler = recording_runner(
-            tmp_path, dtype=torch.bfloat16, num_blocks=900, kernels=kernels, threads=StepThreads(num_threads)
+            tmp_path,
+            dtype=torch.bfloat16,
+            num_blocks=900,
+            kernels=kernels,
+            threads=StepThreads(num_threads, few_tokens=16),
         )
         assert isinstance(runner.model, Model)
         if not fused:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.steps.threads import FEW_TOKENS, FastestCount, StepThreads
-from kernels.native.library import native_library
+from engine.steps.threads import FastestCount, StepThreads
+from kernels.native.kernels import NativeCpuKernels
+from kernels.native.library import AMX, native_library, processor_instructions
 from tests.support.model_families import build_oracle
 from tests.support.small_models import random_prompts, runner_of
 from tests.support.stepping import Stepper, recording_runner
@@ -72,13 +73,13 @@ def test_one_slow_step_does_not_decide_a_trial() -> None:
 
 
 def test_steps_with_work_for_all_have_all_threads() -> None:
-    threads = StepThreads(2, clock=lambda: 0.0)
+    threads = StepThreads(2, few_tokens=20, clock=lambda: 0.0)
     seen: list[tuple[int, int]] = []
-    for num_tokens in [1] * 40 + [FEW_TOKENS + 1] + [1]:
+    for num_tokens in [1] * 40 + [20] * 40 + [21] + [1]:
         with threads.computing(num_tokens):
             seen.append((num_tokens, torch.get_num_threads()))
-    assert (1, 1) in seen
-    assert [count for num_tokens, count in seen if num_tokens > FEW_TOKENS] == [2]
+    assert {(1, 1), (20, 1)} <= set(seen)
+    assert [count for num_tokens, count in seen if num_tokens > 20] == [2]
     assert seen[-1] == (1, 1)  # what was found for small steps holds after a large one
 
 
@@ -98,7 +99,7 @@ def test_logits_are_the_same_to_the_bit_by_any_threads(dtype: torch.dtype, tmp_p
     build_oracle("llama", tmp_path)
 
     def logits(num_threads: int) -> Tensor:
-        runner, sampler = recording_runner(tmp_path, dtype=dtype, threads=StepThreads(num_threads))
+        runner, sampler = recording_runner(tmp_path, dtype=dtype, threads=StepThreads(num_threads, few_tokens=16))
         assert threads_of_steps(Stepper(runner)) == {1, num_threads}
         return torch.stack(sampler.sampled["r"])
 
@@ -111,3 +112,12 @@ def test_a_loaded_model_tries_the_threads_that_it_was_given(tmp_path: Path) -> N
     runner = runner_of(tmp_path, kv_blocks=100, num_threads=2)
     assert threads_of_steps(Stepper(runner)) == {1, 2}
     runner.close()
+
+
+@native
+def test_steps_of_more_tokens_are_few_where_tiles_multiply_them() -> None:
+    library = native_library()
+    assert library is not None
+    kernels = NativeCpuKernels(library)
+    by_tiles = processor_instructions() is AMX
+    assert (kernels.few_rows(torch.bfloat16) > kernels.few_rows(torch.float32)) == by_tiles

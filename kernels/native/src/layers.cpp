@@ -264,18 +264,14 @@ class Pass {
 // each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
 class Parts {
  public:
-  // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too; `by_tiles`: so fast that
-  // memory has no weights in time for a part of any size.
+  // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too.
   Parts(int64_t rows, int64_t number_bytes, bool has_adapters, bool by_tiles) : rows_(rows) {
     const int64_t threads = legato::team_size(), largest = kRowsPerThread * threads;
     const int64_t fewest = has_adapters ? 2 * largest : fewest_rows(number_bytes) * threads;
-    if (threads == 1 || by_tiles || rows < fewest * threads) return;  // nobody to wait for, or too few
+    if (threads == 1 || rows < fewest * threads) return;  // nobody to wait for, or too few
     for (int64_t first = 0; first < rows;) {
-      // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left
-      // behind half of a share is no more than that: a thread's own places are as many as the first part has rows.
       const int64_t fair = (rows - first + threads - 1) / threads;
-      const int64_t half = (fair - fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
-      const int64_t size = fair - half <= kMultiple ? fair : std::min(half, largest);
+      const int64_t size = by_tiles ? of_tiles(fair) : falling(fair, largest);
       for (int64_t thread = 0; thread < threads && first < rows; ++thread, first += parts_.back().rows) {
         parts_.push_back({first, std::min(size, rows - first), 0});
       }
@@ -299,6 +295,21 @@ class Parts {
   // of them in a second than one thread alone would ask for with so many rows.
   static constexpr int64_t kRowsPerThread = 48;
   static constexpr int64_t kMultiple = 12;  // rows of a projection's tile, or of two
+  static constexpr int64_t kRowsByTiles = 256;
+
+  // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left behind
+  // half of a share is no more than that: a thread's own places are as many as the first part has rows.
+  static int64_t falling(int64_t fair, int64_t largest) {
+    const int64_t half = (fair - fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
+    return fair - half <= kMultiple ? fair : std::min(half, largest);
+  }
+
+  // Tiles multiply so fast that memory has no weights in time for small parts: as few as leave a part's rows in a core's
+  // own cache, where the next product finds them.
+  static int64_t of_tiles(int64_t fair) {
+    const int64_t passes = (fair + kRowsByTiles - 1) / kRowsByTiles;
+    return ((fair + passes - 1) / passes + legato::kTileRows - 1) / legato::kTileRows * legato::kTileRows;
+  }
 
   // Of a thread's share, for each thread. With registers of AVX2 a row takes 2.3 times as long, so that memory has the
   // weights in time for far fewer: six rows of bfloat16 ask for 16 GB a second.
