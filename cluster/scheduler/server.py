@@ -203,6 +203,7 @@ class SchedulerServer:
             connection.close(f"{info.worker_id} has the model {info.model}; there are {', '.join(self.schedulers)}")
             return
         self._workers[info.worker_id] = connection, scheduler
+        _warn_of_other_bits(info, scheduler)
         scheduler.register(info, snapshot, time.monotonic())
         logger.info("%s worker %s registered (pid %d)", info.role, info.worker_id, info.pid)
         self._broadcast()
@@ -395,6 +396,21 @@ class SchedulerServer:
                 self._exchange.refused(worker_id)
                 for each in self._autoscalers.values():
                     each.refused(worker_id)
+
+
+def _warn_of_other_bits(info: WorkerInfo, scheduler: GlobalScheduler) -> None:
+    """A request that goes from one worker to another goes on exactly only where both sum alike."""
+    others = (known for known, _ in scheduler.ledger.workers() if known.worker_id != info.worker_id)
+    other = next((known for known in others if known.arithmetic != info.arithmetic), None)
+    if other is not None:
+        logger.warning(
+            "worker %s computes by %s and %s by %s: a request that both have a part in may get another token than on"
+            " one of them alone; for the same on CPUs set LEGATO_NATIVE=avx512, or avx2, on all nodes",
+            info.worker_id,
+            info.arithmetic,
+            other.worker_id,
+            other.arithmetic,
+        )
 
 
 def _lines(decision: LoggedDecision) -> list[str]:

@@ -38,6 +38,7 @@ class WorkerInfo:
     models: Items[Text] = field(default_factory=list)  # others that it may become a worker of
     load_s: NonNegative = 0.0  # that its model took to be there, from when it was wanted; 0: unknown
     keeps_prefixes: Flag = True  # prompts find what earlier ones left
+    arithmetic: Text = ""  # equal where sums have the same bits, as `kernels.ops.arithmetic` has it; "": unknown
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model are its own; "": for whichever there is."""

@@ -23,6 +23,7 @@ from engine.steps.calibration import calibrate, is_calibrated
 from engine.steps.fault_finding import FaultFinder
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop, StepSkippedError
+from kernels.ops import arithmetic
 from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
@@ -378,6 +379,7 @@ class Worker(ABC):
             models=list(self.parts.models),
             load_s=self.parts.load_s,
             keeps_prefixes=model.prefix_caching,
+            arithmetic=arithmetic(model.kv_cache.device, model.layout.dtype),
         )
 
     def _tiers_report(self) -> TiersReport:

@@ -116,6 +116,22 @@ async def _client(
         await client.stop()
 
 
+async def test_workers_whose_sums_have_other_bits_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sums = {"d1": "tiles (AMX)", "d2": "tiles (AMX)", "d3": "registers"}
+    workers = []
+    async with _server() as server:
+        for name, arithmetic in sums.items():
+            worker = await connect(server.endpoint, _identity(name), purpose="worker", timeout_s=HANGS_S)
+            info = replace(small_info(name), arithmetic=arithmetic)
+            await worker.send(Register(info=info, snapshot=small_snapshot(name)))
+            await eventually(lambda name=name: name in server.scheduler.ledger.table)  # type: ignore[misc]
+            workers.append(worker)  # or its link would end with it
+        told = [message for message in caplog.messages if "LEGATO_NATIVE" in message]
+        assert [message.partition(":")[0] for message in told] == [
+            "worker d3 computes by registers and d1 by tiles (AMX)"
+        ]
+
+
 async def test_a_worker_that_was_silent_too_long_is_told_to_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker stalls, counts as gone, and goes on reporting: it must not be lost for ever."""
     async with _server(stale_after_s=0.1) as server:
