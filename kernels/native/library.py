@@ -66,7 +66,7 @@ AMX = Instructions(
 """And products of tiles, of bfloat16 (`src/tiles.h`) and of bytes (`src/quantised_tiles.h`)."""
 AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
-_AT_MOST = {"avx2": (AVX2,), "avx512": (AVX512, AVX2)}
+_AT_MOST = {"": (AMX, AVX512, AVX2), "avx512": (AVX512, AVX2), "avx2": (AVX2,)}
 """By the switch's word, best first."""
 
 
@@ -114,12 +114,15 @@ def activation_number(activation: Activation) -> int:
 def processor_instructions() -> Instructions:
     """The best that this processor has. Raises NativeUnavailableError where it lacks what the kernels use at least, or
     the switch leaves them to torch."""
-    if os.environ.get(SWITCH) == "0":
+    word = os.environ.get(SWITCH, "").lower()
+    if word == "0":
         raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
+    if word not in _AT_MOST:
+        raise NativeUnavailableError(f"{SWITCH}={word} is none of avx512, avx2 and 0; unset it for the best there is")
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()
-    for instructions in _AT_MOST.get(os.environ.get(SWITCH, ""), (AMX, AVX512, AVX2)):
+    for instructions in _AT_MOST[word]:
         if present.issuperset(instructions.flags):
             return instructions
     lacking = ", ".join(flag for flag in AVX2.flags if flag not in present)

@@ -91,7 +91,7 @@ def test_the_switch_leaves_them_to_torch_and_refuses_batch_invariance() -> None:
     [
         (compiling.AMX.flags + compiling.AVX2.flags, "", compiling.AMX),
         (compiling.AMX.flags + compiling.AVX2.flags, "avx512", compiling.AVX512),
-        (compiling.AMX.flags + compiling.AVX2.flags, "avx2", compiling.AVX2),
+        (compiling.AMX.flags + compiling.AVX2.flags, "AVX2", compiling.AVX2),
         (compiling.AVX512.flags + compiling.AVX2.flags, "", compiling.AVX512),
         ((*compiling.AVX2.flags, "avx512f"), "", compiling.AVX2),  # without bfloat16
     ],
@@ -102,6 +102,12 @@ def test_a_processor_runs_the_best_that_it_has(
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setattr(compiling, "_processor_flags", lambda: frozenset(present))
     assert compiling.processor_instructions() == expected
+
+
+def test_a_word_that_the_switch_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "avx-512")
+    with pytest.raises(compiling.NativeUnavailableError, match=r"LEGATO_NATIVE=avx-512 is none of avx512, avx2 and 0"):
+        compiling.processor_instructions()
 
 
 def test_tiles_are_left_where_the_system_does_not_let_a_process_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
