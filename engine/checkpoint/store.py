@@ -29,9 +29,9 @@ from engine.checkpoint.builtin_models import (
     BuiltinModel,
     ModelUnavailableError,
     build_checkpoint,
+    find_fault,
 )
 from engine.checkpoint.gguf.store import GGUF_NAME, gguf_folder, gguf_in
-from engine.checkpoint.manifest import find_fault
 from kernels.cache_folder import default_cache_dir
 
 if TYPE_CHECKING:

@@ -27,9 +27,14 @@ from cluster.__main__ import main as cluster_main
 from cluster.app import served_model
 from cluster.config.settings import LegatoConfig, ModelSettings
 from cluster.deployment.local_cluster import StartError, fetch_models
-from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
+from engine.checkpoint.builtin_models import (
+    BUILTIN_MODELS,
+    ModelUnavailableError,
+    build_checkpoint,
+    find_fault,
+    write_manifest,
+)
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
-from engine.checkpoint.manifest import find_fault, write_manifest
 from engine.checkpoint.store import has_weights, resolve_model
 from engine.checkpoint.store import main as store_main
 from tests.support.byte_tokenizer import write_byte_tokenizer
