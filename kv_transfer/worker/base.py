@@ -24,9 +24,9 @@ from engine.steps.fault_finding import FaultFinder
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop, StepSkippedError
 from kernels.ops import arithmetic
-from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
+from kv_transfer.connections.handshake import fingerprint
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender, LayerStream
 from kv_transfer.handoff.sender_state import KEPT_S
