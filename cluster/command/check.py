@@ -256,8 +256,7 @@ def _engine_memory(engine: EngineConfig, folder: Path) -> WorkerBytes:
     from torch import bfloat16, device
 
     from cluster.command.weight_sizes import expanded_on_cpus, forms_on_gpus, most_values, weight_sizes
-    from cluster.simulation.plan.worker_memory import activation_bytes
-    from engine.cost_model.roofline import ModelShape
+    from engine.cost_model.roofline import ModelShape, activation_bytes
     from engine.kv.sizes import KVMemory, size_tiers
     from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig

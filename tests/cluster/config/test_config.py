@@ -50,9 +50,8 @@ from cluster.config.settings import NOT_TUNABLE, TUNABLE
 from cluster.config.table import setting_rows, settings_table
 from cluster.deployment.capacity import pool_name
 from cluster.gateway.orchestrator import OrchestratorConfig
-from cluster.simulation.plan.worker_memory import predict_memory
 from cluster.slo.classes import NO_TARGETS, SloConfig
-from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape
+from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape, predict_memory
 from engine.drafting.speculation import SpeculationConfig, drafters_of
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.choose import TransferConfig, TransportKind
