@@ -5,26 +5,30 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.stacked_tensors import fused_parts, unstacked_shapes
-from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+from engine.checkpoint.weights import (
+    StoredTensor,
+    canonical_name,
+    expected_shapes,
+    is_projection,
+    read_header,
+    stored_tensors,
+)
 from engine.model.config import DecoderConfig, ModelConfig
 from engine.model.shards import WHOLE, Shard
 from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, CodeFormat
 
-_MOST_HEADER_BYTES: Final = 100 * 2**20
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ZEROS: Final = ("qzeros", "weight_zero_point")
@@ -133,14 +137,14 @@ def _stored_forms(
     packing = model.packing
     if packing is None:
         return {}
-    tensors = _headers(folder)
+    tensors = _stored_tensors(folder)
     lowest = {"fp8": LOWEST_E4M3, "mxfp4": LOWEST_E2M1}.get(packing.method, -(2 ** (packing.bits - 1)))
     forms = {}
-    for name, fields in tensors.items():
+    for name, stored in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind not in ("scales", "weight_scale", "weight_scale_inv"):
             continue
-        shape = fields["shape"]
+        shape = stored.shape
         num_groups = shape[0] if kind == "scales" else shape[1] if len(shape) == 2 else 1
         has_zeros = packing.method != "fp8" and any(f"{module}.{zeros}" in tensors for zeros in _ZEROS)
         for part in fused_parts(canonical_name(f"{module}.weight", expected), expected):
@@ -181,15 +185,15 @@ def weight_sizes(
     have the same; None: of one. A head beside tied embeddings is counted too, even one whose values are the
     embedding's. Raises ValueError if some are missing or files are damaged."""
     is_gguf = (folder / GGUF_NAME).exists()
-    tensors = _headers(folder)
+    tensors = _stored_tensors(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
-        return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+        return {name: prod(stored.shape) * value_bytes for name, stored in tensors.items()}
     shards = shards or [WHOLE]
     expected = expected_shapes(model)
     stays_packed = model.packing is not None and model.packing.stays_packed
     if stays_quantised and stays_packed:
         values = {name: float(prod(expected[name]) * value_bytes) for name in expanded & expected.keys()}
-        sizes = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
+        sizes = {name: stored.place[1] - stored.place[0] for name, stored in tensors.items()}
         for name in tensors:
             module, _, kind = name.rpartition(".")
             if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
@@ -240,14 +244,12 @@ def _on_all_ranks(
     return {name: size * times(name) for name, size in sizes.items()}
 
 
-def _require_all(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _require_all(folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]) -> None:
     """Raises ValueError if a tensor lacks, or has another shape."""
     shapes = {
         part: shape if rows == slice(None) else (len(range(*rows.indices(shape[0]))), *shape[1:])
-        for name, fields in tensors.items()
-        for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
+        for name, stored in tensors.items()
+        for own, shape in unstacked_shapes(name, tuple(stored.shape))
         for part, rows in fused_parts(canonical_name(own, expected), expected).items()
     }
     for name, shape in expected.items():
@@ -268,27 +270,16 @@ def _coded_bytes(form: CodeFormat) -> float:
 def num_values(folder: Path) -> int:
     """Of all tensors of a folder as they are stored, such as heads, which nothing quantises. Raises ValueError if files
     are damaged."""
-    return sum(prod(fields["shape"]) for fields in _headers(folder).values())
+    return sum(prod(stored.shape) for stored in _stored_tensors(folder).values())
 
 
-def _headers(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """As `_header`, of all of a folder's files."""
-    return {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
-
-
-def _header(path: Path) -> Mapping[str, Any]:
-    """Read a safetensors file's header: type, shape and place of each tensor, by its name. Raises ValueError if the
-    file is damaged."""
-    try:
-        with path.open("rb") as file:
-            (num_bytes,) = struct.unpack("<Q", file.read(8))
-            if num_bytes > _MOST_HEADER_BYTES:
-                raise ValueError("its header has no end")
-            header: dict[str, Any] = json.loads(file.read(num_bytes))
-        header.pop("__metadata__", None)
-        last = max((fields["data_offsets"][1] for fields in header.values()), default=0)
-        if path.stat().st_size < 8 + num_bytes + last:
-            raise ValueError("it ends before its tensors do")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error}); fetch the model again") from error
-    return header
+def _stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
+    """What all of a folder's files say of their tensors. Raises ValueError if some are damaged."""
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            begin, num_bytes = read_header(path)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        found |= stored_tensors(path, begin, num_bytes)[1]
+    return found

@@ -559,7 +559,7 @@ def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> 
     assert absent.returncode == 0 and "whether it can be served, and the memory that it takes, was not" in absent.stdout
     assert "Legato's own code computes it: LlamaForCausalLM." in whole.stdout
     assert "its checkpoint's are used: temperature 0.6, top_k 20." in whole.stdout
-    assert whole.returncode == 1 and "model.safetensors is no whole safetensors file" in whole.stderr
+    assert whole.returncode == 1 and "model.safetensors is not a whole safetensors file" in whole.stderr
     for told in (weightless, of_gateway):
         assert (told.returncode, told.stderr) == (0, "")
         assert "Its weights are not on this machine: the memory that they take was not looked at." in told.stdout
