@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd, prod
 from pathlib import Path
 from typing import Final
+
+import torch
 
 from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.quantisation import Quantisation
@@ -159,8 +161,10 @@ def _stored_forms(
     return forms
 
 
-def most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
-    """Of the largest weight that is worked out in a step of many rows on GPUs, as they lie side by side there."""
+def most_values(folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int) -> int:
+    """Of the largest weight that is worked out in a step of many rows on so many GPUs, as weights lie side by side
+    there. Raises ValueError if files are damaged."""
+    forms = forms_on_gpus(folder, model, quantisation, num_ranks)
     together: Counter[str] = Counter()
     for name, shape in expected_shapes(model).items():
         if name in forms and name != _HEAD:
@@ -171,55 +175,94 @@ def most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
 def weight_sizes(
     folder: Path,
     model: DecoderConfig,
-    value_bytes: int,
+    dtype: torch.dtype,
     quantisation: Quantisation | None,
     *,
-    stays_quantised: bool,
-    forms: Mapping[str, CodeFormat] | None = None,
-    expanded: Set[str] = frozenset(),
+    on_gpus: bool = False,
     shards: Sequence[Shard] | None = None,
 ) -> Mapping[str, float]:
-    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
-    CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
-    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. `shards`: of all ranks, of which several may
-    have the same; None: of one. A head beside tied embeddings is counted too, even one whose values are the
-    embedding's. Raises ValueError if some are missing or files are damaged."""
-    is_gguf = (folder / GGUF_NAME).exists()
+    """How many bytes the weights take once they are loaded to compute in this type, by the tensors that they come from.
+    `shards`: of all ranks, of which several may have the same; None: of one. A head beside tied embeddings is counted
+    too, even one whose values are the embedding's. Raises ValueError if some are missing or files are damaged."""
     tensors = _stored_tensors(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
-        return {name: prod(stored.shape) * value_bytes for name, stored in tensors.items()}
+        return {name: float(prod(stored.shape) * dtype.itemsize) for name, stored in tensors.items()}
     shards = shards or [WHOLE]
-    expected = expected_shapes(model)
-    stays_packed = model.packing is not None and model.packing.stays_packed
-    if stays_quantised and stays_packed:
-        values = {name: float(prod(expected[name]) * value_bytes) for name in expanded & expected.keys()}
-        sizes = {name: stored.place[1] - stored.place[0] for name, stored in tensors.items()}
-        for name in tensors:
-            module, _, kind = name.rpartition(".")
-            if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
-                del sizes[name]
-        return _on_all_ranks({**sizes, **values}, expected, model, shards)
-    head = {_HEAD: expected[_EMBEDDING]} if model.tied_embeddings else {}
+    if _stays_packed(model) and not on_gpus and dtype == torch.bfloat16:
+        shapes = expected_shapes(model)
+        sizes = _packed_sizes(tensors, shapes, expanded_on_cpus(folder, model, quantisation, shards), dtype)
+    else:
+        shapes = _loaded_shapes(folder, model, quantisation, tensors)
+        in_codes = _bytes_in_codes(folder, model, dtype, quantisation, shards, on_gpus=on_gpus)
+        sizes = {name: prod(shape) * in_codes.get(name, dtype.itemsize) for name, shape in shapes.items()}
+    return _on_all_ranks(sizes, shapes, model, shards)
+
+
+def _stays_packed(model: ModelConfig) -> bool:
+    return model.packing is not None and model.packing.stays_packed
+
+
+def _packed_sizes(
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    expanded: frozenset[str],
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Of a checkpoint in codes that CPUs multiply by: what its files take, but for the weights that are `expanded`, of
+    which the values are held."""
+    sizes = {name: float(prod(shapes[name]) * dtype.itemsize) for name in expanded & shapes.keys()}
+    for name, stored in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "bias" or canonical_name(f"{module}.weight", shapes) not in expanded:
+            sizes[name] = stored.place[1] - stored.place[0]
+    return sizes
+
+
+def _loaded_shapes(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, tensors: Mapping[str, StoredTensor]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of all that is loaded of `tensors`: of what a model has, and of a head beside tied embeddings, where
+    one is stored or made of them. Raises ValueError if some are missing."""
+    shapes = expected_shapes(model)
+    head = {_HEAD: shapes[_EMBEDDING]} if model.tied_embeddings else {}
+    is_gguf = (folder / GGUF_NAME).exists()
     if _HEAD in tensors:  # which may be another than the embedding
-        expected = {**head, **expected}
-    if not is_gguf and not stays_packed:
-        _require_all(folder, expected, tensors)
+        shapes = {**head, **shapes}
+    if not is_gguf and not _stays_packed(model):
+        _require_all(folder, shapes, tensors)
     if quantisation is not None or (is_gguf and _HEAD in _gguf_forms(folder)):  # the head is there a second time
-        expected = {**head, **expected}
-    if stays_quantised and is_gguf:
-        forms = {name: form for name, form in _cut_forms(folder, model, None, shards).items() if name not in expanded}
+        shapes = {**head, **shapes}
+    return shapes
 
-    def bytes_each(name: str) -> float:
-        if forms and (form := forms.get(name)) is not None:
-            if stays_quantised:
-                return _coded_bytes(form)
-            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size  # in float32, zero points in a byte
-        if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
-            return _coded_bytes(_rounded_form(quantisation, name))
-        return value_bytes
 
-    sizes = {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
-    return _on_all_ranks(sizes, expected, model, shards)
+def _bytes_in_codes(
+    folder: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    quantisation: Quantisation | None,
+    shards: Sequence[Shard],
+    *,
+    on_gpus: bool,
+) -> Mapping[str, float]:
+    """How many bytes a value takes, with its part of scales and minimums, of each weight that stays in codes once it is
+    loaded."""
+    if on_gpus:  # scales in float32, zero points in a byte
+        forms = forms_on_gpus(folder, model, quantisation, len(shards))
+        return {name: form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size for name, form in forms.items()}
+    if dtype != torch.bfloat16:
+        return {}
+    kept: dict[str, CodeFormat] = {}
+    if quantisation is not None:
+        names = filter(is_projection, (*expected_shapes(model), _HEAD))
+        kept = {name: _rounded_form(quantisation, name) for name in names}
+    if (folder / GGUF_NAME).exists():
+        kept |= _cut_forms(folder, model, None, shards)
+    expanded = expanded_on_cpus(folder, model, quantisation, shards)
+    return {
+        name: form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size  # both in 16 bits
+        for name, form in kept.items()
+        if name not in expanded
+    }
 
 
 def _on_all_ranks(
@@ -260,11 +303,6 @@ def _require_all(folder: Path, expected: Mapping[str, tuple[int, ...]], tensors:
                 f"{name} in {folder} is {list(shapes[name])}, and by its config.json it is {list(shape)};"
                 " fetch the model again"
             )
-
-
-def _coded_bytes(form: CodeFormat) -> float:
-    """The bytes of one value in codes, with its part of scales and minimums of 16 bits."""
-    return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
 
 
 def num_values(folder: Path) -> int:
