@@ -222,7 +222,6 @@ class Worker(ABC):
     def snapshot(self) -> WorkerSnapshot:
         """What the scheduler is told of this moment. Each has a number, so that of two the later one is known."""
         self._num_snapshots += 1
-        host_pool = self.model.host_pool
         prefill, decode = self.steps.counts["prefill"], self.steps.counts["decode"]
         return WorkerSnapshot(
             worker_id=self.parts.identity.worker_id,
@@ -244,7 +243,6 @@ class Worker(ABC):
             unreachable=self.sender.unreachable,
             blocks_available=self.model.block_pool.num_available,
             num_leases=self.model.block_pool.num_leases,
-            host_blocks_available=0 if host_pool is None else host_pool.num_available,
             step_cost=cost_report(self.steps.costs),
             tiers=self._tiers_report(),
             adapters=self.adapters.loaded,
