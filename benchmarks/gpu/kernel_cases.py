@@ -18,12 +18,11 @@ from torch.nn import functional
 
 from engine.kv.cache import KVCache, KVLayout
 from kernels.interface import Segment
-from kernels.triton.block_digest import begun_digest
 from kernels.triton.kernels import GpuKernels
 from kernels.triton.matmul import matmul
 from kernels.triton.sampling.rows import RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import sample
-from kernels.triton.slabs import gather_slab, scatter_slab
+from kernels.triton.slabs import begun_digest, gather_slab, scatter_slab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ from typing import Final
 
 from benchmarks.common.part import Json, note, run_part, spread
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, eviction_policy
-from engine.kv.block_pool import BlockKey, BlockPool
-from engine.kv.eviction import EvictionPolicy
+from engine.kv.block_pool import BlockKey, BlockPool, EvictionPolicy
 
 TRACE_BLOCK_TOKENS: Final = 512
 NUM_DRAWN: Final = 6000

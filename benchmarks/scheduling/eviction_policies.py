@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, Literal, get_args
 
-from engine.kv.eviction import AgedLru, BlockKey, EvictionPolicy
+from engine.kv.block_pool import AgedLru, BlockKey, EvictionPolicy
 
 EvictionName = Literal["lru", "aged", "slru", "2q", "s3fifo", "arc"]
 EVICTION_NAMES: Final[tuple[EvictionName, ...]] = get_args(EvictionName)

@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
@@ -43,25 +43,23 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, ended INTEGER NOT NULL DEFAULT 0,
     runner TEXT, runs_until REAL, record TEXT NOT NULL);
+-- Else each gateway reads all batches that there ever were, each second.
+CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended;
 CREATE TABLE IF NOT EXISTS answers (
     batch TEXT NOT NULL, line INTEGER NOT NULL, succeeded INTEGER NOT NULL, answer TEXT NOT NULL,
     PRIMARY KEY (batch, line)) WITHOUT ROWID;
+-- Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
+CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded);
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, is_background INTEGER NOT NULL,
     runs_until REAL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, items TEXT NOT NULL, response TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, id, bytes);
+-- Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
+CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes);
 CREATE TABLE IF NOT EXISTS response_events (
     response TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
     PRIMARY KEY (response, number)) WITHOUT ROWID;
 """
-_INDEXES: Final = (
-    # Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
-    "CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded)",
-    # Else each gateway reads all batches that there ever were, each second.
-    "CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended",
-    # Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
-    "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes)",
-)
 
 
 class Database:
@@ -92,9 +90,6 @@ class Database:
         if version < _VERSION:
             begin, end = "BEGIN IMMEDIATE", f"PRAGMA user_version = {_VERSION};COMMIT"
         self._connection.executescript(f"{begin};{_TABLES}{end};")
-        with suppress(sqlite3.OperationalError):  # an older version's folder, which takes no writes now: that is slower
-            for index in _INDEXES:
-                self._connection.execute(index)
 
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs

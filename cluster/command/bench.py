@@ -87,6 +87,7 @@ def _ms(seconds: float) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code: 1 if no request was answered, or a file or the server cannot be used."""
     try:
         server = ServerAddress.at(arguments.url)
     except ValueError as error:
@@ -95,38 +96,46 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(10**6)
     try:
-        headers = headers_of(arguments.header)
-        requests = requests_of(arguments)
-        model = arguments.model or first_model(server, headers)
-        asker = Asker(server, model, headers, arguments)
-        with contextlib.ExitStack() as files:
-            if arguments.log is not None:
-                asker.log = files.enter_context(arguments.log.open("w", encoding="utf-8"))
-            uvloop.run(_send(asker, requests, arguments))
+        asker = _load(server, arguments)
     except AnswerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _failed(str(error))
     except OSError as error:
-        where = error.filename or server.url
-        print(f"error: {where}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return _failed(f"{error.filename or server.url}: {error.strerror or error}")
     except ValueError as error:  # a line of the trace or a length cannot be
         raise ArgumentsError(str(error)) from error
     if not asker.sent:
-        has_none = "" if arguments.trace is None else "; has the trace any there?"
-        print(f"error: no request has ended{has_none}", file=sys.stderr)
-        return 1
+        return _failed("no request has ended" + ("" if arguments.trace is None else "; has the trace any there?"))
     promise = _promise(arguments)
     report = report_of(asker.sent, promise)
-    head: Json = {"url": server.url, "model": model, "seed": arguments.seed}
+    head: Json = {"url": server.url, "model": asker.model, "seed": arguments.seed}
     print(json.dumps({**head, **report}) if arguments.json else table_of(head, report), flush=True)
+    answered = [sent for sent in asker.sent if sent.timing is not None]
     if arguments.plot is not None:
         try:
-            _plot([sent for sent in asker.sent if sent.timing is not None], promise, arguments.plot)
+            _plot(answered, promise, arguments.plot)
         except OSError as error:
-            print(f"error: --plot {arguments.plot}: {error.strerror or error}", file=sys.stderr)
-            return 1
-    return 0 if any(sent.timing is not None for sent in asker.sent) else 1
+            return _failed(f"--plot {arguments.plot}: {error.strerror or error}")
+    return 0 if answered else 1
+
+
+def _load(server: ServerAddress, arguments: argparse.Namespace) -> Asker:
+    """Send all requests, until they are answered or somebody interrupts that. Returns who sent them, and knows what
+    became of each. Raises AnswerError where the server cannot be asked for its model, OSError, and ValueError for
+    requests that cannot be."""
+    headers = headers_of(arguments.header)
+    requests = requests_of(arguments)
+    asker = Asker(server, arguments.model or first_model(server, headers), headers, arguments)
+    with contextlib.ExitStack() as files:
+        if arguments.log is not None:
+            asker.log = files.enter_context(arguments.log.open("w", encoding="utf-8"))
+        uvloop.run(_send(asker, requests, arguments))
+    return asker
+
+
+def _failed(reason: str) -> int:
+    """Tell why the command fails. Returns its exit code."""
+    print(f"error: {reason}", file=sys.stderr)
+    return 1
 
 
 def _require_meaning(arguments: argparse.Namespace) -> None:
@@ -208,7 +217,7 @@ class Asker:
         self.num_running = 0
         self.began_s = 0.0  # by `time.perf_counter`
         self.log: TextIO | None = None
-        self._model = model
+        self.model = model
         self._headers = headers
         self._arguments = arguments
 
@@ -257,7 +266,7 @@ class Asker:
         """The body of a request: OpenAI's fields, and `ignore_eos` if it was asked for."""
         text = text_of(request, salt=f"{self._arguments.seed} ")
         fields: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             **({"messages": [{"role": "user", "content": text}]} if self._arguments.chat else {"prompt": text}),
             "max_tokens": request.output_tokens,
             "temperature": self._arguments.temperature,

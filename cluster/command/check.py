@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,8 +23,12 @@ from engine.memory.control_groups import usable_cores
 from engine.sampling.params import checkpoint_defaults, told_defaults
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.kv.cache import KVLayout
+    from engine.model.config import DecoderConfig
+    from engine.model.shards import Shard
     from engine.steps.loading import EngineConfig
-    from kernels.quantised_weight import CodeFormat
     from kv_transfer.messages.fields import Role
 
 # torch, which most of what is asked below brings along, takes seconds: a configuration that is wrong is told at once.
@@ -253,18 +257,9 @@ def worker_memory(role: Role, config: LegatoConfig, folder: Path) -> WorkerBytes
 
 def _engine_memory(engine: EngineConfig, folder: Path) -> WorkerBytes:
     """As `worker_memory`, of one model without what drafts for it."""
-    from torch import bfloat16, device
-
-    from cluster.command.weight_sizes import expanded_on_cpus, forms_on_gpus, most_values, weight_sizes
-    from cluster.simulation.plan.worker_memory import activation_bytes
-    from engine.cost_model.roofline import ModelShape
-    from engine.kv.sizes import KVMemory, size_tiers
-    from engine.memory.host import memory_bytes
     from engine.model.config import ModelConfig
     from engine.model.shards import WHOLE, shards_of
-    from engine.steps.loading import adapter_bytes, context_length, dtype_of, layout_of, served_config
-    from kernels.ops import packed_bytes_on
-    from kernels.quantised_weight import VALUES_FROM_ROWS
+    from engine.steps.loading import dtype_of, layout_of, served_config
 
     model = served_config(folder, engine)
     shards = [WHOLE]
@@ -273,50 +268,82 @@ def _engine_memory(engine: EngineConfig, folder: Path) -> WorkerBytes:
             model, engine.tensor_parallel, expert_parallel=engine.expert_parallel, quantisation=engine.quantisation
         )
     layout = layout_of(model, engine, dtype_of(engine.dtype, folder))
-    forms: Mapping[str, CodeFormat] = {}
-    expanded: frozenset[str] = frozenset()
-    stays_quantised = engine.device == "cpu" and layout.dtype == bfloat16
-    if isinstance(model, ModelConfig):
-        if engine.device != "cpu":
-            forms = forms_on_gpus(folder, model, engine.quantisation, len(shards))
-        elif stays_quantised:
-            expanded = expanded_on_cpus(folder, model, engine.quantisation, shards)
-    by_name = weight_sizes(
-        *(folder, model, layout.dtype.itemsize, engine.quantisation),
-        stays_quantised=stays_quantised,
-        forms=forms,
-        expanded=expanded,
-        shards=shards,
-    )
-    shape = ModelShape.of(model, bytes_per_value=layout.dtype.itemsize)
+    return _with_kv(_beside_kv(engine, folder, model, layout.dtype, shards), engine, model, layout)
+
+
+def _beside_kv(
+    engine: EngineConfig, folder: Path, model: DecoderConfig, dtype: torch.dtype, shards: Sequence[Shard]
+) -> WorkerBytes:
+    """All that one model takes beside KV on the device."""
+    from torch import device
+
+    from cluster.command.weight_sizes import weight_sizes
+    from engine.cost_model.roofline import ModelShape
+    from engine.steps.loading import adapter_bytes
+    from kernels.ops import packed_bytes_on
+
+    sizes = weight_sizes(folder, model, dtype, engine.quantisation, on_gpus=engine.device != "cpu", shards=shards)
+    experts = ModelShape.of(model, bytes_per_value=dtype.itemsize).experts
     chosen, whole_experts = 1.0, None
-    if shape.experts is not None:
-        chosen = shape.experts.per_token / shape.experts.num_experts
+    if experts is not None:
+        chosen = experts.per_token / experts.num_experts
         if shards[0].expert_parallel:
-            whole_experts = max(len(shard.experts(shape.experts.num_experts)) for shard in shards)
-            # Each process has room for all rows: a router may like none but its experts.
-            shape = replace(shape, experts=replace(shape.experts, width=shape.experts.width * len(shards)))
-    weights = round(sum(by_name.values()))
-    adapters = adapter_bytes(model, engine, layout.dtype, packed_bytes_on(device(engine.device)))
-    step = len(shards) * activation_bytes(
-        shape,
-        num_devices=len(shards),
-        token_budget=engine.largest_step.num_tokens,
-        max_num_seqs=engine.largest_step.num_rows,
-    )
-    if isinstance(model, ModelConfig) and engine.largest_step.num_tokens >= VALUES_FROM_ROWS:
-        step += 0 if engine.batch_invariant else most_values(model, forms) * layout.dtype.itemsize
+            whole_experts = max(len(shard.experts(experts.num_experts)) for shard in shards)
     copies = shards[0].kv_holders(model.num_kv_heads)
+    return WorkerBytes(
+        weight_bytes=round(sum(sizes.values())),
+        adapter_bytes=adapter_bytes(model, engine, dtype, packed_bytes_on(device(engine.device))),
+        token_bytes=round(sum(size * (chosen if ".experts." in name else 1) for name, size in sizes.items())),
+        step_bytes=_step_bytes(engine, folder, model, dtype, shards),
+        staging_bytes=engine.staging_bytes * copies,
+        host_bytes=engine.host_bytes,
+        kv_copies=copies,
+        whole_experts=whole_experts,
+    )
+
+
+def _step_bytes(
+    engine: EngineConfig, folder: Path, model: DecoderConfig, dtype: torch.dtype, shards: Sequence[Shard]
+) -> int:
+    """What the largest step takes on all devices: activations, and where it has many rows the values of a weight that
+    GPUs keep in codes."""
+    from cluster.command.weight_sizes import most_values
+    from engine.cost_model.roofline import ModelShape, activation_bytes
+    from engine.model.config import ModelConfig
+    from kernels.quantised_weight import VALUES_FROM_ROWS
+
+    shape, num_ranks, largest = ModelShape.of(model, bytes_per_value=dtype.itemsize), len(shards), engine.largest_step
+    if shape.experts is not None and shards[0].expert_parallel:
+        # Each process has room for all rows: a router may like none but its experts.
+        shape = replace(shape, experts=replace(shape.experts, width=shape.experts.width * num_ranks))
+    activations = num_ranks * activation_bytes(
+        shape, num_devices=num_ranks, token_budget=largest.num_tokens, max_num_seqs=largest.num_rows
+    )
+    expands = engine.device != "cpu" and largest.num_tokens >= VALUES_FROM_ROWS and not engine.batch_invariant
+    if not expands or not isinstance(model, ModelConfig):
+        return activations
+    return activations + most_values(folder, model, engine.quantisation, num_ranks) * dtype.itemsize
+
+
+def _with_kv(found: WorkerBytes, engine: EngineConfig, model: DecoderConfig, layout: KVLayout) -> WorkerBytes:
+    """What was found with the KV that there is room for. Raises ValueError, with advice, where there is none."""
+    from engine.kv.sizes import KVMemory, size_tiers
+    from engine.memory.host import memory_bytes
+    from engine.steps.loading import context_length
+
     kv_bytes = engine.kv_bytes
     if engine.kv_share is not None and engine.device == "cpu":
-        left = int(engine.kv_share * memory_bytes()) - weights - step - adapters
-        kv_bytes = left // copies - engine.staging_bytes
+        beside = found.weight_bytes + found.adapter_bytes + found.step_bytes
+        kv_bytes = (int(engine.kv_share * memory_bytes()) - beside) // found.kv_copies - engine.staging_bytes
         if kv_bytes <= 0:
             raise ValueError(
                 f"of {engine.kv_share:.0%} of this machine's memory nothing is left for KV beside"
-                f" {weights / 1e9:.1f} GB of weights, {adapters / 1e9:.1f} GB of adapters and {step / 1e9:.1f} GB for a"
-                " step; allow a larger share, or shorter steps (chunk_tokens)"
+                f" {found.weight_bytes / 1e9:.1f} GB of weights, {found.adapter_bytes / 1e9:.1f} GB of adapters and"
+                f" {found.step_bytes / 1e9:.1f} GB for a step; allow a larger share, or shorter steps (chunk_tokens)"
             )
+    if kv_bytes is None and engine.kv_blocks is None:  # only the worker can ask its GPU how much is left
+        context_length(engine.max_model_len, model, held=sys.maxsize)
+        return found
     memory = KVMemory(
         kv_blocks=engine.kv_blocks if kv_bytes is None else None,
         kv_bytes=kv_bytes,
@@ -324,24 +351,11 @@ def _engine_memory(engine: EngineConfig, folder: Path) -> WorkerBytes:
         staging_bytes=engine.staging_bytes,
         ring_groups=engine.ring_groups,
     )
-    found = WorkerBytes(
-        weight_bytes=weights,
-        adapter_bytes=adapters,
-        token_bytes=round(sum(size * (chosen if ".experts." in name else 1) for name, size in by_name.items())),
-        step_bytes=step,
-        staging_bytes=engine.staging_bytes * copies,
-        host_bytes=engine.host_bytes,
-        kv_copies=copies,
-        whole_experts=whole_experts,
-    )
-    if memory.kv_blocks is None and memory.kv_bytes is None:  # only the worker can ask its GPU how much is left
-        context_length(engine.max_model_len, model, held=sys.maxsize)
-        return found
     sizes = size_tiers(layout, memory)
     columns, host_columns = (blocks // layout.num_layer_groups for blocks in (sizes.pool_blocks, sizes.host_blocks))
     return replace(
         found,
-        kv_bytes=sizes.pool_blocks * layout.block_bytes * copies,
+        kv_bytes=sizes.pool_blocks * layout.block_bytes * found.kv_copies,
         kv_tokens=columns * layout.block_size,
         host_tokens=host_columns * layout.block_size,
         context=context_length(engine.max_model_len, model, held=sizes.longest(layout)),

@@ -5,26 +5,32 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import torch
 
 from engine.checkpoint.gguf.store import GGUF_NAME
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.stacked_tensors import fused_parts, unstacked_shapes
-from engine.checkpoint.weights import canonical_name, expected_shapes, is_projection
+from engine.checkpoint.weights import (
+    StoredTensor,
+    canonical_name,
+    expected_shapes,
+    is_projection,
+    read_header,
+    stored_tensors,
+)
 from engine.model.config import DecoderConfig, ModelConfig
 from engine.model.shards import WHOLE, Shard
 from kernels.quantised_weight import LOWEST_E2M1, LOWEST_E4M3, CodeFormat
 
-_MOST_HEADER_BYTES: Final = 100 * 2**20
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ZEROS: Final = ("qzeros", "weight_zero_point")
@@ -133,14 +139,14 @@ def _stored_forms(
     packing = model.packing
     if packing is None:
         return {}
-    tensors = _headers(folder)
+    tensors = _stored_tensors(folder)
     lowest = {"fp8": LOWEST_E4M3, "mxfp4": LOWEST_E2M1}.get(packing.method, -(2 ** (packing.bits - 1)))
     forms = {}
-    for name, fields in tensors.items():
+    for name, stored in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind not in ("scales", "weight_scale", "weight_scale_inv"):
             continue
-        shape = fields["shape"]
+        shape = stored.shape
         num_groups = shape[0] if kind == "scales" else shape[1] if len(shape) == 2 else 1
         has_zeros = packing.method != "fp8" and any(f"{module}.{zeros}" in tensors for zeros in _ZEROS)
         for part in fused_parts(canonical_name(f"{module}.weight", expected), expected):
@@ -155,8 +161,10 @@ def _stored_forms(
     return forms
 
 
-def most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
-    """Of the largest weight that is worked out in a step of many rows on GPUs, as they lie side by side there."""
+def most_values(folder: Path, model: ModelConfig, quantisation: Quantisation | None, num_ranks: int) -> int:
+    """Of the largest weight that is worked out in a step of many rows on so many GPUs, as weights lie side by side
+    there. Raises ValueError if files are damaged."""
+    forms = forms_on_gpus(folder, model, quantisation, num_ranks)
     together: Counter[str] = Counter()
     for name, shape in expected_shapes(model).items():
         if name in forms and name != _HEAD:
@@ -167,55 +175,94 @@ def most_values(model: ModelConfig, forms: Mapping[str, CodeFormat]) -> int:
 def weight_sizes(
     folder: Path,
     model: DecoderConfig,
-    value_bytes: int,
+    dtype: torch.dtype,
     quantisation: Quantisation | None,
     *,
-    stays_quantised: bool,
-    forms: Mapping[str, CodeFormat] | None = None,
-    expanded: Set[str] = frozenset(),
+    on_gpus: bool = False,
     shards: Sequence[Shard] | None = None,
 ) -> Mapping[str, float]:
-    """How many bytes the weights take once they are loaded, by the tensors that they come from. `stays_quantised`: a
-    CPU multiplies by what is quantised, but for what is `expanded` (`expanded_on_cpus`), not by its values, of
-    `value_bytes` each; of GPUs `forms` says that, see `forms_on_gpus`. `shards`: of all ranks, of which several may
-    have the same; None: of one. A head beside tied embeddings is counted too, even one whose values are the
-    embedding's. Raises ValueError if some are missing or files are damaged."""
-    is_gguf = (folder / GGUF_NAME).exists()
-    tensors = _headers(folder)
+    """How many bytes the weights take once they are loaded to compute in this type, by the tensors that they come from.
+    `shards`: of all ranks, of which several may have the same; None: of one. A head beside tied embeddings is counted
+    too, even one whose values are the embedding's. Raises ValueError if some are missing or files are damaged."""
+    tensors = _stored_tensors(folder)
     if not isinstance(model, ModelConfig):  # only the model's own code knows which it needs: count all that are stored
-        return {name: prod(map(int, fields["shape"])) * value_bytes for name, fields in tensors.items()}
+        return {name: float(prod(stored.shape) * dtype.itemsize) for name, stored in tensors.items()}
     shards = shards or [WHOLE]
-    expected = expected_shapes(model)
-    stays_packed = model.packing is not None and model.packing.stays_packed
-    if stays_quantised and stays_packed:
-        values = {name: float(prod(expected[name]) * value_bytes) for name in expanded & expected.keys()}
-        sizes = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
-        for name in tensors:
-            module, _, kind = name.rpartition(".")
-            if kind != "bias" and canonical_name(f"{module}.weight", expected) in values:
-                del sizes[name]
-        return _on_all_ranks({**sizes, **values}, expected, model, shards)
-    head = {_HEAD: expected[_EMBEDDING]} if model.tied_embeddings else {}
+    if _stays_packed(model) and not on_gpus and dtype == torch.bfloat16:
+        shapes = expected_shapes(model)
+        sizes = _packed_sizes(tensors, shapes, expanded_on_cpus(folder, model, quantisation, shards), dtype)
+    else:
+        shapes = _loaded_shapes(folder, model, quantisation, tensors)
+        in_codes = _bytes_in_codes(folder, model, dtype, quantisation, shards, on_gpus=on_gpus)
+        sizes = {name: prod(shape) * in_codes.get(name, dtype.itemsize) for name, shape in shapes.items()}
+    return _on_all_ranks(sizes, shapes, model, shards)
+
+
+def _stays_packed(model: ModelConfig) -> bool:
+    return model.packing is not None and model.packing.stays_packed
+
+
+def _packed_sizes(
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    expanded: frozenset[str],
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Of a checkpoint in codes that CPUs multiply by: what its files take, but for the weights that are `expanded`, of
+    which the values are held."""
+    sizes = {name: float(prod(shapes[name]) * dtype.itemsize) for name in expanded & shapes.keys()}
+    for name, stored in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "bias" or canonical_name(f"{module}.weight", shapes) not in expanded:
+            sizes[name] = stored.place[1] - stored.place[0]
+    return sizes
+
+
+def _loaded_shapes(
+    folder: Path, model: ModelConfig, quantisation: Quantisation | None, tensors: Mapping[str, StoredTensor]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of all that is loaded of `tensors`: of what a model has, and of a head beside tied embeddings, where
+    one is stored or made of them. Raises ValueError if some are missing."""
+    shapes = expected_shapes(model)
+    head = {_HEAD: shapes[_EMBEDDING]} if model.tied_embeddings else {}
+    is_gguf = (folder / GGUF_NAME).exists()
     if _HEAD in tensors:  # which may be another than the embedding
-        expected = {**head, **expected}
-    if not is_gguf and not stays_packed:
-        _require_all(folder, expected, tensors)
+        shapes = {**head, **shapes}
+    if not is_gguf and not _stays_packed(model):
+        _require_all(folder, shapes, tensors)
     if quantisation is not None or (is_gguf and _HEAD in _gguf_forms(folder)):  # the head is there a second time
-        expected = {**head, **expected}
-    if stays_quantised and is_gguf:
-        forms = {name: form for name, form in _cut_forms(folder, model, None, shards).items() if name not in expanded}
+        shapes = {**head, **shapes}
+    return shapes
 
-    def bytes_each(name: str) -> float:
-        if forms and (form := forms.get(name)) is not None:
-            if stays_quantised:
-                return _coded_bytes(form)
-            return form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size  # in float32, zero points in a byte
-        if quantisation is not None and stays_quantised and is_projection(name) and name not in expanded:
-            return _coded_bytes(_rounded_form(quantisation, name))
-        return value_bytes
 
-    sizes = {name: prod(shape) * bytes_each(name) for name, shape in expected.items()}
-    return _on_all_ranks(sizes, expected, model, shards)
+def _bytes_in_codes(
+    folder: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    quantisation: Quantisation | None,
+    shards: Sequence[Shard],
+    *,
+    on_gpus: bool,
+) -> Mapping[str, float]:
+    """How many bytes a value takes, with its part of scales and minimums, of each weight that stays in codes once it is
+    loaded."""
+    if on_gpus:  # scales in float32, zero points in a byte
+        forms = forms_on_gpus(folder, model, quantisation, len(shards))
+        return {name: form.bits / 8 + (5 if form.bits == 4 else 4) / form.group_size for name, form in forms.items()}
+    if dtype != torch.bfloat16:
+        return {}
+    kept: dict[str, CodeFormat] = {}
+    if quantisation is not None:
+        names = filter(is_projection, (*expected_shapes(model), _HEAD))
+        kept = {name: _rounded_form(quantisation, name) for name in names}
+    if (folder / GGUF_NAME).exists():
+        kept |= _cut_forms(folder, model, None, shards)
+    expanded = expanded_on_cpus(folder, model, quantisation, shards)
+    return {
+        name: form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size  # both in 16 bits
+        for name, form in kept.items()
+        if name not in expanded
+    }
 
 
 def _on_all_ranks(
@@ -240,14 +287,12 @@ def _on_all_ranks(
     return {name: size * times(name) for name, size in sizes.items()}
 
 
-def _require_all(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _require_all(folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]) -> None:
     """Raises ValueError if a tensor lacks, or has another shape."""
     shapes = {
         part: shape if rows == slice(None) else (len(range(*rows.indices(shape[0]))), *shape[1:])
-        for name, fields in tensors.items()
-        for own, shape in unstacked_shapes(name, tuple(map(int, fields["shape"])))
+        for name, stored in tensors.items()
+        for own, shape in unstacked_shapes(name, tuple(stored.shape))
         for part, rows in fused_parts(canonical_name(own, expected), expected).items()
     }
     for name, shape in expected.items():
@@ -260,35 +305,19 @@ def _require_all(
             )
 
 
-def _coded_bytes(form: CodeFormat) -> float:
-    """The bytes of one value in codes, with its part of scales and minimums of 16 bits."""
-    return form.bits / 8 + (4 if form.has_minimums else 2) / form.group_size
-
-
 def num_values(folder: Path) -> int:
     """Of all tensors of a folder as they are stored, such as heads, which nothing quantises. Raises ValueError if files
     are damaged."""
-    return sum(prod(fields["shape"]) for fields in _headers(folder).values())
+    return sum(prod(stored.shape) for stored in _stored_tensors(folder).values())
 
 
-def _headers(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """As `_header`, of all of a folder's files."""
-    return {name: fields for path in sorted(folder.glob("*.safetensors")) for name, fields in _header(path).items()}
-
-
-def _header(path: Path) -> Mapping[str, Any]:
-    """Read a safetensors file's header: type, shape and place of each tensor, by its name. Raises ValueError if the
-    file is damaged."""
-    try:
-        with path.open("rb") as file:
-            (num_bytes,) = struct.unpack("<Q", file.read(8))
-            if num_bytes > _MOST_HEADER_BYTES:
-                raise ValueError("its header has no end")
-            header: dict[str, Any] = json.loads(file.read(num_bytes))
-        header.pop("__metadata__", None)
-        last = max((fields["data_offsets"][1] for fields in header.values()), default=0)
-        if path.stat().st_size < 8 + num_bytes + last:
-            raise ValueError("it ends before its tensors do")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error}); fetch the model again") from error
-    return header
+def _stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
+    """What all of a folder's files say of their tensors. Raises ValueError if some are damaged."""
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            begin, num_bytes = read_header(path)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        found |= stored_tensors(path, begin, num_bytes)[1]
+    return found

@@ -59,37 +59,6 @@ SERVE_NAMES: Final[Mapping[tuple[int | str, ...], set[str]]] = {
 }
 """What Serve (2.60) heeds in these branches of a config file. It ignores any other name there without a word."""
 
-CONSTANTS: Final = {
-    "model.quantization_group": "64 inputs to a scale for int8 and 32 for int4",
-    "model.quantized_activations": "EngineConfig.activation_bits: 8",
-    "model.share_weights": "EngineConfig.share_weights: auto",
-    "kv.layers_per_group": "EngineConfig.layers_per_group: 6 to 12 groups where LayerKV is on",
-    "kv.ring_groups": "EngineConfig.ring_groups: 2",
-    "kv.host_folder": "TiersConfig.host_folder: /dev/shm",
-    "transfer.slab_bytes": "TransferConfig.slab_bytes: 8 MiB, and 32 MiB with GPUs",
-    "transfer.num_slabs": "TransferConfig.num_slabs: 8, and 16 with GPUs",
-    "transfer.num_connections": "TransferConfig.num_connections: 2, and 4 with GPUs",
-    "transfer.digest": "TransferConfig.digest: auto",
-    "transfer.lease_ttl_s": "DecodeWorkerConfig.lease_ttl_s: 10",
-    "prefill.max_waiting": "PrefillWorkerConfig.max_waiting: 256",
-    "prefill.calibration_s": "PrefillWorkerConfig.calibration_s: 2",
-    "decode.max_waiting": "DecodeWorkerConfig.max_waiting: 256",
-    "decode.calibration_s": "DecodeWorkerConfig.calibration_s: 2",
-    "decode.reserve_wait_s": "DecodeWorkerConfig.reserve_wait_s: 60",
-    "decode.overlap_steps": "DecodeWorkerConfig.overlap_steps: on a GPU",
-    "decode.max_in_flight": "LayerKvConfig.max_in_flight: 256, or decode.max_num_seqs if that is more",
-    "decode.cuda_graphs": "EngineConfig.decode_graphs: on a GPU",
-    "gateway.body_timeout_s": "HttpLimits.body_timeout_s: 30",
-    "gateway.max_arriving_bytes": "HttpLimits.max_arriving_bytes: 64 MiB, or gateway.max_body_bytes if that is more",
-    "gateway.unread_timeout_s": "HttpLimits.unread_timeout_s: 30",
-    "gateway.max_unread_bytes": "HttpLimits.max_unread_bytes: 256 MiB",
-    "gateway.retries": "OrchestratorConfig.max_attempts: 4, which are 3 retries",
-    "scheduler.num_cpus": "SCHEDULER_CPUS: 0.1",
-    "scheduler.heartbeat_s": "PrefillWorkerConfig.heartbeat_s and DecodeWorkerConfig.heartbeat_s: 0.5",
-    "scheduler.stale_after_s": "SchedulerPolicy.stale_after_s: 3",
-}
-"""Settings of earlier versions that are constants now: which ones, and their values."""
-
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message has one line per problem."""
@@ -424,10 +393,6 @@ def _validated(tree: Mapping[str, Any], name: str, lines: _Lines | None = None) 
 def _sentence(detail: ErrorDetails) -> str:
     """What one of pydantic's errors means, with the setting's path and what to do."""
     path = ".".join(str(part) for part in detail["loc"])
-    of_one = re.sub(r"^models\.\d+\.", "", path)
-    if detail["type"] == "extra_forbidden" and of_one in CONSTANTS:
-        constant = CONSTANTS[of_one]
-        return f"{path} is no setting any more but a constant, {constant}; leave it out, or see `tuning` for a test"
     if detail["type"] == "extra_forbidden":
         return f"{path} is no setting; {_advice(detail['loc'])}"
     if detail["type"] == "missing":

@@ -12,9 +12,7 @@ What no operator has a reason to turn is a constant: a default of the component 
 To add a setting, write a field here and hand it on in `cluster.config.build` (workers) or
 `cluster.config.build_scheduler` to a field of the component's own config; the gateway has these settings whole. Where
 that config is one of `TUNABLE`, name its field in `NOT_TUNABLE` as well. What Ray has to know goes through
-`cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew. The name of a setting that was one
-before and is a constant now stands in `CONSTANTS` of `cluster.config.load`, and is refused; one that becomes a setting
-leaves it, and no `tuning` of a test says it any more. Tests: `test_config.py`.
+`cluster.deployment`. `python -m cluster.config.table` prints the guide's table anew. Tests: `test_config.py`.
 """
 
 from __future__ import annotations

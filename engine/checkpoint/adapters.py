@@ -24,13 +24,13 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.stacked_tensors import fused_parts
-from engine.checkpoint.weights import LOADABLE_DTYPES, expected_shapes
+from engine.checkpoint.weights import StoredTensor, expected_shapes, header_bytes, read_header, stored_tensors
 from engine.model.config import ModelConfig
 from kernels.adapters import StoredLowRank, StoredRows, even_rank
 from kernels.interface import PackedBytes
@@ -38,10 +38,7 @@ from kernels.interface import PackedBytes
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _PICKLE_NAME: Final = "adapter_model.bin"
-_LOADABLE: Final = dict(zip(("F32", "BF16", "F16"), LOADABLE_DTYPES, strict=True))  # as files call them
 _READ_BYTES: Final = 1 << 20  # at a time
-_LENGTH_BYTES: Final = 8  # of the header's length, with which a file of tensors begins
-_LONGEST_HEADER: Final = 100_000_000  # bytes, by the format
 MAX_LAYOUTS: Final = 8  # that are known, some 100 KB each
 _OF_SCALES: Final = ("lora_alpha", "alpha_pattern", "use_rslora")  # fields that scales depend on
 
@@ -141,20 +138,18 @@ class AdapterReader:
     def check(self, folder: Path) -> None:
         """Raises ValueError as `layout` does, for what can be told without reading the weights."""
         config, path = _config_bytes(folder), _file(folder, WEIGHTS_NAME)
-        with _in_words(path), path.open("rb") as file:
-            length = file.read(_LENGTH_BYTES)
-            header = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
-            num_bytes = os.fstat(file.fileno()).st_size
-        self._layout(folder, config, header, num_bytes)
+        with _in_words(path):
+            begin, num_bytes = read_header(path)
+        self._layout(folder, config, begin, num_bytes)
 
     def _layout(self, folder: Path, stored_config: bytes, begin: bytes | memoryview, num_bytes: int) -> AdapterLayout:
         """`begin`, of a file of so many bytes, has all of its header if that is whole."""
         config = _config(folder, stored_config, self._model)
-        header = hashlib.sha256(_header(begin)).digest()
+        header = hashlib.sha256(bytes(begin[: header_bytes(begin)])).digest()
         key = header, num_bytes, repr([config.get(field) for field in _OF_SCALES])
         layout = self._layouts.pop(key, None)  # each of these steps is one for several threads
         if layout is None:
-            start, stored = _stored(folder / WEIGHTS_NAME, begin, num_bytes)
+            start, stored = stored_tensors(folder / WEIGHTS_NAME, begin, num_bytes)
             modules = _modules(folder, stored, self._shapes, self._max_rank)
             layout = AdapterLayout(start, dict(self._projections(config, stored, modules)))
         self._layouts[key] = layout
@@ -163,7 +158,7 @@ class AdapterReader:
         return layout
 
     def _projections(
-        self, config: Mapping[str, Any], stored: Mapping[str, _Stored], modules: Iterable[str]
+        self, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], modules: Iterable[str]
     ) -> Iterator[tuple[str, StoredLowRank]]:
         """The model's projections, of which one of a file may be several."""
         for module in modules:
@@ -173,7 +168,7 @@ class AdapterReader:
                 yield name.removesuffix(".weight"), StoredLowRank(down, up[rows])
 
 
-def _rows(stored: _Stored) -> StoredRows:
+def _rows(stored: StoredTensor) -> StoredRows:
     assert stored.dtype is not None, "refused by its type"
     num_rows, num_columns = stored.shape
     return StoredRows(stored.place[0], stored.dtype, num_rows, num_columns)
@@ -233,57 +228,6 @@ def largest_adapter_bytes(model: ModelConfig, max_rank: int, dtype: torch.dtype,
     that there are adapters for."""
     adapted = (name.removesuffix(".weight") for name in expected_shapes(model) if _ADAPTED.fullmatch(name))
     return packed_bytes(product_shapes(model, dict.fromkeys(adapted, max_rank)), dtype)
-
-
-class _Stored(NamedTuple):
-    """What a file says of a tensor."""
-
-    dtype: torch.dtype | None  # None: none that can be loaded
-    shape: list[int]
-    place: tuple[int, int]  # in bytes, from the first tensor
-
-
-def _header(begin: bytes | memoryview) -> bytes:
-    """All that stands before the tensors, where the file is whole."""
-    return bytes(begin[: _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")])
-
-
-def _stored(path: Path, begin: bytes | memoryview, num_bytes: int) -> tuple[int, dict[str, _Stored]]:
-    """Where the tensors begin in a safetensors file of so many bytes, and what each is, by its name, from the file's
-    `begin`, which has all of the header. Raises ValueError unless the file is whole.
-
-    safetensors' own functions map the file, so whoever cuts it off ends the process that reads it, or copy each tensor.
-    The format: https://github.com/huggingface/safetensors#format.
-    """
-    start = _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")
-    try:
-        if start > len(begin):
-            raise ValueError("its header is cut off")
-        header = json.loads(bytes(begin[_LENGTH_BYTES:start]).decode())
-        header.pop("__metadata__", None)
-        stored = {name: _as_stored(fields) for name, fields in header.items()}
-        stops = [0]
-        for first, stop in sorted(one.place for one in stored.values()):
-            if first != stops[-1]:
-                raise ValueError("its tensors do not lie side by side")
-            stops.append(stop)
-        if start + stops[-1] != num_bytes:
-            raise ValueError(f"it has {num_bytes:,} bytes in place of {start + stops[-1]:,}")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
-    return start, stored
-
-
-def _as_stored(fields: dict[str, Any]) -> _Stored:
-    """Raises KeyError, TypeError, ValueError for what is no tensor."""
-    dtype, shape, (first, stop) = _LOADABLE.get(fields["dtype"]), fields["shape"], fields["data_offsets"]
-    numbers = (*shape, first, stop)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0:
-        raise ValueError("a tensor has a size or a place that is no number")
-    num_bytes = stop - first if dtype is None else math.prod(shape) * dtype.itemsize
-    if not first <= stop == first + num_bytes:
-        raise ValueError("a tensor's place is of another size than the tensor")
-    return _Stored(dtype, list(shape), (first, stop))
 
 
 def _digest(of_files: Iterable[hashlib._Hash]) -> str:
@@ -360,7 +304,7 @@ def _check_scales(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _modules(
-    folder: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], max_rank: int
+    folder: Path, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], max_rank: int
 ) -> list[str]:
     """The projections that a file's tensors are for, each with both of its parts, in a model whose tensors have these
     `shapes`. Raises ValueError for what is not for that."""

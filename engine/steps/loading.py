@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from engine.checkpoint.adapters import largest_adapter_bytes
-from engine.checkpoint.packed_weights import Sharing, packing_memory
 from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.shared_weights import Sharing, packing_memory
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import LoadProgress, Weights, load_weights, require_roundable
 from engine.cost_model.costs import StepCosts
@@ -101,7 +101,7 @@ class EngineConfig:
     batch_invariant: bool = False  # logits do not depend on the batch, to the bit, or nothing is loaded
     decode_graphs: bool = False  # on a GPU: decode steps up to `largest_step` are recorded at the start and replayed
     quantisation: Quantisation | None = None  # of the projections' weights, when they are loaded
-    share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.packed_weights`
+    share_weights: Sharing = "off"  # with other processes of the machine: see `engine.checkpoint.shared_weights`
     activation_bits: ActivationBits = 8  # of what a CPU multiplies by quantised weights
     # A smaller model of the same vocabulary, that drafts; its KV is taken out of this one's. Or the folder of heads for
     # this model.

@@ -1,5 +1,4 @@
-"""A digest of bytes that many processors compute at once, in any order: on a CPU. On a GPU:
-`kernels.triton.block_digest`.
+"""A digest of bytes that many processors compute at once, in any order: on a CPU. On a GPU: `kernels.triton.slabs`.
 
 The bytes are 64-bit words in little-endian order, the last one filled up with zeros; the words are rows of 1024, the
 last one filled up with zero words. With `mix` the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable

@@ -1,7 +1,7 @@
 """Memory for what is read in every step, in pages of 2 MiB where the kernel gives them, and where packed weights lie.
 
 With pages of 4 KiB two threads read packed weights at 22 GB/s, with these at 34. Packed weights lie in this process's
-own memory, unless whoever loads a model has something better (`engine.checkpoint.packed_weights`).
+own memory, unless whoever loads a model has something better (`engine.checkpoint.shared_weights`).
 """
 
 from __future__ import annotations

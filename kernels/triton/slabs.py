@@ -1,9 +1,11 @@
 """Between paged blocks and slabs of one layer, on a GPU: moved and digested in one pass, whatever is at the other end.
+The digest is the one that `kernels.cpu.block_digest` defines; bytes that only lie there can be digested, too.
 
 A slab is `[planes, n, H, D]`, K before V, of all of the cache's heads. Bytes are moved as 64-bit words and never
 converted, so the two ends may differ in block size and layers per group, but not in type.
 
-A program moves one row of the digest, 8 KiB of the slab, so that every slab is cut alike, whatever its blocks.
+A program moves one row of the digest, 8 KiB of the slab, so that every slab is cut alike, whatever its blocks. It
+digests whole rows of 1024 words, so what it adds to the digest is a sum that needs no order.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cpu.block_digest import GAMMA, KEYS, MIX_1, MIX_2, ROW_WORDS, SHIFT, length_term
 from kernels.interface import CacheGeometry
-from kernels.triton.block_digest import ROW_WORDS, WORD_BYTES, add_row, as_words, begun_digest, keys_on
 from kernels.triton.shipped import Shipped
+
+WORD_BYTES = 8
+_SHIFT = tl.constexpr(SHIFT)
+_GAMMA = tl.constexpr(GAMMA)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
 
 
 @triton.jit
@@ -36,6 +44,33 @@ def cache_addresses(
     address = row * (BLOCK_SIZE * TOKEN_WORDS) + slot
     # What the compiler does not see through the division: that many words lie side by side.
     return tl.max_contiguous(tl.multiple_of(address, SIDE_BY_SIDE), SIDE_BY_SIDE), live
+
+
+@triton.jit
+def mixed(word):
+    """SplitMix64's finaliser of uint64."""
+    word = (word ^ (word >> 30)) * _MIX_1
+    word = (word ^ (word >> 27)) * _MIX_2
+    return word ^ (word >> 31)
+
+
+@triton.jit
+def add_row(digest, words, row, keys, ROW_WORDS: tl.constexpr):
+    """Add row `row` (int64) to the digest: `words [ROW_WORDS]` (int64), zero where there are none."""
+    key = tl.load(keys + tl.arange(0, ROW_WORDS)).to(tl.uint64, bitcast=True)
+    word = words.to(tl.uint64, bitcast=True)
+    total = tl.sum((word ^ (word >> _SHIFT)) * key)
+    term = mixed(total + (row + 1).to(tl.uint64) * _GAMMA)
+    tl.atomic_add(digest, term.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def block_digest_kernel(content, keys, digest, num_words, ROW_WORDS: tl.constexpr):
+    """Grid: (row,). `content [num_words]`, `keys [ROW_WORDS]`, `digest [1]`: all int64."""
+    row = tl.program_id(0).to(tl.int64)
+    index = row * ROW_WORDS + tl.arange(0, ROW_WORDS)
+    words = tl.load(content + index, mask=index < num_words, other=0)
+    add_row(digest, words, row, keys, ROW_WORDS)
 
 
 @triton.jit(do_not_specialize=["start"])  # else compiled anew where it is 1, or a multiple of 16
@@ -62,6 +97,52 @@ def slab_kernel(
         words = tl.load(cache + address, mask=live, other=0)
         tl.store(slab + index, words, mask=live)
     add_row(digest, words, row, keys, ROW_WORDS)
+
+
+def block_digest(content: Tensor, digest: Tensor | None = None) -> Tensor:
+    """The digest of contiguous `content`, whole 64-bit words of any type, where it lies; `[1]` int64, see `as_digest`.
+    `digest`: one that has begun."""
+    words = as_words(content)
+    digest = begun_digest(words.numel() * WORD_BYTES, content.device) if digest is None else digest
+    if words.numel():
+        grid = (triton.cdiv(words.numel(), ROW_WORDS),)
+        _digesting().launch(grid, content=words, keys=keys_on(content.device), digest=digest, num_words=words.numel())
+    return digest
+
+
+def as_words(content: Tensor) -> Tensor:
+    """The content's memory as int64, flat. Raises ValueError if it is not whole words side by side."""
+    if content.numel() * content.element_size() % WORD_BYTES or not content.is_contiguous():
+        raise ValueError(
+            f"a tensor {tuple(content.shape)} of {content.dtype}, strides {content.stride()}, is not a number of 64-bit"
+            " words side by side: make it contiguous, and heads a multiple of 8 bytes"
+        )
+    return content.view(-1).view(torch.int64)
+
+
+def begun_digest(num_bytes: int, device: torch.device) -> Tensor:
+    """`[1]` int64, for kernels to add their rows to."""
+    return torch.full((1,), digest_start(num_bytes), dtype=torch.int64, device=device)
+
+
+@functools.cache  # of the few sizes that slabs have
+def digest_start(num_bytes: int) -> int:
+    """What a digest of so many bytes is before any row was added, as an int64."""
+    return _signed(length_term(num_bytes))
+
+
+def as_digest(digest: Tensor) -> int:
+    """The digest in [0, 2^64), as `row_sum_digest` has it. Waits for the device."""
+    return int(digest.item()) % 2**64
+
+
+@functools.cache
+def keys_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(KEYS.view("int64")).to(device)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
 
 
 def gather_slab(
@@ -96,7 +177,7 @@ def _move(
     digest = begun_digest(words.numel() * WORD_BYTES, slab.device) if digest is None else digest
     if words.numel():
         head_words = slab.shape[-1] * slab.element_size() // WORD_BYTES
-        configuration(to_cache, geometry.block_size, geometry.num_kv_heads, head_words, geometry.num_planes).launch(
+        _moving(to_cache, geometry.block_size, geometry.num_kv_heads, head_words, geometry.num_planes).launch(
             (triton.cdiv(words.numel(), ROW_WORDS),),
             cache=as_words(cache_rows),
             table=table,
@@ -124,7 +205,20 @@ def _check(cache_rows: Tensor, geometry: CacheGeometry, table: Tensor, start: in
 
 
 @functools.cache
-def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: int, num_planes: int = 2) -> Shipped:
+def _digesting() -> Shipped:
+    return Shipped(
+        name="block_digest",
+        kernel=block_digest_kernel,
+        types={"content": "*i64", "keys": "*i64", "digest": "*i64", "num_words": "i64"},
+        constants={"ROW_WORDS": ROW_WORDS},
+        num_warps=4,
+        num_stages=1,
+        aligned=frozenset({"num_words"}),
+    )
+
+
+@functools.cache
+def _moving(to_cache: bool, block_size: int, num_heads: int, head_words: int, num_planes: int = 2) -> Shipped:
     token_words = num_heads * head_words
     constants = {
         "BLOCK_SIZE": block_size,
@@ -148,9 +242,12 @@ def configuration(to_cache: bool, block_size: int, num_heads: int, head_words: i
 
 
 def shipped() -> list[Shipped]:
-    """The kernels for 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and DeepSeek's latent."""
-    return [
-        configuration(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES)
+    """The digest alone, and the kernels for 8 heads of 64, 80, 96, 128 and 256 numbers in 16 bits; in 32 bits; and
+    DeepSeek's latent."""
+    moving = [
+        _moving(to_cache, 16, 8, head_dim * itemsize // WORD_BYTES)
         for to_cache in (False, True)
         for head_dim, itemsize in (*((head_dim, 2) for head_dim in (64, 80, 96, 128, 256)), (256, 4))
-    ] + [configuration(to_cache, 16, 1, 576 * 2 // WORD_BYTES, 1) for to_cache in (False, True)]
+    ]
+    latent = [_moving(to_cache, 16, 1, 576 * 2 // WORD_BYTES, 1) for to_cache in (False, True)]
+    return [_digesting(), *moving, *latent]

@@ -1,4 +1,5 @@
-"""How two processes make sure of each other before they talk. Sans-IO.
+"""How two processes make sure of each other before they talk, and what they must agree on before KV may move between
+them. Sans-IO.
 
     dialer                                listener
       challenge(nonce) ------------------->
@@ -11,22 +12,31 @@ what it was sent (the roles differ), replay an older meeting (the nonces are fre
 itself first, so a stranger learns nothing from a listener. The form of these messages must never change: through them
 two protocol versions tell each other that they differ. Authenticates the ends, not the bytes that follow: the network
 between workers must be a private one.
+
+A hello says what its end must have in common with the other one (`describe`). Not part of that: block size and layers
+per group, which each end is free to choose, since a slab holds one layer's tokens whatever blocks they come from or go
+to.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kv_transfer.connections.compatibility import mismatch
+from kv_transfer.digest import DIGEST_KINDS
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.transports.base import Identity, PeerRefusedError
+
+if TYPE_CHECKING:
+    from engine.kv.cache import KVLayout
 
 HandshakeRole = Literal["dialer", "listener"]
 
@@ -174,6 +184,43 @@ def disagreement(ours: Hello, theirs: Hello, purposes: Collection[str] | None) -
     if theirs.purpose.startswith("kv-") or (ours.compatibility and theirs.compatibility):
         return mismatch(ours.compatibility, theirs.compatibility)
     return None
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of facts (JSON values) that make KV exchangeable, such as a model's configuration, in any order."""
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def describe(
+    model_fingerprint: str,
+    layout: KVLayout,
+    protocol_version: int = PROTOCOL_VERSION,
+    digest_kinds: Sequence[str] = DIGEST_KINDS,
+) -> dict[str, str]:
+    """All that both ends must agree on, as names and values for people to read."""
+    return {
+        "protocol version": str(protocol_version),
+        "digests": ", ".join(sorted(digest_kinds)),  # that each end can compute
+        "model fingerprint": model_fingerprint,
+        "layers": str(layout.num_layers),
+        "KV heads": str(layout.num_kv_heads),
+        "head size": str(layout.head_dim),
+        "KV dtype": str(layout.dtype).removeprefix("torch."),
+    }
+
+
+def mismatch(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """Compare what two ends say of themselves. Returns None if KV may move between them; else a sentence that names
+    every field that differs, and both values."""
+    differing = [
+        f"{name} is {ours.get(name, 'not stated')} here and {theirs.get(name, 'not stated')} there"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    if not differing:
+        return None
+    return f"KV cannot be exchanged: {'; '.join(differing)}. Start both ends with the same model, dtype and version."
 
 
 def _pack(kind: str, *fields: object) -> bytes:

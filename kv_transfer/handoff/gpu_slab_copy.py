@@ -36,8 +36,7 @@ from torch import Tensor
 from engine.kv.cache import GroupRow, KVCache
 from engine.memory.streams import CudaStream, Event, Stream, elsewhere, queued_on
 from engine.parallel.kv import GroupKV
-from kernels.triton.block_digest import WORD_BYTES, as_digest, block_digest, digest_start
-from kernels.triton.slabs import gather_slab, scatter_slab
+from kernels.triton.slabs import WORD_BYTES, as_digest, block_digest, digest_start, gather_slab, scatter_slab
 from kv_transfer.digest import DigestKind, slab_digest
 from kv_transfer.handoff.slab_copy import COPIES_AT_ONCE, bytes_of
 

@@ -28,7 +28,7 @@ from typing import Final
 from kv_transfer.messages import blocks, connections, handoff, requests, scheduling, workers
 from kv_transfer.messages.codec import KINDS, MalformedMessageError, Message, decode, encode
 
-PROTOCOL_VERSION: Final = 22
+PROTOCOL_VERSION: Final = 23
 """Raise it when a message or a field is added, removed or changed (`SamplingParams` and `WorkerSnapshot` travel in
 some), and renew `tests/kv_transfer/encodings.json`: REWRITE_ENCODINGS=1 pytest tests/kv_transfer/test_messages.py.
 Processes of two versions do not talk to each other. A message belongs to the module of its conversation; whoever takes

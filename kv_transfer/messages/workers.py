@@ -167,7 +167,6 @@ class WorkerSnapshot:
     blocks_available: Count
     num_leases: Count
     num_paused: Count = 0  # of the running, those that take turns because they rest in host memory
-    host_blocks_available: Count = 0
     context_tokens: Count = 0  # of the running decodes, together
     num_local_waiting: Count = 0  # prompts that a decode worker is to compute itself, and has not
     num_pending: Count = 0  # reservations that wait for room

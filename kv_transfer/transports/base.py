@@ -40,7 +40,7 @@ class PeerRefusedError(TransportError):
 class Identity:
     """What a process tells its peers of itself.
 
-    `compatibility` spells out what both ends must agree on (see `kv_transfer.connections.compatibility`): compared in
+    `compatibility` spells out what both ends must agree on (see `kv_transfer.connections.handshake`): compared in
     the handshake, after the mutual challenge on `secret` and before any other message.
     """
 

@@ -24,9 +24,9 @@ from engine.steps.fault_finding import FaultFinder
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import OVERDUE_S, StepLoop, StepSkippedError
 from kernels.ops import arithmetic
-from kv_transfer.connections.compatibility import fingerprint
 from kv_transfer.connections.connection import Connection
 from kv_transfer.connections.event_loops import LoopThread
+from kv_transfer.connections.handshake import fingerprint
 from kv_transfer.digest import DigestKind
 from kv_transfer.handoff.sender import HandoffTimeline, KvSender, LayerStream
 from kv_transfer.handoff.sender_state import KEPT_S
@@ -222,7 +222,6 @@ class Worker(ABC):
     def snapshot(self) -> WorkerSnapshot:
         """What the scheduler is told of this moment. Each has a number, so that of two the later one is known."""
         self._num_snapshots += 1
-        host_pool = self.model.host_pool
         prefill, decode = self.steps.counts["prefill"], self.steps.counts["decode"]
         return WorkerSnapshot(
             worker_id=self.parts.identity.worker_id,
@@ -244,7 +243,6 @@ class Worker(ABC):
             unreachable=self.sender.unreachable,
             blocks_available=self.model.block_pool.num_available,
             num_leases=self.model.block_pool.num_leases,
-            host_blocks_available=0 if host_pool is None else host_pool.num_available,
             step_cost=cost_report(self.steps.costs),
             tiers=self._tiers_report(),
             adapters=self.adapters.loaded,

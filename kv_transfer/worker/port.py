@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from engine.sequence import SequenceKey, StepPlan
 from engine.steps.loading import LoadedModel
-from kv_transfer.connections.compatibility import describe
 from kv_transfer.connections.connection import Connection, Server, stay_connected
+from kv_transfer.connections.handshake import describe
 from kv_transfer.messages import Message
 from kv_transfer.messages.blocks import BlockIndexRequest
 from kv_transfer.messages.requests import (

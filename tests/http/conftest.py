@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from engine.text.tokenizer import Tokenizer
+    from tests.support.openai_conformance import Target
     from tests.support.scripted_generator import ScriptedGenerator
 
 
@@ -34,6 +36,15 @@ def shared_generator(tokenizer: Tokenizer) -> ScriptedGenerator:
     from tests.support.scripted_generator import ScriptedGenerator
 
     return ScriptedGenerator(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
+    """The server of a whole file, in front of `shared_generator`."""
+    from tests.support.http_server import running_server
+
+    with running_server(shared_generator, tokenizer) as target:
+        yield target
 
 
 @pytest.fixture

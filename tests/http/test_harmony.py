@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -10,7 +9,7 @@ from llguidance import LLMatcher
 
 from engine.sampling.grammar import grammar_tokenizer
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server
+from tests.support.http_server import MODEL
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.thinker import harmonist
@@ -39,24 +38,13 @@ FINAL: Final = "<|channel|>final<|message|>"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Which formats the model writes is seen in its chat template."""
     return Tokenizer(harmonist(tmp_path_factory.mktemp("harmony") / "model"))
 
 
-@pytest.fixture(scope="module")
-def generator(tokenizer: Tokenizer) -> ScriptedGenerator:
-    return ScriptedGenerator(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def target(generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    """Which formats it writes is seen in its chat template."""
-    with running_server(generator, tokenizer) as target:
-        yield target
-
-
 @pytest.mark.parametrize("said_before", ["", SAID])
-def test_reasoning_and_a_call(target: Target, generator: ScriptedGenerator, said_before: str) -> None:
-    generator.script = Script(reply=THOUGHT + said_before + CALL)
+def test_reasoning_and_a_call(target: Target, shared_generator: ScriptedGenerator, said_before: str) -> None:
+    shared_generator.script = Script(reply=THOUGHT + said_before + CALL)
     (whole,) = target.chat(tools=TOOLS).choices
     with target.strict.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
         (streamed,) = stream.get_final_completion().choices
@@ -69,9 +57,9 @@ def test_reasoning_and_a_call(target: Target, generator: ScriptedGenerator, said
     assert whole.message.reasoning == "Is it rain? <b>"
 
 
-def test_a_budget_in_anthropics_way(target: Target, generator: ScriptedGenerator) -> None:
+def test_a_budget_in_anthropics_way(target: Target, shared_generator: ScriptedGenerator) -> None:
     """Which cannot be kept, as the opening mark is three tokens: a client that knows nothing of that is answered."""
-    generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.")
+    shared_generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.")
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 100}
     thinking = {"type": "enabled", "budget_tokens": 1_024}
     answer = target.http.post("/v1/messages", json={**asked, "thinking": thinking})
@@ -80,18 +68,20 @@ def test_a_budget_in_anthropics_way(target: Target, generator: ScriptedGenerator
     assert refused.json()["error"]["param"] == "thinking_token_budget"
 
 
-def test_an_answer(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+def test_an_answer(target: Target, shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
     """Its tokens of reasoning are counted with the marks up to where the answer begins."""
-    generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.", burst=1)
+    shared_generator.script = Script(reply=f"{THOUGHT}{FINAL}It rains.", burst=1)
     answer = target.chat()
     message = answer.choices[0].message
     assert (message.content, message.reasoning) == ("It rains.", "Is it rain? <b>")
     assert answer.usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode(THOUGHT + FINAL))
 
 
-def test_what_is_said_and_thought_in_several_messages_is_lines(target: Target, generator: ScriptedGenerator) -> None:
+def test_what_is_said_and_thought_in_several_messages_is_lines(
+    target: Target, shared_generator: ScriptedGenerator
+) -> None:
     """In a chat, which has one content and one reasoning; as in vLLM."""
-    generator.script = Script(reply=f"{THOUGHT}{SAID}{THOUGHT}{SAID}{FINAL}It rains.")
+    shared_generator.script = Script(reply=f"{THOUGHT}{SAID}{THOUGHT}{SAID}{FINAL}It rains.")
     (whole,) = target.chat().choices
     with target.strict.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
         (streamed,) = stream.get_final_completion().choices
@@ -101,10 +91,10 @@ def test_what_is_said_and_thought_in_several_messages_is_lines(target: Target, g
 
 
 def test_a_conversation_of_calls_and_results(
-    target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer
+    target: Target, shared_generator: ScriptedGenerator, tokenizer: Tokenizer
 ) -> None:
-    generator.script = Script(reply=f"{FINAL}It rains.")
-    generator.requests.clear()
+    shared_generator.script = Script(reply=f"{FINAL}It rains.")
+    shared_generator.requests.clear()
     asked = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place":"Oslo"}'}}
     target.chat(
         tools=[WEATHER],
@@ -114,7 +104,7 @@ def test_a_conversation_of_calls_and_results(
             {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "rain"},
         ],
     )
-    prompt = tokenizer.decode(generator.requests[0].prompt_token_ids, skip_special_tokens=False)
+    prompt = tokenizer.decode(shared_generator.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith(
         "<|start|>user<|message|>Oslo?<|end|><|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"place": "Oslo"}<|call|>'
@@ -123,18 +113,18 @@ def test_a_conversation_of_calls_and_results(
     assert "type weather = " in prompt
 
 
-def test_what_must_be_said(target: Target, generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
+def test_what_must_be_said(target: Target, shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:
     """A call, or an answer by a schema, on its own channel, behind reasoning or not; by the marks' own tokens."""
     llg = grammar_tokenizer(tokenizer.json, tokenizer.vocab_size, tuple(sorted(tokenizer.eos_token_ids)))
 
     def takes(text: str) -> bool:
-        grammar = generator.requests[-1].params.grammar
+        grammar = shared_generator.requests[-1].params.grammar
         assert grammar is not None
         matcher = LLMatcher(llg, grammar)
         ids = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    generator.script = Script(reply=CALL)
+    shared_generator.script = Script(reply=CALL)
     target.chat(tools=[WEATHER], tool_choice="required")
     assert takes(CALL) and takes(THOUGHT + CALL)
     assert not takes(CALL.replace("Oslo", "Rome")) and not takes(f"{FINAL}Hello.") and not takes(THOUGHT)
@@ -149,5 +139,5 @@ def test_what_must_be_said(target: Target, generator: ScriptedGenerator, tokeniz
     for text in (f"{FINAL}Hello.", THOUGHT + FINAL, CALL, THOUGHT + SAID + CALL, SAID + THOUGHT + f"{FINAL}Hi."):
         assert takes(text), text
     assert not takes(CALL.replace("Oslo", "Rome")) and not takes(THOUGHT + SAID + CALL.replace("place", "city"))
-    generator.script = Script(reply=f'{THOUGHT}{FINAL}"Oslo"')
+    shared_generator.script = Script(reply=f'{THOUGHT}{FINAL}"Oslo"')
     assert target.chat(response_format=wish).choices[0].message.content == '"Oslo"'

@@ -42,12 +42,6 @@ from tests.support.waiting import HANGS_S, eventually, wait_until
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(scope="module")
-def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(shared_generator, tokenizer) as target:
-        yield target
-
-
 @pytest.fixture
 def generator(shared_generator: ScriptedGenerator) -> Iterator[ScriptedGenerator]:
     """The generator behind `target`, its script and records fresh; nothing may be left open."""

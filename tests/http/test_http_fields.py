@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, running_server
+from tests.support.http_server import MODEL
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
 from tests.support.waiting import wait_until
@@ -45,12 +45,6 @@ def tokenizer(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         shutil.copy(path, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(shared_generator, tokenizer) as target:
-        yield target
 
 
 @pytest.fixture

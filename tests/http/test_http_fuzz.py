@@ -46,7 +46,7 @@ from tests.http.http_fuzz import (
     check_refusal,
     file_form,
 )
-from tests.support.http_server import MODEL, running_server, scripted_api
+from tests.support.http_server import MODEL, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.thoroughness import THOROUGH, examples
@@ -98,12 +98,6 @@ class Gateway:
         self._runner.run(self._running.__aexit__(None, None, None))
         assert self.generator.num_open == 0
         self._runner.close()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
-        yield target
 
 
 @pytest.fixture

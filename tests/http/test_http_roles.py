@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from cluster.errors import UnavailableError
 from cluster.scheduler.role_changes import require_ordered
-from engine.text.tokenizer import Tokenizer
 from kv_transfer.messages.scheduling import RoleAnswer
-from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
 
@@ -20,23 +15,12 @@ pytestmark = pytest.mark.model
 URL = "/cluster/workers/p-1/role"
 
 
-@pytest.fixture(scope="module")
-def generator(smollm2_folder: Path) -> ScriptedGenerator:
-    return ScriptedGenerator(Tokenizer(smollm2_folder))
-
-
-@pytest.fixture(scope="module")
-def target(generator: ScriptedGenerator, smollm2_folder: Path) -> Iterator[Target]:
-    with running_server(generator, Tokenizer(smollm2_folder)) as target:
-        yield target
-
-
-def test_an_order_is_accepted(target: Target, generator: ScriptedGenerator) -> None:
-    generator.role_changes.clear()
+def test_an_order_is_accepted(target: Target, shared_generator: ScriptedGenerator) -> None:
+    shared_generator.role_changes.clear()
     answer = target.http.post(URL, json={"role": "decode"})
     assert (answer.status_code, answer.json()) == (202, {"worker_id": "p-1", "role": "decode", "status": "changing"})
     assert target.http.post(URL, json={"role": "prefill", "drain_s": 0.5}).status_code == 202
-    assert generator.role_changes == [("p-1", "decode", 20.0), ("p-1", "prefill", 0.5)]
+    assert shared_generator.role_changes == [("p-1", "decode", 20.0), ("p-1", "prefill", 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -54,12 +38,12 @@ def test_a_bad_body_is_refused_by_field(target: Target, body: dict[str, object],
     assert answer.json()["error"]["param"] == param
 
 
-def test_what_the_scheduler_says_is_passed_on(target: Target, generator: ScriptedGenerator) -> None:
+def test_what_the_scheduler_says_is_passed_on(target: Target, shared_generator: ScriptedGenerator) -> None:
     for outcome, status, code in (("unknown", 404, "worker_not_found"), ("refused", 409, "role_change_refused")):
         answer = RoleAnswer(ask_id=1, outcome=outcome, reason="p-1 is a teapot")  # type: ignore[arg-type]
         with pytest.raises(Exception, match="p-1 is a teapot") as raised:
             require_ordered(answer)
-        generator.script = Script(role_error=raised.value)
+        shared_generator.script = Script(role_error=raised.value)
         got = target.http.post(URL, json={"role": "decode"})
         error = got.json()["error"]
         assert (got.status_code, error["code"], error["param"]) == (status, code, "worker_id")
@@ -76,7 +60,7 @@ def test_no_layout_is_studied_without_a_log_of_requests(target: Target) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_request_log")
 
 
-def test_without_a_scheduler_it_is_unavailable(target: Target, generator: ScriptedGenerator) -> None:
-    generator.script = Script(role_error=UnavailableError("Not now.", retry_after_s=0.5))
+def test_without_a_scheduler_it_is_unavailable(target: Target, shared_generator: ScriptedGenerator) -> None:
+    shared_generator.script = Script(role_error=UnavailableError("Not now.", retry_after_s=0.5))
     got = target.http.post(URL, json={"role": "decode"})
     assert (got.status_code, got.headers["retry-after"]) == (503, "1")

@@ -59,12 +59,6 @@ CALLS: Final = (
 
 
 @pytest.fixture(scope="module")
-def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(shared_generator, tokenizer) as target:
-        yield target
-
-
-@pytest.fixture(scope="module")
 def thinker(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
     """The same model, said to think between marks."""
     with running_server(shared_generator, tokenizer, reasoning_format="think") as target:

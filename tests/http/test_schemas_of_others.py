@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from cluster.errors import InvalidRequestError
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structured import Grammars, OutputConstraint, compiled, parse_response_format
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
 from tests.support.schema_answers import (
     JSON_SCHEMA_BENCH,
@@ -28,7 +26,6 @@ from tests.support.schema_answers import (
     schemas_of_others,
     takes,
 )
-from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.thoroughness import THOROUGH, examples
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]  # of a machine that does other work, too
@@ -80,12 +77,6 @@ def test_every_answer_that_ends_follows_its_schema(served: Served, llg: LLTokeni
                 num_ended += 1
                 assert is_valid(line, json.loads(answer)), (line, answer)
     assert num_ended > 0.2 * num_drawn
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(ScriptedGenerator(tokenizer), tokenizer) as target:
-        yield target
 
 
 def test_over_http(served: Served, target: Target) -> None:

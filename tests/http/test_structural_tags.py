@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from llguidance import LLMatcher, LLTokenizer
 from cluster.http.openai.json_schemas import UnsupportedGrammarError
 from cluster.http.openai.structural_tags import MAX_DEPTH
 from cluster.http.openai.structured import OutputConstraint, compiled
-from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import running_server
 from tests.support.openai_conformance import Target
 from tests.support.schema_answers import drawn_answer
 from tests.support.scripted_generator import ScriptedGenerator
@@ -235,12 +232,6 @@ def test_drawn_answers_follow_the_tags(llg: LLTokenizer) -> None:
     followed = re.compile(r'(?:[^=<]|=-?(?:0|[1-9][0-9]*)|<"(?:Paris|Oslo)")*')
     assert len(ended) > 20 and [answer for answer in ended if not followed.fullmatch(answer)] == []
     assert sum("=" in answer for answer in ended) > 5 and sum("<" in answer for answer in ended) > 5
-
-
-@pytest.fixture(scope="module")
-def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(shared_generator, tokenizer) as target:
-        yield target
 
 
 STRUCTURES: dict[str, Any] = {

@@ -25,7 +25,7 @@ from cluster.http.openai.structured import Grammars, OutputConstraint, compiled
 from engine.sampling.grammar import grammar_tokenizer, limits_of
 from engine.sampling.params import MAX_GRAMMAR_CHARS
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL, clients_of, running_server, scripted_api
+from tests.support.http_server import MODEL, clients_of, scripted_api
 from tests.support.openai_conformance import Target
 from tests.support.schema_answers import takes, takes_text
 from tests.support.scripted_generator import ScriptedGenerator
@@ -450,12 +450,6 @@ async def test_grammars_are_remembered_and_bounded(tokenizer: Tokenizer) -> None
         await grammars.grammar_for(OutputConstraint("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "structured_outputs"), None)
     with pytest.raises(InvalidRequestError, match="Send one of them"):
         await grammars.grammar_for(of_schema({}), of_schema({}))
-
-
-@pytest.fixture(scope="module")
-def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterator[Target]:
-    with running_server(shared_generator, tokenizer) as target:
-        yield target
 
 
 def test_workers_get_the_grammar_and_nothing_else(target: Target, shared_generator: ScriptedGenerator) -> None:

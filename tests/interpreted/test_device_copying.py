@@ -12,7 +12,7 @@ from engine.kv.cache import KVCache
 from engine.memory.devices import CPU
 from engine.memory.streams import Event
 from kernels.triton import slabs
-from kernels.triton.block_digest import digest_start
+from kernels.triton.slabs import digest_start
 from kv_transfer.digest import DIGEST_KINDS, DigestKind, slab_digest
 from kv_transfer.handoff.gpu_slab_copy import CopyLane, DeviceCopies
 from kv_transfer.handoff.slab_copy import fill_slab, write_slab

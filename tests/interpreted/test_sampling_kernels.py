@@ -24,8 +24,8 @@ from engine.sampling.philox import gumbel as defined_noise
 from engine.sampling.sampler import MIN_LOGPROB, InvalidLogitsError, Sampler
 from engine.sequence import DraftedSequence, SampledToken, Sequence, TokenLogprobs, TokensSoFar
 from engine.steps.loading import sampler_for
-from kernels.triton.sampling import edits, logprobs, sample
 from kernels.triton.sampling import floor as floors
+from kernels.triton.sampling import logprobs, sample
 from kernels.triton.sampling.floor import find_floors
 from kernels.triton.sampling.rows import NUM_FIELDS, SHIPPED_SPLITS, SPLIT, RowOptions, no_edits, pack_rows
 from kernels.triton.sampling.sample import best_of_splits, gumbel
@@ -414,7 +414,7 @@ def test_all_that_rows_may_ask_for_is_compiled_before_a_step_asks_for_it(monkeyp
     monkeypatch.setattr(Shipped, "launch", lambda shipped, grid, **arguments: launched.add(shipped.name))
     size = SHIPPED_SPLITS[0]
     DeviceSampler(size * SPLIT).compile_on(device())
-    shipped = [shipped for module in (edits, floors, logprobs, sample) for shipped in module.shipped()]
+    shipped = [shipped for module in (floors, logprobs, sample) for shipped in module.shipped()]
     assert launched == {shipped.name for shipped in shipped if shipped.constants.get("SPLITS", size) == size}
 
 

@@ -16,8 +16,7 @@ from engine.kv.cache import KVCache
 from kernels import reference
 from kernels.cpu.block_digest import ROW_WORDS, row_sum_digest
 from kernels.interface import CacheGeometry
-from kernels.triton.block_digest import as_digest, block_digest
-from kernels.triton.slabs import gather_slab, scatter_slab
+from kernels.triton.slabs import as_digest, block_digest, gather_slab, scatter_slab
 from kv_transfer.digest import DIGEST_KINDS, DigestKind
 from kv_transfer.handoff.slab_copy import fill_slab, write_slab
 from tests.interpreted.device_queues import device_copies

@@ -23,15 +23,7 @@ from engine.offload.stream_staging import StreamedStep, StreamStaging
 from kernels import reference
 from tests.interpreted.device_schedules import SCHEDULES, SimulatedStream
 from tests.interpreted.stream_world import ALL, NUM_TOKENS, PROMPTS, SCENARIOS, SOME, Scenario, World, prompts_in_chunks
-from tests.support.model_families import build_oracle
 from tests.support.stepping import Stepper, recording_runner
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -50,27 +42,27 @@ def blocks_are_copied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
+def expected(llama_folder: Path) -> list[list[int]]:
     """The tokens of each prompt, with all on the device."""
-    plain = Stepper(recording_runner(folder, layers_per_group=1)[0])
+    plain = Stepper(recording_runner(llama_folder, layers_per_group=1)[0])
     return [plain.generate(plain.add(prompt), NUM_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("eager", SCHEDULES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_tokens_are_those_of_the_device_alone(
-    folder: Path, expected: list[list[int]], scenario: Scenario, eager: tuple[str, ...]
+    llama_folder: Path, expected: list[list[int]], scenario: Scenario, eager: tuple[str, ...]
 ) -> None:
     for num_slots in (1, 2) if scenario is prompts_in_chunks else (2,):
-        found = scenario(World(folder, eager, num_slots))
+        found = scenario(World(llama_folder, eager, num_slots))
         assert found == {number: expected[number] for number in found}
 
 
 # --- who waits, and what is told ---
 
 
-def test_who_launches_a_step_waits_for_nothing(folder: Path) -> None:
-    world = World(folder, ())
+def test_who_launches_a_step_waits_for_nothing(llama_folder: Path) -> None:
+    world = World(llama_folder, ())
     seq = world.place_new(PROMPTS[0], ALL)
     world.device.num_host_waits, done = 0, [stream.num_done for stream in world.device.streams]
     world.launch([seq])
@@ -83,8 +75,8 @@ def test_who_launches_a_step_waits_for_nothing(folder: Path) -> None:
     assert not world.device.outward.queued
 
 
-def test_bytes_and_waits_are_counted_when_they_are_over(folder: Path) -> None:
-    world = World(folder, ())
+def test_bytes_and_waits_are_counted_when_they_are_over(llama_folder: Path) -> None:
+    world = World(llama_folder, ())
     stats, block_bytes = world.runner.transfer_stats, world.layout.block_bytes
     assert stats is not None and stats.host_bytes_per_s > 0
     seq = world.place_new(PROMPTS[0], ALL)
@@ -103,10 +95,10 @@ def test_bytes_and_waits_are_counted_when_they_are_over(folder: Path) -> None:
 @pytest.mark.parametrize("failing", ["load", "save"])
 @pytest.mark.parametrize("eager", [(), ("inward", "outward")])
 def test_a_step_that_fails_leaves_nothing_under_way(
-    folder: Path, expected: list[list[int]], eager: tuple[str, ...], failing: str, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, expected: list[list[int]], eager: tuple[str, ...], failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blocks are anyone's as soon as it has failed; the others go on."""
-    world = World(folder, eager)
+    world = World(llama_folder, eager)
     seq, other = world.place_new(PROMPTS[0], ALL), world.place_new(PROMPTS[1], SOME)
     world.launch([other])
     world.launch([seq])
@@ -132,8 +124,8 @@ def test_a_step_that_fails_leaves_nothing_under_way(
     assert world.decode(again) == [expected[0]]
 
 
-def test_closing_waits_for_what_is_under_way(folder: Path) -> None:
-    world = World(folder, ())
+def test_closing_waits_for_what_is_under_way(llama_folder: Path) -> None:
+    world = World(llama_folder, ())
     world.launch([world.place_new(PROMPTS[0], ALL)])
     assert not world.device.is_idle
     world.runner.close()
@@ -143,11 +135,11 @@ def test_closing_waits_for_what_is_under_way(folder: Path) -> None:
 # --- what is asked for is needed ---
 
 
-def gives_other_tokens(folder: Path, expected: list[list[int]]) -> bool:
+def gives_other_tokens(llama_folder: Path, expected: list[list[int]]) -> bool:
     """In some schedule."""
     for scenario in SCENARIOS:
         for eager in SCHEDULES:
-            found = scenario(World(folder, eager))
+            found = scenario(World(llama_folder, eager))
             if found != {number: expected[number] for number in found}:
                 return True
     return False
@@ -163,7 +155,7 @@ def orders() -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(("line", "number"), list(orders()))
 def test_every_order_is_needed(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, line: str, number: int
+    llama_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, line: str, number: int
 ) -> None:
     follow = SimulatedStream.follow
 
@@ -173,22 +165,22 @@ def test_every_order_is_needed(
             follow(stream, event)
 
     monkeypatch.setattr(SimulatedStream, "follow", follow_elsewhere)
-    assert gives_other_tokens(folder, expected), f"without {line}"
+    assert gives_other_tokens(llama_folder, expected), f"without {line}"
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_both_ends_are_waited_for(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, end: int
+    llama_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
     def wait_for_the_other(step: StreamedStep) -> None:
         step.ends[1 - end].wait()
 
     monkeypatch.setattr(StreamedStep, "wait", wait_for_the_other)
-    assert gives_other_tokens(folder, expected)
+    assert gives_other_tokens(llama_folder, expected)
 
 
 def test_lists_of_blocks_come_by_what_all_copies_follow(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = BlockCopier.listed
 
@@ -196,11 +188,11 @@ def test_lists_of_blocks_come_by_what_all_copies_follow(
         return listed(copier, lists, queue.__self__.device.outward.queue)
 
     monkeypatch.setattr(BlockCopier, "listed", by_another_stream)
-    assert gives_other_tokens(folder, expected)
+    assert gives_other_tokens(llama_folder, expected)
 
 
 def test_layers_are_told_on_the_stream_that_they_rest_by(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SimulatedStream, "is_current", lambda stream: nullcontext())
-    assert gives_other_tokens(folder, expected)
+    assert gives_other_tokens(llama_folder, expected)

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch, build_batch
 from engine.sequence import ScheduledSequence, StepPlan
-from tests.support.model_families import build_oracle
 from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
 
 PROMPT = [5, 99, 41, 300, 7, 7, 123]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    return path
 
 
 def _parts(batch: Batch) -> tuple[torch.Tensor, ...]:
     return batch.token_ids, batch.positions, batch.slot_mapping, batch.output_rows
 
 
-def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(folder: Path) -> None:
-    runner, _ = recording_runner(folder, layers_per_group=2)
+def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(llama_folder: Path) -> None:
+    runner, _ = recording_runner(llama_folder, layers_per_group=2)
     stepper = Stepper(runner)
     decoding, judged = stepper.add([9, 8, 7]), stepper.add(PROMPT, params=GREEDY_WITH_ECHO)
     stepper.step([(decoding, 3)])

@@ -339,9 +339,10 @@ def test_a_model_that_is_damaged_or_unknown(folder: Path, tmp_path: Path, refusa
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     whole = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(whole[:-10])
-    assert "is no whole safetensors file (it ends before its tensors do); fetch the model again" in refusal(damaged)
+    told = f"(it has {len(whole) - 10:,} bytes in place of {len(whole):,})"
+    assert f"is not a whole safetensors file {told}; fetch it again" in refusal(damaged)
     (damaged / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert "its header has no end" in refusal(damaged)
+    assert "its header is cut off" in refusal(damaged)
     (damaged / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "is in none of the *.safetensors" in refusal(damaged)
     config = json.loads((damaged / "config.json").read_text())

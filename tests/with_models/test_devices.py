@@ -28,13 +28,6 @@ from tests.support.small_models import random_prompts, runner_of
 from tests.support.stepping import Stepper
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    return path
-
-
 def test_the_cpu_is_always_there() -> None:
     assert require_device("cpu") == CPU
 
@@ -84,23 +77,23 @@ def test_a_worker_that_is_given_a_gpu_computes_there() -> None:
     assert engine_config("decode", config).device == "cpu"
 
 
-def test_weights_are_converted_one_by_one(folder: Path) -> None:
+def test_weights_are_converted_one_by_one(llama_folder: Path) -> None:
     """Beside the mapping of the file, from which they come, only what they become is held, and one at a time."""
-    config = ModelConfig.from_folder(folder)
-    mapped = (folder / "model.safetensors").stat().st_size
-    weights = load_weights(folder, config, dtype=torch.bfloat16)
+    config = ModelConfig.from_folder(llama_folder)
+    mapped = (llama_folder / "model.safetensors").stat().st_size
+    weights = load_weights(llama_folder, config, dtype=torch.bfloat16)
     held = sum(tensor.nbytes for tensor in weights.values())
-    peak = peak_bytes(CPU, lambda: load_weights(folder, config, dtype=torch.bfloat16))
+    peak = peak_bytes(CPU, lambda: load_weights(llama_folder, config, dtype=torch.bfloat16))
     assert held <= peak <= mapped + held + max(2 * tensor.nbytes for tensor in weights.values())
 
 
-def test_a_model_is_built_layer_by_layer(folder: Path) -> None:
+def test_a_model_is_built_layer_by_layer(llama_folder: Path) -> None:
     """While weights are fused and packed, what is held twice is a layer's, not a model's."""
-    mapped = (folder / "model.safetensors").stat().st_size
+    mapped = (llama_folder / "model.safetensors").stat().st_size
     runners = []
     peak = peak_bytes(
         CPU,
-        lambda: runners.append(runner_of(folder, dtype="bfloat16", kv_blocks=4, num_threads=1)),
+        lambda: runners.append(runner_of(llama_folder, dtype="bfloat16", kv_blocks=4, num_threads=1)),
     )
     (runner,) = runners
     rest = runner.kv_cache.num_bytes + runner.weight_bytes
@@ -110,8 +103,8 @@ def test_a_model_is_built_layer_by_layer(folder: Path) -> None:
 # --- memory for KV, measured ---
 
 
-def test_the_largest_step_is_as_large_as_is_said(folder: Path) -> None:
-    runner = runner_of(folder, layers_per_group=2, kv_blocks=100, num_threads=1)
+def test_the_largest_step_is_as_large_as_is_said(llama_folder: Path) -> None:
+    runner = runner_of(llama_folder, layers_per_group=2, kv_blocks=100, num_threads=1)
     layout = runner.kv_cache.layout
     for size in (StepSize(num_tokens=50, num_seqs=7), StepSize(num_tokens=3, num_seqs=5), StepSize(num_tokens=1)):
         plan = largest_step(layout, size)
@@ -154,8 +147,8 @@ def test_no_step_takes_more_than_the_one_that_is_measured(kind: str, tmp_path: P
     assert taken <= measured
 
 
-def test_what_a_step_takes_grows_with_it(folder: Path) -> None:
-    runner = runner_of(folder, kv_blocks=400, num_threads=1)
+def test_what_a_step_takes_grows_with_it(llama_folder: Path) -> None:
+    runner = runner_of(llama_folder, kv_blocks=400, num_threads=1)
     peaks = []
     for num_tokens in (64, 128, 256):
         plan = largest_step(runner.kv_cache.layout, StepSize(num_tokens=num_tokens, num_seqs=2))
@@ -166,35 +159,35 @@ def test_what_a_step_takes_grows_with_it(folder: Path) -> None:
     assert peaks[2] > 1.5 * peaks[1] > 2.0 * peaks[0]
 
 
-def test_kv_gets_what_is_left_of_a_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_gets_what_is_left_of_a_share(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine of 64 MB, of which 40 are free."""
     monkeypatch.setattr(memory_profile, "device_memory", lambda device: (40_000_000, 64_000_000))
     size = StepSize(num_tokens=100, num_seqs=4)
     options: dict[str, Any] = {"largest_step": size, "num_threads": 1}
-    runner = runner_of(folder, kv_share=0.75, **options)
+    runner = runner_of(llama_folder, kv_share=0.75, **options)
     scratch_bytes = size.num_blocks(runner.kv_cache.layout) * runner.kv_cache.layout.block_bytes
     most = 40_000_000 - 16_000_000 + scratch_bytes
     assert most - 4_000_000 < runner.kv_cache.num_bytes < most, "all but the step's"
     stepper = Stepper(runner)
-    alone = Stepper(runner_of(folder, kv_blocks=100))
+    alone = Stepper(runner_of(llama_folder, kv_blocks=100))
     prompt = list(range(3, 40))
     assert stepper.generate(stepper.add(prompt), 5) == alone.generate(alone.add(prompt), 5)
-    staged = runner_of(folder, kv_share=0.75, host_bytes=1_000_000, staging_bytes=2_000_000, **options)
+    staged = runner_of(llama_folder, kv_share=0.75, host_bytes=1_000_000, staging_bytes=2_000_000, **options)
     assert staged.host_cache is not None
     assert staged.kv_cache.num_bytes - 2_100_000 < staged.num_pool_blocks * staged.kv_cache.layout.block_bytes < most
     staged.close()
-    adapting = runner_of(folder, kv_share=0.75, max_adapters=3, max_adapter_rank=64, **options)
+    adapting = runner_of(llama_folder, kv_share=0.75, max_adapters=3, max_adapter_rank=64, **options)
     assert isinstance(runner.config, ModelConfig)
     adapters = 3 * largest_adapter_bytes(runner.config, 64, torch.float32, kernels_for(CPU).packed_bytes)
     assert adapters > 1_000_000
     assert abs(runner.kv_cache.num_bytes - adapters - adapting.kv_cache.num_bytes) < 100_000, "adapters are yet to come"
     with pytest.raises(ValueError, match=r"nothing is left for KV.*allow a larger share"):
-        runner_of(folder, kv_share=0.3, **options)
+        runner_of(llama_folder, kv_share=0.3, **options)
 
 
-def test_a_share_is_given_alone(folder: Path) -> None:
+def test_a_share_is_given_alone(llama_folder: Path) -> None:
     with pytest.raises(ValueError, match="as a share, or in bytes, or in blocks"):
-        runner_of(folder, kv_share=0.5, kv_blocks=10)
+        runner_of(llama_folder, kv_share=0.5, kv_blocks=10)
     config = LegatoConfig.model_validate({"kv": {"decode": {"memory": "85%"}}, "decode": {"max_num_seqs": 32}})
     engine = engine_config("decode", config)
     assert (engine.kv_share, engine.kv_bytes, engine.kv_blocks) == (0.85, None, None)

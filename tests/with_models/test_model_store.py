@@ -27,9 +27,16 @@ from cluster.__main__ import main as cluster_main
 from cluster.app import served_model
 from cluster.config.settings import LegatoConfig, ModelSettings
 from cluster.deployment.local_cluster import StartError, fetch_models
-from engine.checkpoint.builtin_models import BUILTIN_MODELS, ModelUnavailableError, build_checkpoint
+from engine.checkpoint import builtin_models
+from engine.checkpoint.builtin_models import (
+    BUILTIN_MODELS,
+    BuiltinModel,
+    ModelUnavailableError,
+    build_checkpoint,
+    find_fault,
+    write_manifest,
+)
 from engine.checkpoint.gguf.checkpoint import hugging_face_name
-from engine.checkpoint.manifest import find_fault, write_manifest
 from engine.checkpoint.store import has_weights, resolve_model
 from engine.checkpoint.store import main as store_main
 from tests.support.byte_tokenizer import write_byte_tokenizer
@@ -218,16 +225,18 @@ def test_killed_half_way_then_a_flipped_bit_is_mended_by_one_of_two(
     assert sorted(path.name for path in tmp_path.iterdir()) == [SMOLLM2.name, f"{SMOLLM2.name}.lock"]
 
 
-def test_manifest_finds_every_fault(tmp_path: Path) -> None:
-    def fault(source: str = "a", version: int = 1, checksums: bool = False) -> str:
-        return find_fault(tmp_path, source_sha256=source, converter_version=version, checksums=checksums) or ""
+def test_manifest_finds_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(model: BuiltinModel = SMOLLM2, checksums: bool = False) -> str:
+        return find_fault(model, tmp_path, checksums=checksums) or ""
 
     (tmp_path / "weights").write_bytes(b"12345")
     assert "manifest.json is missing" in fault()
-    write_manifest(tmp_path, source_sha256="a", converter_version=1)
+    write_manifest(SMOLLM2, tmp_path)
     assert fault(checksums=True) == ""
-    assert "another file or by another version" in fault(source="b")
-    assert "another file or by another version" in fault(version=2)
+    assert "another file or by another version" in fault(replace(SMOLLM2, gguf_sha256="b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin_models, "CONVERTER_VERSION", builtin_models.CONVERTER_VERSION + 1)
+        assert "another file or by another version" in fault()
     (tmp_path / "weights").write_bytes(b"12x45")
     assert fault() == ""
     assert "weights has another SHA-256" in fault(checksums=True)
@@ -550,7 +559,7 @@ def test_check_says_how_much_of_a_hub_model_it_has_looked_at(tmp_path: Path) -> 
     assert absent.returncode == 0 and "whether it can be served, and the memory that it takes, was not" in absent.stdout
     assert "Legato's own code computes it: LlamaForCausalLM." in whole.stdout
     assert "its checkpoint's are used: temperature 0.6, top_k 20." in whole.stdout
-    assert whole.returncode == 1 and "model.safetensors is no whole safetensors file" in whole.stderr
+    assert whole.returncode == 1 and "model.safetensors is not a whole safetensors file" in whole.stderr
     for told in (weightless, of_gateway):
         assert (told.returncode, told.stderr) == (0, "")
         assert "Its weights are not on this machine: the memory that they take was not looked at." in told.stdout

@@ -11,9 +11,8 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from cluster.simulation.plan.command import model_shape
-from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from engine.checkpoint.weights import load_weights
-from engine.cost_model.roofline import CPU_CORE, ModelShape, roofline_cost
+from engine.cost_model.roofline import CPU_CORE, ModelShape, activation_bytes, predict_memory, roofline_cost
 from engine.kv.allocation import BlockAllocator
 from engine.model.config import ModelConfig
 from engine.sampling.params import SamplingParams

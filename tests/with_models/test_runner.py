@@ -28,17 +28,10 @@ from tests.support.stepping import GREEDY_WITH_ECHO, Stepper, recording_runner
 PROMPT = [5, 99, 41, 300, 7, 7, 123, 250, 18, 64, 2]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_oracle("llama", path)
-    return path
-
-
 @pytest.fixture
-def copied(folder: Path, tmp_path: Path) -> Path:
+def copied(llama_folder: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint that a test may spoil."""
-    return Path(shutil.copytree(folder, tmp_path / "model"))
+    return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -50,24 +43,24 @@ def edit_config(folder: Path, **changes: Any) -> None:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_output_follows_the_plan_not_the_packing(folder: Path) -> None:
-    runner, _ = recording_runner(folder)
+def test_output_follows_the_plan_not_the_packing(llama_folder: Path) -> None:
+    runner, _ = recording_runner(llama_folder)
     stepper = Stepper(runner)
     long, short, partial = stepper.add(PROMPT, "long"), stepper.add([4], "short"), stepper.add(PROMPT, "partial")
-    alone = Stepper(recording_runner(folder)[0])
+    alone = Stepper(recording_runner(llama_folder)[0])
     expected = [alone.generate(alone.add(prompt), 1)[0] for prompt in (PROMPT, [4])]
     sampled = stepper.step([(long, len(PROMPT)), (partial, 3), (short, 1)])
     assert [token and token.token_id for token in sampled] == [expected[0], None, expected[1]]
 
 
-def test_an_empty_plan_does_nothing(folder: Path) -> None:
-    output = recording_runner(folder)[0].execute(StepPlan(()))
+def test_an_empty_plan_does_nothing(llama_folder: Path) -> None:
+    output = recording_runner(llama_folder)[0].execute(StepPlan(()))
     assert output.sampled == []
     assert output.prompt_logprobs == []
 
 
-def test_a_step_that_samples_nothing_still_computes_kv(folder: Path) -> None:
-    runner, _ = recording_runner(folder)
+def test_a_step_that_samples_nothing_still_computes_kv(llama_folder: Path) -> None:
+    runner, _ = recording_runner(llama_folder)
     stepper = Stepper(runner)
     seq, whole = stepper.add(PROMPT), stepper.add(PROMPT)
     assert stepper.step([(seq, len(PROMPT) - 1)]) == [None]
@@ -75,8 +68,8 @@ def test_a_step_that_samples_nothing_still_computes_kv(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 3])
-def test_on_layer_comes_when_the_layers_kv_of_all_items_is_there(folder: Path, layers_per_group: int) -> None:
-    runner, _ = recording_runner(folder, layers_per_group=layers_per_group)
+def test_on_layer_comes_when_the_layers_kv_of_all_items_is_there(llama_folder: Path, layers_per_group: int) -> None:
+    runner, _ = recording_runner(llama_folder, layers_per_group=layers_per_group)
     stepper = Stepper(runner)
     decoding, prefilling = stepper.add([9, 8, 7]), stepper.add(PROMPT)
     stepper.step([(decoding, 3)])
@@ -102,8 +95,8 @@ def test_on_layer_comes_when_the_layers_kv_of_all_items_is_there(folder: Path, l
             assert torch.equal(slab, final)
 
 
-def test_prompt_logprobs_judge_each_next_prompt_token(folder: Path) -> None:
-    runner, sampler = recording_runner(folder)
+def test_prompt_logprobs_judge_each_next_prompt_token(llama_folder: Path) -> None:
+    runner, sampler = recording_runner(llama_folder)
     stepper = Stepper(runner)
     seq, other = stepper.add(PROMPT, params=GREEDY_WITH_ECHO), stepper.add([3, 4])
     stepper.reserve(seq, len(PROMPT))
@@ -123,8 +116,8 @@ def test_prompt_logprobs_judge_each_next_prompt_token(folder: Path) -> None:
     assert runner.execute(StepPlan((ScheduledSequence(seq, 1),))).prompt_logprobs == [[]]
 
 
-def test_a_seeded_sequence_samples_the_same_alone_and_in_a_batch(folder: Path) -> None:
-    runner = runner_of(folder, kv_blocks=600)
+def test_a_seeded_sequence_samples_the_same_alone_and_in_a_batch(llama_folder: Path) -> None:
+    runner = runner_of(llama_folder, kv_blocks=600)
     stepper = Stepper(runner)
     params = SamplingParams(max_tokens=64, seed=1234, temperature=1.0)
     alone = stepper.generate(stepper.add(PROMPT, params=params), 20)
@@ -135,8 +128,8 @@ def test_a_seeded_sequence_samples_the_same_alone_and_in_a_batch(folder: Path) -
     assert any(other.output_token_ids[:20] != alone for other in others)
 
 
-def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(folder: Path) -> None:
-    runner, _ = recording_runner(folder, num_blocks=4)
+def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(llama_folder: Path) -> None:
+    runner, _ = recording_runner(llama_folder, num_blocks=4)
     stepper = Stepper(runner)
     first = stepper.add(PROMPT)
     expected = list(stepper.generate(first, 4))
@@ -149,12 +142,16 @@ def test_tokens_do_not_depend_on_an_earlier_owner_of_the_blocks(folder: Path) ->
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_reports_sizes(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="engine.steps.loading"):
-        runner = runner_of(folder, dtype="bfloat16", block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1)
+        runner = runner_of(
+            llama_folder, dtype="bfloat16", block_size=8, layers_per_group=2, kv_bytes=100_000, num_threads=1
+        )
     block_bytes = runner.kv_cache.layout.block_bytes
     assert runner.kv_cache.num_blocks == 100_000 // block_bytes
-    assert runner.weight_bytes == 2 * sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert runner.weight_bytes == 2 * sum(
+        tensor.numel() for tensor in load_file(llama_folder / "model.safetensors").values()
+    )
     assert "LlamaForCausalLM" in caplog.text
 
 
@@ -167,12 +164,12 @@ def test_loading_reports_sizes(folder: Path, caplog: pytest.LogCaptureFixture) -
         ({"kv_bytes": 10}, "cannot hold a single token"),
     ],
 )
-def test_impossible_kv_sizes_are_refused(folder: Path, sizes: dict[str, Any], complaint: str) -> None:
+def test_impossible_kv_sizes_are_refused(llama_folder: Path, sizes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        runner_of(folder, layers_per_group=1, **sizes)
+        runner_of(llama_folder, layers_per_group=1, **sizes)
 
 
-def test_a_sharded_checkpoint_is_the_same_model(folder: Path, copied: Path) -> None:
+def test_a_sharded_checkpoint_is_the_same_model(llama_folder: Path, copied: Path) -> None:
     tensors = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -181,7 +178,7 @@ def test_a_sharded_checkpoint_is_the_same_model(folder: Path, copied: Path) -> N
         save_file({name: tensors[name] for name in members}, copied / file)
     weight_map = {name: file for file, members in shards.items() for name in members}
     (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    runners = [recording_runner(path)[0] for path in (folder, copied)]
+    runners = [recording_runner(path)[0] for path in (llama_folder, copied)]
     steppers = [Stepper(runner) for runner in runners]
     assert len({tuple(stepper.generate(stepper.add(PROMPT), 5)) for stepper in steppers}) == 1
     (copied / "b.safetensors").unlink()
@@ -254,15 +251,15 @@ def test_a_truncated_file_is_refused(copied: Path) -> None:
         recording_runner(copied)
 
 
-def test_other_weight_types_are_refused(folder: Path) -> None:
+def test_other_weight_types_are_refused(llama_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, not as torch\.float64"):
-        load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float64)
+        load_weights(llama_folder, ModelConfig.from_folder(llama_folder), dtype=torch.float64)
 
 
-def test_half_precision_keeps_to_the_float32_logits(folder: Path) -> None:
+def test_half_precision_keeps_to_the_float32_logits(llama_folder: Path) -> None:
     logits = {}
     for dtype in (torch.float32, torch.float16):
-        runner, sampler = recording_runner(folder, dtype=dtype)
+        runner, sampler = recording_runner(llama_folder, dtype=dtype)
         stepper = Stepper(runner)
         seq = stepper.add(PROMPT)
         stepper.step([(seq, 7)])
@@ -356,8 +353,8 @@ def test_old_names_of_gemma_layers(tmp_path: Path) -> None:
     assert layers[1].rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
 
 
-def test_the_runner_takes_the_weights(folder: Path) -> None:
-    runner, sampler = recording_runner(folder)
-    weights = load_weights(folder, ModelConfig.from_folder(folder), dtype=torch.float32)
+def test_the_runner_takes_the_weights(llama_folder: Path) -> None:
+    runner, sampler = recording_runner(llama_folder)
+    weights = load_weights(llama_folder, ModelConfig.from_folder(llama_folder), dtype=torch.float32)
     ModelRunner(runner.config, weights, runner.kv_cache, sampler=sampler)
     assert not weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import marshal
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -317,40 +317,33 @@ class _Proof:
     def prefer_any_of(self, schema: dict[str, Any], place: str) -> None:
         """Replace a schema's `oneOf` by `anyOf`, if that is proven to say the same. Otherwise it stays, and llguidance
         proves it or refuses it. Raises UnsupportedGrammarError if it allows nothing."""
-        branches = schema["oneOf"]
+        impossible = self._kinds_of_no_branch_alone(schema)
+        if impossible is None:
+            return
+        types = [name for name in types_of(schema) if _kind_of_type(name) not in impossible] if impossible else None
+        if types == []:
+            raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
+        _rename_one_of(schema)
+        if types is not None:
+            schema["type"] = types
+
+    def _kinds_of_no_branch_alone(self, schema: dict[str, Any]) -> set[str] | None:
+        """The kinds of which several branches of a `oneOf` allow all instances, so that none of them is in one branch
+        alone. None: of some other kind it is not proven that no two branches have an instance in common."""
         beside = {name: value for name, value in schema.items() if name != "oneOf"} if len(schema) > 1 else {}
         around = self._parts(beside) if beside else []
-        own = [self._parts(branch) for branch in branches]
+        own = [self._parts(branch) for branch in schema["oneOf"]]
         kinds = [self._kinds([*parts, *around] if around else parts) for parts in own]
-        seen, shared = kinds[0] if kinds else _NO_KINDS, _NO_KINDS
-        for possible in kinds[1:]:
-            shared |= seen & possible
-            seen |= possible
-        impossible = set()
-        for kind in sorted(shared) if shared else ():
+        found = set()
+        for kind in sorted(_in_several(kinds)):
             takers = [parts for parts, possible in zip(own, kinds, strict=True) if kind in possible]
             pairs = ((one, other) for number, one in enumerate(takers) for other in takers[:number])
             if all(self._are_disjoint_in(kind, [*one, *around], [*other, *around], 0) for one, other in pairs):
                 continue
             if not all(_takes_all(kind, parts) for parts in takers):
-                return
-            impossible.add(kind)  # several branches allow all of this kind, so no instance of it is in one branch alone
-        if impossible:
-            types = [name for name in types_of(schema) if _kind_of_type(name) not in impossible]
-            if not types:
-                raise UnsupportedGrammarError(f"At {place}: oneOf allows nothing, since its branches allow the same.")
-        else:
-            types = []
-        if "anyOf" in schema:
-            schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
-        elif len(schema) == 1:
-            schema["anyOf"] = schema.pop("oneOf")
-        else:
-            members = {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
-            schema.clear()
-            schema.update(members)
-        if types:
-            schema["type"] = types
+                return None
+            found.add(kind)
+        return found
 
     def _are_disjoint(self, one: Schema, other: Schema, depth: int) -> bool:
         """Whether it is proven that no instance follows both schemas."""
@@ -429,6 +422,25 @@ class _Proof:
             return False
         least, most = _LIMITS[kind]
         return _is_below(one.get(most), other.get(least)) or _is_below(other.get(most), one.get(least))
+
+
+def _in_several(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+    """What is in more than one of them."""
+    seen = shared = _NO_KINDS
+    for each in sets:
+        shared |= seen & each
+        seen |= each
+    return shared
+
+
+def _rename_one_of(schema: dict[str, Any]) -> None:
+    """Make `anyOf` of a schema's `oneOf`, in its place, or in an `allOf` where it has an `anyOf` already."""
+    if "anyOf" in schema:
+        schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("oneOf")}]
+        return
+    members = {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
+    schema.clear()
+    schema.update(members)
 
 
 def _takes_all(kind: str, parts: list[dict[str, Any]]) -> bool:

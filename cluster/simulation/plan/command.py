@@ -20,13 +20,12 @@ from cluster.simulation.models import simulate_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.report import Changing, LayoutResult, ModelsPlan, PlanReport, num_gpus_of
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
-from cluster.simulation.plan.worker_memory import WorkerMemory, predict_memory
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers.worker import WorkerShape, measured
 from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig
-from engine.cost_model.roofline import Device, ModelShape, roofline_cost
+from engine.cost_model.roofline import Device, ModelShape, WorkerMemory, predict_memory, roofline_cost
 
 _DEGREES: Final = (1, 2, 4, 8)
 _LOADS: Final = (0.8, 1.2)

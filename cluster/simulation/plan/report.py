@@ -10,10 +10,10 @@ from typing import Any
 
 from cluster.simulation.plan.demand import Demand, Targets
 from cluster.simulation.plan.search import Layout
-from cluster.simulation.plan.worker_memory import WorkerMemory
 from cluster.simulation.records import aligned
 from cluster.simulation.simulate import SimulationResult
 from cluster.slo.countings import Shares, table_rows
+from engine.cost_model.roofline import WorkerMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -340,7 +340,6 @@ class SimulatedWorker(ABC):
             num_handing_over=len(self._receivers),
             blocks_available=self.pool.num_available,
             num_leases=self.pool.num_leases,
-            host_blocks_available=0 if self.host is None else self.host.pool.num_available,
             step_cost=self._step_cost if self._costs is None else cost_report(self._costs),
         )
 

@@ -36,7 +36,6 @@ from cluster.config.build import (
 from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.fields import KvMemory, format_size, parse_size
 from cluster.config.load import (
-    CONSTANTS,
     IMPORT_PATH,
     SERVE_NAMES,
     ConfigError,
@@ -51,9 +50,8 @@ from cluster.config.settings import NOT_TUNABLE, TUNABLE
 from cluster.config.table import setting_rows, settings_table
 from cluster.deployment.capacity import pool_name
 from cluster.gateway.orchestrator import OrchestratorConfig
-from cluster.simulation.plan.worker_memory import predict_memory
 from cluster.slo.classes import NO_TARGETS, SloConfig
-from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape
+from engine.cost_model.roofline import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_70B, ModelShape, predict_memory
 from engine.drafting.speculation import SpeculationConfig, drafters_of
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.choose import TransferConfig, TransportKind
@@ -227,8 +225,7 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),
         ({"gateway": {"max_body_bytes": "much"}}, ("gateway.max_body_bytes", "512MiB")),
         ({"gateway": {"request_deadline_s": float("nan")}}, ("gateway.request_deadline_s",)),
-        ({"transfer": {"lease_ttl_s": 5}}, ("transfer.lease_ttl_s is no setting any more", "DecodeWorkerConfig", "10")),
-        ({"decode": {"calibration_s": 5}}, ("decode.calibration_s is no setting any more", "DecodeWorkerConfig", "2")),
+        ({"transfer": {"lease_ttl_s": 5}}, ("transfer.lease_ttl_s is no setting; there are transport",)),
         ({"tuning": {"Config": {}}}, ("tuning names Config", "DecodeWorkerConfig, EngineConfig")),
         (
             {"tuning": {"OrchestratorConfig": {"request_deadline_s": 30}}},
@@ -348,7 +345,6 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ),
         ({"models": [{"model": "a", "gateway": {}}]}, ("models.0.gateway is no setting", "model, adapters, kv")),
         ({"models": [{"decode": {"replica": 2}}]}, ("models.0.decode.replica", "did you mean replicas?")),
-        ({"models": [{"decode": {"calibration_s": 5}}]}, ("models.0.decode.calibration_s is no setting any more",)),
         ({"models": [{"workers": 3, "decode": {"replicas": 2}}]}, ("models.0: workers is 3", "decode.replicas")),
         (
             {"models": [{"model": "a"}, {"model": {"ref": "b", "max_model_len": 4}}]},
@@ -693,19 +689,7 @@ def test_names_of_models() -> None:
     assert name(ref="./x", served_name="chat") == "chat"
 
 
-def test_what_is_a_constant_now_is_told_by_name_and_value() -> None:
-    """An upgrade is clear: each setting of before is named together with what it is now."""
-    for path, constant in CONSTANTS.items():
-        branch, name = path.rsplit(".", 1)
-        with pytest.raises(ConfigError) as caught:
-            load_config({branch: {name: 1}})
-        assert f"{path} is no setting any more but a constant, {constant}; leave it out" in str(caught.value)
-    assert not CONSTANTS.keys() & {path for path, _, _, _ in setting_rows()}
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert [path for path in CONSTANTS if f"`{path}`" not in changelog] == []
-
-
-def test_constants_are_as_the_refusal_says() -> None:
+def test_what_is_no_setting_is_a_constant() -> None:
     decode = decode_worker(load_config({}))
     assert (decode.lease_ttl_s, decode.reserve_wait_s, decode.calibration_s, decode.max_waiting) == (10, 60, 2, 256)
     prefill = prefill_worker(load_config({}))

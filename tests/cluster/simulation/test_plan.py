@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,21 +16,19 @@ from cluster.simulation.plan.command import Hardware, Problem, plan_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.report import LayoutResult
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
-from cluster.simulation.plan.worker_memory import activation_bytes, predict_memory
 from cluster.simulation.workload.synthetic import LogNormal, Workload, draw_requests
 from cluster.simulation.workload.traces import TraceRequest, paced, swing
 from engine.cost_model.roofline import (
     CPU_CORE,
     H100_SXM,
-    L40S,
     LLAMA_3_1_8B,
     LLAMA_3_1_70B,
     Device,
     ModelShape,
+    predict_memory,
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost
-from engine.model.config import LatentConfig
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "scaling.md"
 STREAMS, CONTEXT = 64, 2_000
@@ -194,24 +191,6 @@ def test_simulations_end_with_the_time_for_them() -> None:
     assert next(seconds) == 22
 
 
-def test_memory_adds_up_and_is_cut_among_devices() -> None:
-    alone = predict_memory(LLAMA_3_1_8B, H100_SXM, token_budget=2048, max_num_seqs=256, ring_bytes=10**9)
-    parts = alone.weights_bytes + alone.activation_bytes + alone.ring_bytes + alone.kv_bytes + alone.unused_bytes
-    assert parts == 80e9
-    assert alone.unused_bytes == pytest.approx(8e9, abs=10**6)
-    assert alone.kv_bytes == alone.kv_tokens * 131_072
-    cut = predict_memory(LLAMA_3_1_8B, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
-    assert cut.weights_bytes == math.ceil(alone.weights_bytes / 4)
-    assert cut.kv_tokens > 4 * alone.kv_tokens
-    latent = LatentConfig(rank=512, query_rank=None, plain_dim=128, rotary_dim=64, value_dim=128, interleaved=True)
-    shape = replace(LLAMA_3_1_8B, num_kv_heads=1, head_dim=576, latent=latent)
-    whole = predict_memory(shape, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
-    assert whole.kv_bytes == whole.kv_tokens * shape.kv_bytes_per_token, "each device has the latents of all heads"
-    assert whole.unused_bytes == pytest.approx(8e9, abs=10**6)
-    with pytest.raises(ValueError, match="use more devices"):
-        predict_memory(LLAMA_3_1_70B, L40S, token_budget=2048, max_num_seqs=256)
-
-
 def shape(name: str, layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False) -> ModelShape:
     """One of Qwen3's."""
     return replace(
@@ -275,11 +254,6 @@ def test_the_guide_tells_what_is_predicted() -> None:
     ]
     text = GUIDE.read_text(encoding="utf-8")
     assert [told for told in (*rows, *cores) if told not in text] == []
-
-
-def test_activations_are_those_of_the_widest_moment() -> None:
-    assert activation_bytes(LLAMA_3_1_8B, token_budget=4096, max_num_seqs=1) == 4096 * (2 * 4096 + 5 * 14336) * 2
-    assert activation_bytes(LLAMA_3_1_8B, token_budget=1, max_num_seqs=64) == 64 * 128_256 * 16
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -14,7 +15,9 @@ from engine.cost_model.roofline import (
     LLAMA_3_1_8B,
     LLAMA_3_1_70B,
     Device,
+    activation_bytes,
     kv_capacity_tokens,
+    predict_memory,
     roofline_cost,
 )
 from engine.cost_model.step_cost import StepCost, StepWork
@@ -100,6 +103,29 @@ def test_every_device_has_the_whole_of_a_latent() -> None:
     assert cut.prefill_pair_s == alone.prefill_pair_s / 4
     with pytest.raises(ValueError, match="32 query heads, which 3 devices cannot share evenly"):
         roofline_cost(shape, H100_SXM, num_devices=3)
+
+
+def test_memory_adds_up_and_is_cut_among_devices() -> None:
+    alone = predict_memory(LLAMA_3_1_8B, H100_SXM, token_budget=2048, max_num_seqs=256, ring_bytes=10**9)
+    parts = alone.weights_bytes + alone.activation_bytes + alone.ring_bytes + alone.kv_bytes + alone.unused_bytes
+    assert parts == 80e9
+    assert alone.unused_bytes == pytest.approx(8e9, abs=10**6)
+    assert alone.kv_bytes == alone.kv_tokens * 131_072
+    cut = predict_memory(LLAMA_3_1_8B, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
+    assert cut.weights_bytes == math.ceil(alone.weights_bytes / 4)
+    assert cut.kv_tokens > 4 * alone.kv_tokens
+    latent = LatentConfig(rank=512, query_rank=None, plain_dim=128, rotary_dim=64, value_dim=128, interleaved=True)
+    shape = dataclasses.replace(LLAMA_3_1_8B, num_kv_heads=1, head_dim=576, latent=latent)
+    whole = predict_memory(shape, H100_SXM, num_devices=4, token_budget=2048, max_num_seqs=256)
+    assert whole.kv_bytes == whole.kv_tokens * shape.kv_bytes_per_token, "each device has the latents of all heads"
+    assert whole.unused_bytes == pytest.approx(8e9, abs=10**6)
+    with pytest.raises(ValueError, match="use more devices"):
+        predict_memory(LLAMA_3_1_70B, L40S, token_budget=2048, max_num_seqs=256)
+
+
+def test_activations_are_those_of_the_widest_moment() -> None:
+    assert activation_bytes(LLAMA_3_1_8B, token_budget=4096, max_num_seqs=1) == 4096 * (2 * 4096 + 5 * 14336) * 2
+    assert activation_bytes(LLAMA_3_1_8B, token_budget=1, max_num_seqs=64) == 64 * 128_256 * 16
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scheduling.eviction_policies import EVICTION_NAMES, EvictionName, eviction_policy
-from engine.kv.block_pool import BlockKey, BlockLease, BlockPool, OutOfBlocksError
-from engine.kv.eviction import AgedLru
+from engine.kv.block_pool import AgedLru, BlockKey, BlockLease, BlockPool, OutOfBlocksError
 
 
 def _publish_columns(pool: BlockPool, lease: BlockLease, layer_groups: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from decode_workers.local_engine import LocalEngine
-from engine.checkpoint import packed_weights
-from engine.checkpoint.packed_weights import packing_memory
+from engine.checkpoint import shared_weights
 from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.shared_weights import packing_memory
 from engine.sequence import Sequence, TokenLogprobs
 from engine.steps.loading import EngineConfig, load_model
 from kernels.cpu.huge_pages import PackingMemory, private_memory
@@ -127,7 +127,7 @@ def test_another_users_folder_is_not_used(
 
 
 @pytest.mark.parametrize("sharing", ["auto", "on"])
-def test_what_was_packed_once_is_there_for_everyone(folder: Path, sharing: packed_weights.Sharing) -> None:
+def test_what_was_packed_once_is_there_for_everyone(folder: Path, sharing: shared_weights.Sharing) -> None:
     assert numbers(packing_memory(folder, "facts", pack_two, sharing)) == PACKED
     assert numbers(packing_memory(folder, "facts", refuse, sharing)) == PACKED
 
@@ -174,7 +174,7 @@ def test_what_a_killed_writer_left_is_not_used(folder: Path, cache: Path) -> Non
 _KILLED = """
 import os, sys, torch
 from pathlib import Path
-from engine.checkpoint.packed_weights import packing_memory
+from engine.checkpoint.shared_weights import packing_memory
 
 def pack(memory):
     memory(5, torch.bfloat16, lambda packed: None)
@@ -216,7 +216,7 @@ def test_the_least_recently_used_go_first(
         [newest] = [path for path in cache.glob("*.weights") if path.stat().st_mtime > 1000]
         os.utime(newest, (number + 1, number + 1))
     oldest, second = sorted(cache.glob("*.weights"), key=lambda path: path.stat().st_mtime)
-    monkeypatch.setattr(packed_weights, limit, 2 if limit == "MAX_FILES" else 2 * second.stat().st_size)
+    monkeypatch.setattr(shared_weights, limit, 2 if limit == "MAX_FILES" else 2 * second.stat().st_size)
     packing_memory(folder, "third", pack_two, "on")
     assert not oldest.exists()
     assert second.exists()
@@ -232,7 +232,7 @@ def test_a_model_computes_the_same_to_the_bit(tmp_path: Path, cache: Path, quant
     assert len(list(cache.glob("*.weights"))) == (native_library() is not None)
 
 
-def logprobs(folder: Path, sharing: packed_weights.Sharing, quantisation: Quantisation | None) -> list[TokenLogprobs]:
+def logprobs(folder: Path, sharing: shared_weights.Sharing, quantisation: Quantisation | None) -> list[TokenLogprobs]:
     """Of a prompt's tokens: they depend on every weight."""
     config = EngineConfig(
         model_ref=str(folder),

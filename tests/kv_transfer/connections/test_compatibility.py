@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kv.cache import KVLayout
-from kv_transfer.connections.compatibility import describe, fingerprint, mismatch
+from kv_transfer.connections.handshake import describe, fingerprint, mismatch
 from kv_transfer.messages import PROTOCOL_VERSION
 
 LAYOUT = KVLayout(num_layers=30, layers_per_group=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
