@@ -291,7 +291,7 @@ class Admission:
         if query.has_targets:
             table = self._ledger.table
             drained_at = table.facts[Fact.DRAINED_AT, table.pools()[table.decodes(decision.best.computing)]]
-            free_at = np.sort(np.minimum(drained_at, now + LATER_S[-1])).tolist()
+            free_at = np.sort(drained_at).tolist()
             retry_at = self._calendar.reserve(
                 *(query.question, retry_at, self._work_s(decision), free_at, now), told_apart=query.has_name
             )

@@ -180,8 +180,8 @@ class PlacementPace:
 
 class ReservedWork:
     """Seconds of work by second of time. Each reservation takes the room of its work from its time on: long work leaves
-    room for short work before it, and none for more than can be done after it. While a worker computes what it has, it
-    gives no room: when overload begins, all that came before anybody was turned away is still to be done."""
+    room for short work before it, and none for more than can be done after it. While workers compute what they have,
+    one of them gives room: when overload begins, all that came before anybody was turned away is still to be done."""
 
     def __init__(self) -> None:
         self.taken_s: dict[int, float] = {}  # by bucket of time
@@ -210,5 +210,5 @@ class ReservedWork:
 
 
 def _room_s(bucket: int, per_s: float, free_at: Sequence[float]) -> float:
-    """Seconds of work for which a bucket has room, taken or not."""
-    return per_s * BUCKET_S * bisect_right(free_at, (bucket + 1) * BUCKET_S) / len(free_at)
+    """Seconds of work for which a bucket has room, taken or not: at least one worker's, since it is foreseen."""
+    return per_s * BUCKET_S * max(1, bisect_right(free_at, (bucket + 1) * BUCKET_S)) / len(free_at)

@@ -21,12 +21,18 @@ def test_long_work_far_off_does_not_put_off_short_work() -> None:
     assert calendar.reserve(91.0, 1.0, per_s=4.0, free_at=_FREE) == 97.5, "30 seconds of work take 7.5"
 
 
-def test_a_worker_gives_no_room_while_it_computes_what_it_has() -> None:
+def test_workers_give_no_room_while_they_compute_what_they_have() -> None:
     """Overload begins, and two of four workers are busy for a while with what came before anybody was turned away."""
     calendar = ReservedWork()
     told = [calendar.reserve(1.0, 1.0, per_s=1.0, free_at=[0.0, 0.0, 4.0, 8.0]) for _ in range(5)]
     assert told == pytest.approx([1.0, 3.0, 4.0 + 1.0 / 3.0, 5.0 + 2.0 / 3.0, 7.0])
-    assert calendar.reserve(1.0, 1.0, per_s=1.0, free_at=[9.5]) >= 9.0, "all are busy until then"
+
+
+def test_one_worker_gives_room_though_all_are_busy() -> None:
+    """The time from which on a client may come was foreseen for one of them."""
+    calendar = ReservedWork()
+    told = [calendar.reserve(1.0, 0.5, per_s=2.0, free_at=[50.0, 60.0]) for _ in range(3)]
+    assert told == pytest.approx([1.0, 1.5, 2.0])
 
 
 def test_what_was_reserved_for_the_past_is_forgotten() -> None:
