@@ -32,6 +32,7 @@ from cluster.scheduler.placement.pick import (
 )
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
+from cluster.scheduler.placement.worker_table import Fact
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
@@ -288,10 +289,11 @@ class Admission:
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
         retry_at = self._ledger.or_joined(now + (LATER_S[-1] if retry_s is None else retry_s), now)
         if query.has_targets:
-            pool = self._ledger.table.pools()[self._ledger.table.decodes(decision.best.computing)]
-            num_workers = max(1, int(pool.stop - pool.start))
+            table = self._ledger.table
+            drained_at = table.facts[Fact.DRAINED_AT, table.pools()[table.decodes(decision.best.computing)]]
+            free_at = np.sort(drained_at).tolist()
             retry_at = self._calendar.reserve(
-                *(query.question, retry_at, self._work_s(decision), num_workers, now), told_apart=query.has_name
+                *(query.question, retry_at, self._work_s(decision), free_at, now), told_apart=query.has_name
             )
         return Verdict(
             outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 MIN_RETRY_AFTER_S: Final = 1.0  # nobody is asked to come back sooner
@@ -64,10 +65,17 @@ class RetryAfterCalendar:
         self._pace.placed(work_s)
 
     def reserve(
-        self, key: Hashable, earliest: float, work_s: float, num_workers: int, now: float, *, told_apart: bool = True
+        self,
+        key: Hashable,
+        earliest: float,
+        work_s: float,
+        free_at: Sequence[float],
+        now: float,
+        told_apart: bool = True,
     ) -> float:
         """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
-        worker's time; `num_workers`: that do such work; `told_apart`: the key names what is asked."""
+        worker's time; `free_at`: by worker that does such work, when the prompts that it has are computed,
+        the first one first; `told_apart`: the key names what is asked."""
         self._forget(now)
         self._work.forget(now)
         self._pace.turned_away(now)
@@ -79,8 +87,8 @@ class RetryAfterCalendar:
             at = max(expected_at, earliest)  # where it came too early, its turn is still its own, and its work has room
         else:
             # Room for those who do come: else, where nobody does, each is sent further away than the one before.
-            per_s = CALENDAR_SHARE * self._pace.per_s(num_workers)
-            at = self._work.reserve(earliest, self.return_rate * work_s, per_s)
+            per_s = CALENDAR_SHARE * self._pace.per_s(len(free_at))
+            at = self._work.reserve(earliest, self.return_rate * work_s, per_s, free_at)
         if at != expected_at:
             self._until[key] = at
             self._num_reserved += 1
@@ -172,19 +180,21 @@ class PlacementPace:
 
 class ReservedWork:
     """Seconds of work by second of time. Each reservation takes the room of its work from its time on: long work leaves
-    room for short work before it, and none for more than can be done after it."""
+    room for short work before it, and none for more than can be done after it. While workers compute what they have,
+    one of them gives room: when overload begins, all that came before anybody was turned away is still to be done."""
 
     def __init__(self) -> None:
         self.taken_s: dict[int, float] = {}  # by bucket of time
 
-    def reserve(self, earliest: float, work_s: float, per_s: float) -> float:
-        """The first moment from `earliest` on with room, which is taken then."""
-        room_s, bucket = per_s * BUCKET_S, int(earliest // BUCKET_S)
-        while self._taken(bucket) >= room_s:
+    def reserve(self, earliest: float, work_s: float, per_s: float, free_at: Sequence[float]) -> float:
+        """The first moment from `earliest` on with room, which is taken then. `per_s`: of room, once all workers are
+        free; `free_at`: when each is, the first one first."""
+        bucket = int(earliest // BUCKET_S)
+        while self._taken(bucket) >= (room_s := _room_s(bucket, per_s, free_at)):
             bucket += 1
         at = max(earliest, BUCKET_S * (bucket + self._taken(bucket) / room_s))
         while work_s > 0.0:
-            more_s = min(work_s, max(0.0, room_s - self._taken(bucket)))
+            more_s = min(work_s, max(0.0, _room_s(bucket, per_s, free_at) - self._taken(bucket)))
             self.taken_s[bucket] = self._taken(bucket) + more_s
             work_s -= more_s
             bucket += 1
@@ -197,3 +207,8 @@ class ReservedWork:
 
     def _taken(self, bucket: int) -> float:
         return self.taken_s.get(bucket, 0.0)
+
+
+def _room_s(bucket: int, per_s: float, free_at: Sequence[float]) -> float:
+    """Seconds of work for which a bucket has room, taken or not: at least one worker's, since it is foreseen."""
+    return per_s * BUCKET_S * max(1, bisect_right(free_at, (bucket + 1) * BUCKET_S)) / len(free_at)

@@ -115,7 +115,7 @@ def test_who_comes_back_when_told_to_leaves_no_room_though_its_tenant_is_ahead()
     """What it was told is for it, not for its tenant: another request of that tenant leaves room."""
     admission = _lacking_with_a_ahead_of_b()
     long: dict[str, Any] = {"tenant": "a", "ttft_s": 15.0}  # of which it would have waited for 8 s
-    admission._calendar.reserve(query_of(num_tokens=4000, **long).question, 0.0, 1.0, 1, 0.0)
+    admission._calendar.reserve(query_of(num_tokens=4000, **long).question, 0.0, 1.0, [0.0], 0.0)
     assert _ask(admission, "another", 0.0, num_tokens=4001, **long).outcome is not AdmissionOutcome.PLACED
     assert _ask(admission, "back", 0.0, num_tokens=4000, **long).outcome is AdmissionOutcome.PLACED
 

@@ -8,21 +8,37 @@ from hypothesis import strategies as st
 
 from cluster.scheduler.placement.retry_after import PlacementPace, ReservedWork, RetryAfterCalendar
 
+_FREE = [0.0]  # of a worker that has nothing to compute
+
 # --- the calendar ---
 
 
 def test_long_work_far_off_does_not_put_off_short_work() -> None:
     calendar = ReservedWork()
-    assert calendar.reserve(90.0, 30.0, per_s=4.0) == 90.0
-    assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5
-    assert calendar.reserve(2.5, 1.0, per_s=4.0) == 2.5, "there is room for both in that second"
-    assert calendar.reserve(91.0, 1.0, per_s=4.0) == 97.5, "30 seconds of work take 7.5"
+    assert calendar.reserve(90.0, 30.0, per_s=4.0, free_at=_FREE) == 90.0
+    assert calendar.reserve(2.5, 1.0, per_s=4.0, free_at=_FREE) == 2.5
+    assert calendar.reserve(2.5, 1.0, per_s=4.0, free_at=_FREE) == 2.5, "there is room for both in that second"
+    assert calendar.reserve(91.0, 1.0, per_s=4.0, free_at=_FREE) == 97.5, "30 seconds of work take 7.5"
+
+
+def test_workers_give_no_room_while_they_compute_what_they_have() -> None:
+    """Overload begins, and two of four workers are busy for a while with what came before anybody was turned away."""
+    calendar = ReservedWork()
+    told = [calendar.reserve(1.0, 1.0, per_s=1.0, free_at=[0.0, 0.0, 4.0, 8.0]) for _ in range(5)]
+    assert told == pytest.approx([1.0, 3.0, 4.0 + 1.0 / 3.0, 5.0 + 2.0 / 3.0, 7.0])
+
+
+def test_one_worker_gives_room_though_all_are_busy() -> None:
+    """The time from which on a client may come was foreseen for one of them."""
+    calendar = ReservedWork()
+    told = [calendar.reserve(1.0, 0.5, per_s=2.0, free_at=[50.0, 60.0]) for _ in range(3)]
+    assert told == pytest.approx([1.0, 1.5, 2.0])
 
 
 def test_what_was_reserved_for_the_past_is_forgotten() -> None:
     calendar = ReservedWork()
     for at in range(100):
-        calendar.reserve(float(at), 1.0, per_s=1.0)
+        calendar.reserve(float(at), 1.0, per_s=1.0, free_at=_FREE)
     calendar.forget(98.5)
     assert len(calendar.taken_s) == 2
 
@@ -34,7 +50,7 @@ def test_what_was_reserved_for_the_past_is_forgotten() -> None:
 def test_no_second_is_given_more_than_is_done_in_it(wanted: list[tuple[float, float]], per_s: float) -> None:
     calendar = ReservedWork()
     for earliest, work_s in wanted:
-        at = calendar.reserve(earliest, work_s, per_s)
+        at = calendar.reserve(earliest, work_s, per_s, _FREE)
         assert at >= earliest
         # By then, whoever is before it has been done with, or did not fill the time.
         assert at - earliest <= sum(work for _, work in wanted) / per_s + 1.0
@@ -67,13 +83,13 @@ def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
 
 def test_clients_are_known_again_while_they_are_expected() -> None:
     calendar = RetryAfterCalendar()
-    first = calendar.reserve("a", 210.0, 8.0, 4, 200.0)
-    second = calendar.reserve("b", 210.0, 1.0, 4, 200.0)
+    first = calendar.reserve("a", 210.0, 8.0, 4 * _FREE, 200.0)
+    second = calendar.reserve("b", 210.0, 1.0, 4 * _FREE, 200.0)
     assert first == 210.0
     assert second == pytest.approx(210.0 + 4.0 / 0.6), "0.15 of four workers' time, and half are expected"
-    assert calendar.reserve("c", 205.0, 1.0, 4, 200.0) == 205.0
+    assert calendar.reserve("c", 205.0, 1.0, 4 * _FREE, 200.0) == 205.0
     calendar.served("c", 201.0)
-    assert calendar.reserve("b", 205.0, 1.0, 4, 201.0) == second, "too early: it keeps its turn"
+    assert calendar.reserve("b", 205.0, 1.0, 4 * _FREE, 201.0) == second, "too early: it keeps its turn"
     assert not calendar.match("a", 205.0)
     assert not calendar.is_due(205.0)
     assert calendar.match("a", 210.0)
@@ -93,7 +109,7 @@ def test_where_nobody_returns_nobody_is_sent_ever_further_away() -> None:
     for number in range(6000):  # ten minutes of three times what eight workers can do
         now = number / 10
         calendar.placed(0.8)
-        waits.append(calendar.reserve(number, now + 2.0, 1.6, 8, now) - now)
+        waits.append(calendar.reserve(number, now + 2.0, 1.6, 8 * _FREE, now) - now)
     assert max(waits[1000:]) < 20.0
     assert max(waits[3000:]) <= max(waits[:3000]) + 1.0
 
@@ -105,17 +121,17 @@ def test_clients_that_retry_on_a_backoff_of_their_own_and_give_up_send_nobody_fu
     for number in range(3000):
         now = number / 10
         calendar.placed(0.8)
-        waits.append(calendar.reserve(number, now + 2.0, 1.6, 8, now) - now)
+        waits.append(calendar.reserve(number, now + 2.0, 1.6, 8 * _FREE, now) - now)
         for before in (1, 3):
             if number >= before:
-                calendar.reserve(number - before, now + 2.0, 1.6, 8, now)
+                calendar.reserve(number - before, now + 2.0, 1.6, 8 * _FREE, now)
     assert max(waits[1000:]) < 20.0
     assert calendar.return_rate < 0.01
 
 
 def test_who_asks_again_and_again_before_its_time_takes_the_room_of_one() -> None:
     calendar = RetryAfterCalendar()
-    told = [calendar.reserve("a", 8.0 + now / 10, 8.0, 4, now / 10) for now in range(60)]
+    told = [calendar.reserve("a", 8.0 + now / 10, 8.0, 4 * _FREE, now / 10) for now in range(60)]
     assert told == [8.0 + now / 10 for now in range(60)], "not before there is room, nor behind its own work"
     assert sum(calendar._work.taken_s.values()) == 4.0, "once, and half are expected"
 
@@ -123,7 +139,7 @@ def test_who_asks_again_and_again_before_its_time_takes_the_room_of_one() -> Non
 def test_who_is_served_before_its_time_does_not_need_the_room_that_was_kept_for_it() -> None:
     calendar = RetryAfterCalendar()
     for number in range(60):
-        calendar.reserve(number, number + 20.0, 0.1, 8, float(number))
+        calendar.reserve(number, number + 20.0, 0.1, 8 * _FREE, float(number))
         calendar.served(number, number + 0.5)
     assert calendar.return_rate < 0.01
     assert len(calendar) == 0
@@ -134,9 +150,11 @@ def test_who_comes_at_its_time_has_come_back_however_often_it_came_before(num_ea
     calendar = RetryAfterCalendar()
     for start in range(0, 6000, 100):  # ten at once, so that what each teaches falls between what others do
         clients = [(start, number) for number in range(10)]
-        told = {client: calendar.reserve(client, start + 30.0, 0.1, 8, float(start)) for client in clients}
+        told = {client: calendar.reserve(client, start + 30.0, 0.1, 8 * _FREE, float(start)) for client in clients}
         for step in range(num_early):
-            told = {client: calendar.reserve(client, start + 30.0, 0.1, 8, start + step / 2) for client in clients}
+            told = {
+                client: calendar.reserve(client, start + 30.0, 0.1, 8 * _FREE, start + step / 2) for client in clients
+            }
         for client, at in sorted(told.items(), key=lambda item: item[1]):
             assert calendar.match(client, at)
             calendar.served(client, at)
@@ -147,7 +165,7 @@ def test_who_comes_at_its_time_has_come_back_however_often_it_came_before(num_ea
 def test_a_visit_before_its_time_is_another_client_s_where_many_ask_the_same() -> None:
     calendar = RetryAfterCalendar()
     for number in range(60):
-        at = calendar.reserve("a", number + 20.0, 0.1, 8, float(number), told_apart=False)
+        at = calendar.reserve("a", number + 20.0, 0.1, 8 * _FREE, float(number), told_apart=False)
         if number % 2:
             calendar.served("a", number + 0.5, told_apart=False)
     assert at > 78.0 and calendar.return_rate == 0.5
@@ -156,11 +174,11 @@ def test_a_visit_before_its_time_is_another_client_s_where_many_ask_the_same() -
 def test_clients_that_never_return_keep_nobody_out() -> None:
     calendar = RetryAfterCalendar()
     for number in range(60):
-        calendar.reserve(number, 2.0 * number + 1.0, 0.1, 8, 2.0 * number)
+        calendar.reserve(number, 2.0 * number + 1.0, 0.1, 8 * _FREE, 2.0 * number)
     calendar.is_due(1000.0)
     assert calendar.return_rate < 0.01
     for number in range(60):
-        at = calendar.reserve(number, 2002.0 + 2.0 * number, 0.1, 8, 2000.0 + 2.0 * number)
-        at = calendar.reserve(number, at + 100.0, 0.1, 8, at)  # it came back, in vain: that is not its fault
+        at = calendar.reserve(number, 2002.0 + 2.0 * number, 0.1, 8 * _FREE, 2000.0 + 2.0 * number)
+        at = calendar.reserve(number, at + 100.0, 0.1, 8 * _FREE, at)  # it came back, in vain: that is not its fault
         calendar.served(number, at)
     assert calendar.return_rate > 0.99
