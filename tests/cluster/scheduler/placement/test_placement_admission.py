@@ -462,7 +462,7 @@ def test_clients_that_heed_no_retry_after_do_not_send_the_others_far_away(hashed
         cluster.offer(f"r{number}", 0.1 * number, num_tokens=900, **hashes)
     cluster.run()
     assert max(cluster.waits_s) < 60.0
-    assert cluster.met["returned"] >= 0.8 * len(cluster.told) > 0
+    assert cluster.met["returned"] >= 0.75 * len(cluster.told) > 0
 
 
 def test_who_asks_something_else_behind_the_same_text_is_another_client() -> None:
