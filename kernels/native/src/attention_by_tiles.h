@@ -45,12 +45,10 @@ struct TileProducts {
   bool is_pair, is_whole, adds;
 };
 
-// Of 32 inputs.
+// Of the inputs from one on to another, multiples of 32.
 template <bool kTwo, bool kWhole>
-inline __attribute__((always_inline)) void multiply_inputs(const TileProducts& by, int64_t input) {
+inline __attribute__((always_inline)) void multiply_inputs(const TileProducts& by, int64_t input, int64_t stop) {
   const int64_t row_bytes = by.row_width * 2, sums_bytes = by.sums_stride * 4;
-  const bf16* rows = by.rows + input;
-  const char* words = static_cast<const char*>(by.columns.first) + input / 2 * by.columns.bytes;
   float *first = by.sums, *second = first + kTileRows * by.sums_stride;
   asm volatile("" : : : "memory");  // g++ does not know that the intrinsics read memory
   if (input == 0 && by.adds) {
@@ -64,28 +62,34 @@ inline __attribute__((always_inline)) void multiply_inputs(const TileProducts& b
     if constexpr (kTwo) _tile_zero(2);
     if constexpr (kTwo && kWhole) _tile_zero(3);
   }
-  _tile_loadd(6, words, by.columns.bytes);
-  _tile_loadd(4, rows, row_bytes);
-  _tile_dpbf16ps(0, 4, 6);
-  if constexpr (kWhole) {
-    _tile_loadd(7, words + 64, by.columns.bytes);
-    _tile_dpbf16ps(1, 4, 7);
+  for (; input < stop; input += kTileInputs) {
+    const bf16* rows = by.rows + input;
+    const char* words = static_cast<const char*>(by.columns.first) + input / 2 * by.columns.bytes;
+    _tile_loadd(6, words, by.columns.bytes);
+    _tile_loadd(4, rows, row_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kWhole) {
+      _tile_loadd(7, words + 64, by.columns.bytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kTwo) {
+      _tile_loadd(5, rows + kTileRows * by.row_width, row_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
   }
-  if constexpr (kTwo) {
-    _tile_loadd(5, rows + kTileRows * by.row_width, row_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-  }
-  if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
-  if (input + kTileInputs < by.inputs) return;
+  if (stop < by.inputs) return;
   _tile_stored(0, first, sums_bytes);
   if constexpr (kWhole) _tile_stored(1, first + 16, sums_bytes);
   if constexpr (kTwo) _tile_stored(2, second, sums_bytes);
   if constexpr (kTwo && kWhole) _tile_stored(3, second + 16, sums_bytes);
 }
 
-inline void multiply_inputs(const TileProducts& by, int64_t input) {
-  if (by.is_pair) return by.is_whole ? multiply_inputs<true, true>(by, input) : multiply_inputs<true, false>(by, input);
-  by.is_whole ? multiply_inputs<false, true>(by, input) : multiply_inputs<false, false>(by, input);
+inline void multiply_inputs(const TileProducts& by, int64_t input, int64_t stop) {
+  if (by.is_pair) {
+    return by.is_whole ? multiply_inputs<true, true>(by, input, stop) : multiply_inputs<true, false>(by, input, stop);
+  }
+  by.is_whole ? multiply_inputs<false, true>(by, input, stop) : multiply_inputs<false, false>(by, input, stop);
 }
 
 // 32 rows, or the last of them, and what becomes of them over a tile.
@@ -113,9 +117,10 @@ class DueProducts {
   // Until no more than so many are left.
   void multiply(int64_t left) {
     while (left_ > left) {
-      multiply_inputs(products_, input_);
-      --left_;
-      input_ += kTileInputs;
+      const int64_t stop = std::min(products_.inputs, input_ + (left_ - left) * kTileInputs);
+      multiply_inputs(products_, input_, stop);
+      left_ -= (stop - input_) / kTileInputs;
+      input_ = stop;
       if (input_ < products_.inputs) continue;
       column_ += 32;
       if (left_) choose();
