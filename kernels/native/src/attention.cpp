@@ -62,7 +62,8 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
     pack_keys(tokens, at, layer.words(), buffers.keys, ask);
     pack_values(tokens, at, filled, layer.plan.value_dim, layer.width(), buffers.values, ask);
     const PackedTile packed{tile, layer.words(), layer.width(), filled, kKeyVectors, buffers.keys, buffers.values};
-    return attend_by_tiles(packed, rows, num_rows, buffers.query_width(layer), layer.exponents, ahead);
+    return attend_by_tiles(packed, rows, num_rows, buffers.query_width(layer), layer.sums_stride(), layer.exponents,
+                           ahead);
   }
   if constexpr (std::is_same_v<T, bf16>) {
     const TileInPlace in_place{tile, layer.words(), layer.width(), steps, at, tokens, ahead};
@@ -113,23 +114,31 @@ Sums& partial_sums(const Layer<T>& layer, const Item& item, int64_t place, float
   return sums_at(partials, item.partial * layer.num_heads + place, layer.sums_stride());
 }
 
+// The item's sums in the thread's memory: by tiles, each key head's fill these.
 template <typename T>
-void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers) {
-  const auto num_rows = static_cast<int64_t>(buffers.rows.size());
-  const int64_t stride = layer.sums_stride();
-  for (int64_t split = item.first_split; split < item.stop_split; ++split) {
-    float* into = split == item.first_split ? buffers.sums : buffers.split_sums;
-    for (int64_t row = 0; row < num_rows; ++row) buffers.rows[row].sums = &sums_at(into, row, stride);
-    sum_split(layer, item, next, split, buffers);
-    if (split == item.first_split) continue;
-    for (int64_t row = 0; row < num_rows; ++row) {
-      merge(sums_at(buffers.sums, row, stride), *buffers.rows[row].sums, layer.width());
+void place_sums(const Layer<T>& layer, const Item& item, float* memory, Buffers<T>& buffers) {
+  const int64_t rows = item.num_queries * layer.heads_per_key_head();
+  const int64_t room = by_tiles<T>() ? rows_of_tiles(rows) : rows;
+  for (int64_t head = 0; head < item.num_key_heads; ++head) {
+    for (int64_t row = 0; row < rows; ++row) {
+      buffers.rows[head * rows + row].sums = &sums_at(memory, head * room + row, layer.sums_stride());
     }
   }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t place = buffers.rows[row].place;
-    const Sums& sums = sums_at(buffers.sums, row, stride);
-    finish(sums, layer.sink_weight(place, sums), layer.plan.value_dim, result_of(layer, item, place));
+}
+
+template <typename T>
+void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers) {
+  for (int64_t split = item.first_split; split < item.stop_split; ++split) {
+    const bool is_first = split == item.first_split;
+    place_sums(layer, item, is_first ? buffers.sums : buffers.split_sums, buffers);
+    sum_split(layer, item, next, split, buffers);
+    if (is_first) continue;
+    merge_rows(buffers.rows.data(), static_cast<int64_t>(buffers.rows.size()), buffers.sums - buffers.split_sums,
+               layer.width());
+  }
+  place_sums(layer, item, buffers.sums, buffers);
+  for (const Row& row : buffers.rows) {
+    finish(*row.sums, layer.sink_weight(row.place, *row.sums), layer.plan.value_dim, result_of(layer, item, row.place));
   }
 }
 
@@ -139,8 +148,18 @@ void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buf
   const int64_t rows = item.num_queries * layer.heads_per_key_head();
   const Shapes<by_tiles<T>()> shapes(std::min(kTileRows, rows));
   if (item.partial < 0) return compute_whole(layer, item, next, buffers);
-  for (Row& row : buffers.rows) row.sums = &partial_sums(layer, item, row.place, partials);
-  sum_split(layer, item, next, item.first_split, buffers);
+  const auto partial = [&](const Row& row) -> Sums& { return partial_sums(layer, item, row.place, partials); };
+  if constexpr (by_tiles<T>()) {
+    place_sums(layer, item, buffers.sums, buffers);
+    sum_split(layer, item, next, item.first_split, buffers);
+    for (const Row& row : buffers.rows) {
+      const auto* sums = reinterpret_cast<const float*>(row.sums);
+      std::copy_n(sums, layer.sums_stride(), reinterpret_cast<float*>(&partial(row)));
+    }
+  } else {
+    for (Row& row : buffers.rows) row.sums = &partial(row);
+    sum_split(layer, item, next, item.first_split, buffers);
+  }
 }
 
 // Adds up the splits of one row.

@@ -52,7 +52,8 @@ struct Buffers {
   Buffers(const Layer<T>& layer, int64_t num_rows) : rows(num_rows) {
     static thread_local Scratch scratch;
     const int64_t key_words = (layer.words() + 15) / 16 * 16 * kTileKeys, value_words = kTileKeys * layer.width();
-    const int64_t sums_words = num_rows * layer.sums_stride(), num_words = key_words + value_words + 2 * sums_words;
+    const int64_t sums_words = (by_tiles<T>() ? 2 * num_rows : num_rows) * layer.sums_stride();  // see `rows_of_tiles`
+    const int64_t num_words = key_words + value_words + 2 * sums_words;
     // A tile of the last rows may have some more.
     const int64_t query_rows = kQueriesAsTheyAre ? 0 : num_rows + (by_tiles<T>() ? kTileRows : 0);
     const int64_t zero_words = (layer.token_stride() + 15) / 16 * 16;

@@ -150,7 +150,7 @@ inline __m512 weight_of(__m512 exponent, const float*) { return exp2_of_finite(e
 inline __m512 weight_of(__m512 exponent, const bf16*) { return rough_exp2_of_finite(exponent); }
 
 // What exponents may be above their row's reference.
-constexpr float kSlack = 8.0f;
+constexpr float kSlack = 8.0f, kLargeWeights = 256.0f;  // two to the power of it
 
 // Moves the reference of a row's sums to the largest of the tile's exponents, if that is far above it: usually no
 // exponent of a tile is, and to find its largest would take as long as everything else. Returns what the sums of
@@ -281,6 +281,37 @@ inline void merge(Sums& sums, const Sums& later, int64_t width) {
   add(sums.weights, later.weights);
   for (int64_t at = 0; at < width; at += 16) add(sums.values + at, later.values + at);
   sums.reference = reference;
+}
+
+// As `merge`, of rows whose earlier sums lie `to_earlier` numbers from where they point to: 16 at a time, since most of
+// the work is to find by what to multiply.
+inline void merge_rows(const Row* rows, int64_t count, int64_t to_earlier, int64_t width) {
+  alignas(64) float earlier[16], later[16], all[16];
+  const auto add = [](float* to, const float* from, __m512 a, __m512 b) {
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(from), b, _mm512_mul_ps(_mm512_loadu_ps(to), a)));
+  };
+  for (; count > 0; count -= 16, rows += 16) {
+    const int64_t some = std::min<int64_t>(count, 16);
+    const auto earlier_of = [&](int64_t row) {
+      return reinterpret_cast<Sums*>(reinterpret_cast<float*>(rows[row].sums) + to_earlier);
+    };
+    for (int64_t row = 0; row < 16; ++row) {
+      earlier[row] = earlier_of(std::min(row, some - 1))->reference;
+      later[row] = rows[std::min(row, some - 1)].sums->reference;
+    }
+    const __m512 a = _mm512_loadu_ps(earlier), b = _mm512_loadu_ps(later), reference = _mm512_max_ps(b, a);
+    _mm512_storeu_ps(earlier, exp2(_mm512_sub_ps(a, reference)));
+    _mm512_storeu_ps(later, exp2(_mm512_sub_ps(b, reference)));
+    _mm512_storeu_ps(all, reference);
+    for (int64_t row = 0; row < some; ++row) {
+      Sums& to = *earlier_of(row);
+      const Sums& from = *rows[row].sums;
+      const __m512 by = _mm512_set1_ps(earlier[row]), by_later = _mm512_set1_ps(later[row]);
+      add(to.weights, from.weights, by, by_later);
+      for (int64_t at = 0; at < width; at += 16) add(to.values + at, from.values + at, by, by_later);
+      to.reference = all[row];
+    }
+  }
 }
 
 // `more`: a weight of nothing.

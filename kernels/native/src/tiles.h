@@ -72,7 +72,8 @@ struct Columns {
 };
 
 // Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if `kWhole`.
-// `row_bytes`: from row to row. `ahead`: see above.
+// `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read past the first
+// cache, where the panel stays.
 template <bool kTwo, bool kWhole>
 void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t inputs, const Columns& columns,
                const char* ahead) {
@@ -88,14 +89,14 @@ void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t
       for (const char* end = ahead + tile_bytes; ahead < end; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
     _tile_loadd(6, words, columns.bytes);
-    _tile_loadd(4, first + input, row_bytes);
+    _tile_stream_loadd(4, first + input, row_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kWhole) {
       _tile_loadd(7, words + 64, columns.bytes);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kTwo) {
-      _tile_loadd(5, second + input, row_bytes);
+      _tile_stream_loadd(5, second + input, row_bytes);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
