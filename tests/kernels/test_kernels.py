@@ -197,7 +197,7 @@ def test_reference_sinks_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 33])
-@pytest.mark.parametrize("num_inputs", [66, 67])
+@pytest.mark.parametrize("num_inputs", [16, 64, 66, 67])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(kernels: Kernels, dtype: torch.dtype, rows: int, num_inputs: int, bias: bool) -> None:
     torch.manual_seed(0)

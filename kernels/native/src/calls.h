@@ -42,13 +42,16 @@ struct RowGroups {
   int64_t count;
 };
 
-// Rows of `x [rows, inputs]` by a projection, and to them `residual`, if there is one, which `out` may be.
+// Rows of `x [rows, inputs]` by a projection, and to them `residual`, if there is one, which `out` may be. Both are
+// [rows, outputs], or, with `places`, rows of `stride` numbers, of which these are the ones that ours come to.
 struct Product {
   const Projection* by;
   const void* x;
   int64_t rows;
   const void* residual;
   void* out;
+  const int64_t* places = nullptr;
+  int64_t stride = 0;
 };
 
 // Any number of them, of any sizes, that do not depend on each other; the last argument names their type.

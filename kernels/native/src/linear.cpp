@@ -85,11 +85,18 @@ class Rows {
   Number* next_ = nullptr;
 };
 
-// Whether a weight with so many inputs is multiplied by tiles.
+// Whether a weight with so many inputs is multiplied by tiles: by whole ones, or by one that is as wide as they are.
 template <typename T>
 constexpr bool fills_tiles(int64_t inputs) {
-  return kTileProducts && std::is_same_v<T, bf16> && inputs > 0 && inputs % kTileInputs == 0;
+  return kTileProducts && std::is_same_v<T, bf16> && inputs > 0 && (inputs % kTileInputs == 0 || inputs < kTileInputs);
 }
+
+// Whether its panels are so small that setting the shapes of tiles would take longer than one of them.
+template <typename T>
+constexpr bool is_thin(int64_t inputs) {
+  return fills_tiles<T>(inputs) && inputs <= kTileInputs;
+}
+constexpr int64_t kThinTogether = 8;  // such panels that a thread takes together
 
 template <typename T>
 struct Linear {
@@ -163,7 +170,7 @@ void compute_rows(const Linear<T>& job, int64_t first_row, int64_t rows, int64_t
 // In tiles that are as equal as may be: few rows left over would take longer than their share. While the second and the
 // third tile compute, memory has time for the thread's next panel, which there is none of behind half a panel. So the
 // first tile, which would read the panel from memory, has time to ask for what comes after the weight. Where tiles are
-// split, the second one's two passes ask, and an only one's.
+// split, the second one's two passes ask, and an only one's. Tiles of AMX leave memory no time for what comes after.
 template <typename T, bool kWhole>
 void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   const auto* ahead = reinterpret_cast<const char*>(job.weight + next * job.inputs * kPanel);
@@ -191,11 +198,34 @@ void compute_panel(const Linear<T>& job, int64_t panel, int64_t next) {
   }
 }
 
+// A thread's next `count` panels.
+template <typename T>
+void compute_panels(const Linear<T>& job, int64_t first, int64_t count, int64_t stride) {
+  const int64_t panels = num_panels(job.to.outputs), stop = std::min(first + count, panels);
+  const auto each = [&] {
+    for (int64_t panel = first; panel < stop; ++panel) {
+      const int64_t next = std::min(panel + stride, panels - 1);
+      width_of(job.to.outputs, panel) == kPanel ? compute_panel<T, true>(job, panel, next)
+                                                : compute_panel<T, false>(job, panel, next);
+    }
+  };
+  if constexpr (fills_tiles<T>(kTileInputs)) {
+    if (fills_tiles<T>(job.inputs)) {
+      const Shapes<true> shapes(rows_of_tile(job.rows), 2 * std::min(job.inputs, kTileInputs));
+      return each();
+    }
+  }
+  each();
+}
+
 // A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no rows.
+// Of a weight with few inputs or outputs, of which no panel takes long, parts are small, so that all threads have some.
 template <typename T>
 void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
   if (!fills_tiles<T>(job.inputs)) return parts.push_back(job);
-  const int64_t most = std::max<int64_t>(4 * kTileRows, kRowsAtOnce / (job.inputs * sizeof(T)));
+  const bool is_small = is_thin<T>(job.inputs) || job.to.outputs <= 2 * kPanel;
+  const int64_t fit = is_small ? 0 : kRowsAtOnce / static_cast<int64_t>(job.inputs * sizeof(T));
+  const int64_t most = std::max(4 * kTileRows, fit);
   const int64_t count = (job.rows + most - 1) / most;
   for (int64_t part = 0, row = 0; part < count; ++part) {
     const int64_t rows = (job.rows - row) / (count - part);
@@ -210,12 +240,16 @@ void compute(const Linear<T>* first, int64_t count) {
   static thread_local std::vector<Linear<T>> kept_jobs;
   static thread_local std::vector<int64_t> kept_ends;
   std::vector<Linear<T>>& jobs = kept_jobs;  // the caller's, in every thread
-  std::vector<int64_t>& ends = kept_ends;    // of each job's panels among all
+  std::vector<int64_t>& ends = kept_ends;    // of each job's pieces of work among all
   jobs.clear();
   ends.clear();
   for (int64_t i = 0; i < count; ++i) add_parts(first[i], jobs);
   if (jobs.empty()) return;
-  for (const Linear<T>& job : jobs) ends.push_back((ends.empty() ? 0 : ends.back()) + num_panels(job.to.outputs));
+  const auto together = [](const Linear<T>& job) { return is_thin<T>(job.inputs) ? kThinTogether : 1; };
+  const auto pieces = [&](const Linear<T>& job) {
+    return (num_panels(job.to.outputs) + together(job) - 1) / together(job);
+  };
+  for (const Linear<T>& job : jobs) ends.push_back((ends.empty() ? 0 : ends.back()) + pieces(job));
   const int64_t threads = team_size();
   const bool few_rows =
       std::all_of(jobs.begin(), jobs.end(), [](const Linear<T>& job) { return job.rows <= kTile; });
@@ -223,10 +257,8 @@ void compute(const Linear<T>* first, int64_t count) {
   const int64_t stride = kSplit && at_once > 1 ? 1 : threads;  // to the panel that the same thread probably takes next
   share(ends.back(), at_once, [&](int64_t at) {
     const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
-    const int64_t panels = num_panels(jobs[i].to.outputs), panel = at - (ends[i] - panels);
-    const int64_t next = std::min(panel + stride, panels - 1);
-    width_of(jobs[i].to.outputs, panel) == kPanel ? compute_panel<T, true>(jobs[i], panel, next)
-                                                  : compute_panel<T, false>(jobs[i], panel, next);
+    const int64_t piece = at - (ends[i] - pieces(jobs[i]));
+    compute_panels(jobs[i], piece * together(jobs[i]), together(jobs[i]), stride);
   });
 }
 
@@ -256,8 +288,9 @@ void compute_products(const Product* products, int64_t count) {
   }));
   for (const Product* product = products; product < end; ++product) {
     const Projection& by = *product->by;
-    const Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product->residual),
-                        static_cast<T*>(product->out), by.outputs};
+    Outputs<T> to{static_cast<const T*>(by.bias), static_cast<const T*>(product->residual),
+                  static_cast<T*>(product->out), by.outputs};
+    if (product->places) to.stride = product->stride, to.places = product->places;
     const auto* x = all.of(static_cast<const T*>(product->x), product->rows * by.inputs);
     kept.push_back({x, static_cast<const T*>(by.weight), product->rows, by.inputs, to});
   }

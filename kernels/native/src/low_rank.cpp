@@ -1,24 +1,41 @@
 // What adapters add to a projection, each to its own rows.
 //
-// Rows are put in the order of their adapters, and all adapters' products share the threads as the panels of one
-// projection do: two products, down to the ranks and up again, whatever the number of adapters. A row's sums are those
-// of its own adapter in the order that they always have (linear.cpp), so its result is the same to the bit in any
-// company.
+// Rows are put in the order of their adapters, of which each has two products, down to the ranks and up again, to the
+// rows where they lie. Of many adapters with few rows each, a thread takes one at a time, with both products: it waits
+// for nobody in between. Otherwise all adapters' products share the threads as the panels of one projection do. A row's
+// sums are those of its own adapter in the order that they always have (linear.cpp), so its result is the same to the
+// bit in any company.
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "calls.h"
+#include "team.h"
 
 namespace {
 
 using namespace legato;
 
-// Kept from call to call, and only grown: such sizes would come from the system, and go back, each time.
+constexpr int64_t kFewRows = 32;
+
+// An adapter's rows among those of `x` and `y`.
+struct Own {
+  const LowRank* by;
+  const int64_t* places;
+  int64_t rows;
+};
+
+// This and the following are kept from call to call, and only grown: such sizes would come from the system, and go
+// back, each time.
+struct Sorted {
+  std::vector<int64_t> order, starts;  // [sorted rows]; [adapters + 1]
+  std::vector<Own> owns;
+};
+
 template <typename X>
 struct Memory {
-  std::vector<X> x, ranks, parts, out;  // sorted rows: what comes in, of all ranks, of each part's, what goes out
-  std::vector<int64_t> order, starts;   // [sorted rows]; [adapters + 1]
+  std::vector<X> x, ranks, parts;  // rows that lie apart, side by side; of all ranks; of each part's
   std::vector<Product> products;
 };
 
@@ -28,26 +45,81 @@ X* reserve(std::vector<X>& memory, int64_t numbers) {
   return memory.data();
 }
 
-// The rows that something is added to, by their adapters; how many these are.
-template <typename X, class Of>
-int64_t sort(const Adapters& adapters, const Of& of, int64_t rows, Memory<X>& memory) {
-  memory.starts.assign(adapters.count + 1, 0);
+// The rows that something is added to, by their adapters.
+template <class Of, class LowRankOf>
+void sort(int64_t count, int64_t rows, const Of& of, const LowRankOf& low_rank, Sorted& sorted) {
+  auto& [order, starts, owns] = sorted;
+  starts.assign(count + 1, 0);
   for (int64_t row = 0; row < rows; ++row) {
-    if (const int64_t number = of(row); number >= 0) ++memory.starts[number + 1];
+    if (const int64_t number = of(row); number >= 0) ++starts[number + 1];
   }
-  for (int64_t number = 0; number < adapters.count; ++number) memory.starts[number + 1] += memory.starts[number];
-  int64_t* order = reserve(memory.order, memory.starts.back());
-  std::vector<int64_t> next(memory.starts.begin(), memory.starts.end() - 1);
+  for (int64_t number = 0; number < count; ++number) starts[number + 1] += starts[number];
+  reserve(order, starts.back());
+  owns.clear();
+  for (int64_t number = 0; number < count; ++number) {
+    const int64_t own = starts[number + 1] - starts[number];
+    if (own) owns.push_back({&low_rank(number), order.data() + starts[number], own});
+  }
   for (int64_t row = 0; row < rows; ++row) {
-    if (const int64_t number = of(row); number >= 0) order[next[number]++] = row;
+    if (const int64_t number = of(row); number >= 0) order[starts[number]++] = row;
   }
-  return memory.starts.back();
+}
+
+// What some adapters add, all of them together.
+template <typename X>
+void add_of(const Own* first, int64_t count, const X* x, X* y, int64_t outputs) {
+  static thread_local Memory<X> memory;
+  const Own* end = first + count;
+  int64_t num_in = 0, num_ranks = 0;
+  for (const Own* own = first; own < end; ++own) {
+    num_in += own->rows * own->by->down.inputs;
+    num_ranks += own->rows * own->by->down.outputs;
+  }
+  X* in = reserve(memory.x, num_in);
+  X* const ranks = reserve(memory.ranks, num_ranks);
+  X* part = reserve(memory.parts, num_ranks);
+
+  memory.products.clear();
+  X* own_ranks = ranks;
+  for (const Own* own = first; own < end; ++own) {
+    const Projection& down = own->by->down;
+    const X* rows = x + own->places[0] * down.inputs;
+    if (own->places[own->rows - 1] - own->places[0] >= own->rows) {
+      rows = in;
+      for (int64_t row = 0; row < own->rows; ++row, in += down.inputs) {
+        std::memcpy(in, x + own->places[row] * down.inputs, down.inputs * sizeof(X));
+      }
+    }
+    memory.products.push_back({&down, rows, own->rows, nullptr, own_ranks});
+    own_ranks += own->rows * down.outputs;
+  }
+  products(memory.products.data(), count, X{});
+
+  memory.products.clear();
+  own_ranks = ranks;
+  for (const Own* own = first; own < end; ++own) {
+    const int64_t all = own->by->down.outputs;
+    for (const Up* up = own->by->ups; up < own->by->ups + own->by->num_ups; ++up) {
+      const int64_t wanted = up->by.inputs;
+      const X* from = own_ranks;
+      if (wanted < all) {  // each part's side by side
+        from = part;
+        for (int64_t row = 0; row < own->rows; ++row, part += wanted) {
+          std::memcpy(part, own_ranks + row * all + up->first_rank, wanted * sizeof(X));
+        }
+      }
+      X* to = y + up->first_output;
+      memory.products.push_back({&up->by, from, own->rows, to, to, own->places, outputs});
+    }
+    own_ranks += own->rows * all;
+  }
+  products(memory.products.data(), static_cast<int64_t>(memory.products.size()), X{});
 }
 
 template <typename X>
 void add(const Adapters& adapters, int64_t layer, Place place, int64_t first_row, int64_t rows, const X* x, X* y,
          int64_t outputs) {
-  static thread_local Memory<X> memory;
+  static thread_local Sorted sorted;
   const auto low_rank = [&](int64_t number) -> const LowRank& {
     return adapters.low_ranks[number][layer * kPlaces + place];
   };
@@ -55,65 +127,13 @@ void add(const Adapters& adapters, int64_t layer, Place place, int64_t first_row
     const int64_t number = adapters.of_row[first_row + row];
     return number >= 0 && low_rank(number).num_ups ? number : -1;
   };
-  const int64_t sorted = sort(adapters, of, rows, memory);
-  if (!sorted) return;
-
-  int64_t inputs = 0, num_ranks = 0, num_outputs = 0;
-  for (int64_t number = 0; number < adapters.count; ++number) {
-    const int64_t own = memory.starts[number + 1] - memory.starts[number];
-    if (!own) continue;
-    const LowRank& by = low_rank(number);
-    inputs = by.down.inputs;
-    num_ranks += own * by.down.outputs;
-    for (const Up* up = by.ups; up < by.ups + by.num_ups; ++up) num_outputs += own * up->by.outputs;
-  }
-  X* in = reserve(memory.x, sorted * inputs);
-  X* ranks = reserve(memory.ranks, num_ranks);
-  X* parts = reserve(memory.parts, num_ranks);
-  X* out = reserve(memory.out, num_outputs);
-  for (int64_t at = 0; at < sorted; ++at) std::memcpy(in + at * inputs, x + memory.order[at] * inputs, inputs * sizeof(X));
-
-  // `body(low rank, its first sorted row, how many, where its ranks are)`
-  const auto each = [&](const auto& body) {
-    for (int64_t number = 0, at = 0; number < adapters.count; ++number) {
-      const int64_t first = memory.starts[number], own = memory.starts[number + 1] - first;
-      if (!own) continue;
-      body(low_rank(number), first, own, at);
-      at += own * low_rank(number).down.outputs;
-    }
-  };
-  memory.products.clear();
-  each([&](const LowRank& by, int64_t first, int64_t own, int64_t at) {
-    memory.products.push_back({&by.down, in + first * inputs, own, nullptr, ranks + at});
-  });
-  products(memory.products.data(), static_cast<int64_t>(memory.products.size()), X{});
-
-  // Each part's ranks and outputs side by side; and back when they are summed.
-  const auto copy_outputs = [&](bool back) {
-    X* own_out = out;
-    each([&](const LowRank& by, int64_t first, int64_t own, int64_t) {
-      for (const Up* up = by.ups; up < by.ups + by.num_ups; ++up) {
-        for (int64_t row = first; row < first + own; ++row, own_out += up->by.outputs) {
-          X* there = y + memory.order[row] * outputs + up->first_output;
-          std::memcpy(back ? there : own_out, back ? own_out : there, up->by.outputs * sizeof(X));
-        }
-      }
-    });
-  };
-  memory.products.clear();
-  X *own_part = parts, *own_out = out;
-  each([&](const LowRank& by, int64_t, int64_t own, int64_t at) {
-    for (const Up* up = by.ups; up < by.ups + by.num_ups; ++up) {
-      memory.products.push_back({&up->by, own_part, own, own_out, own_out});
-      own_out += own * up->by.outputs;
-      for (int64_t row = 0; row < own; ++row, own_part += up->by.inputs) {
-        std::memcpy(own_part, ranks + at + row * by.down.outputs + up->first_rank, up->by.inputs * sizeof(X));
-      }
-    }
-  });
-  copy_outputs(false);
-  products(memory.products.data(), static_cast<int64_t>(memory.products.size()), X{});
-  copy_outputs(true);
+  sort(adapters.count, rows, of, low_rank, sorted);
+  const std::vector<Own>& owns = sorted.owns;  // the caller's, in every thread
+  const auto count = static_cast<int64_t>(owns.size());
+  if (!count) return;
+  const bool few_rows = std::all_of(owns.begin(), owns.end(), [](const Own& own) { return own.rows <= kFewRows; });
+  if (!few_rows || count < 2 * team_size()) return add_of(owns.data(), count, x, y, outputs);
+  share(count, 1, [&](int64_t i) { add_of(&owns[i], 1, x, y, outputs); });
 }
 
 }  // namespace

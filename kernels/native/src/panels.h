@@ -24,11 +24,15 @@ struct Outputs {
   const T* residual;  // [rows, outputs] or null
   T* out;             // [rows, outputs]; may be `residual`
   int64_t outputs;
+  int64_t stride = outputs;         // numbers from one row to the next, of `out` and `residual`
+  const int64_t* places = nullptr;  // which of their rows each row is; null: they are as many, in the same order
+
+  int64_t at(int64_t row) const { return (places ? places[row] : row) * stride; }
 
   // Those of the rows from this one on.
   Outputs from(int64_t row) const {
-    const int64_t at = row * outputs;
-    return {bias, residual ? residual + at : nullptr, out + at, outputs};
+    if (places) return {bias, residual, out, outputs, stride, places + row};
+    return {bias, residual ? residual + row * stride : nullptr, out + row * stride, outputs, stride};
   }
 };
 
@@ -38,7 +42,7 @@ LEGATO_OF_LANES void finish(const Outputs<T>& to, int64_t row, int64_t output, _
   if (output >= to.outputs) return;
   const __mmask16 lanes = first_lanes(to.outputs - output);
   if (to.bias) sum = _mm512_add_ps(sum, load(to.bias + output, lanes));
-  const int64_t at = row * to.outputs + output;
+  const int64_t at = to.at(row) + output;
   if (to.residual) sum = _mm512_add_ps(sum, load(to.residual + at, lanes));
   store(to.out + at, lanes, sum);
 }

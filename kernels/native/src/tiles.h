@@ -26,6 +26,12 @@ constexpr bool kTileProducts = false;
 
 constexpr int64_t kTileInputs = 32, kTileRows = 16;
 
+// All tiles have equally many rows, for which the last may begin with some that the one before it has.
+inline int64_t rows_of_tile(int64_t rows) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  return (rows + tiles - 1) / tiles;
+}
+
 // Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
 constexpr int64_t kRowsAtOnce = 768 << 10;
 
@@ -36,8 +42,8 @@ class Shapes {
   explicit Shapes(int64_t) {}
 };
 
-// A panel's outputs, 32 or 16, of all rows. `ahead`: weights that memory is asked for meanwhile, as many as the panel's,
-// or null.
+// A panel's outputs, 32 or 16, of all rows, while `Shapes` of `rows_of_tile` live. `ahead`: weights that memory is asked
+// for meanwhile, as many as the panel's, or null.
 template <bool kWhole>
 void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
                     const char* ahead);
@@ -110,7 +116,7 @@ inline void finish_panel(const Outputs<bf16>& to, int64_t row, int64_t output, _
     return finish(to, row, output + kHalf, right);
   }
   constexpr __mmask16 all = 0xffff;
-  const int64_t at = row * to.outputs + output;
+  const int64_t at = to.at(row) + output;
   if (to.bias) {
     left = _mm512_add_ps(left, load(to.bias + output, all));
     right = _mm512_add_ps(right, load(to.bias + output + kHalf, all));
@@ -126,11 +132,9 @@ template <bool kWhole>
 void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
                     const char* ahead) {
   alignas(64) float sums[2][kTileRows * kHalf];
-  const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = (rows.rows + tiles - 1) / tiles;
+  const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = rows_of_tile(rows.rows);
   const int64_t row_bytes = rows.inputs * 2;
   const Columns columns{panel, kWhole ? kPanel * 4 : kHalf * 4};
-  const Shapes<true> shapes(size);
-  // All tiles have equally many rows, for which the last may begin with some that the one before it has.
   const auto first_row = [&](int64_t tile) { return std::min(tile * size, rows.rows - size); };
   const auto at = [&](int64_t tile) { return rows.x + first_row(tile) * rows.inputs; };
   const auto finish_rows = [&](int64_t tile) {
