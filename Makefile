@@ -58,7 +58,7 @@ ROUNDS ?= 5
 EXAMPLES := hypothesis|import .*(THOROUGH|examples)
 test-long: setup
 	$(PYTEST) --hypothesis-profile=random tests/interpreted \
-	  $$(grep -rl --include='test_*.py' --exclude-dir=interpreted 'import .*in_test_long' tests)
+	  $$(grep -rlE --include='test_*.py' --exclude-dir=interpreted 'import .*(in_test_long|combined)' tests)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray
 	for most in avx512 avx2; do \
 	  LEGATO_NATIVE=$$most $(PYTEST) tests/kernels tests/processes/test_native_kernels.py \

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-MAX_ENTRIES: Final = 64  # the oldest go first
+MAX_ENTRIES: Final = 64  # those go first that nobody has asked for longest
 _LIBRARIES: Final = ("transformers", "tokenizers")
 
 
@@ -37,6 +38,8 @@ def remembered(kind: str, sources: Iterable[Path], make: Callable[[], Json]) -> 
     path = folder / f"{kind}-{_digest(sources)}.json"
     try:
         known: Json = json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError):  # somebody else's: it may only be read
+            os.utime(path)
     except (OSError, ValueError):
         text = json.dumps(make())
         _store(folder, path, text)
@@ -69,8 +72,8 @@ def _store(folder: Path, path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(name).replace(path)
-        by_age = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)
-        for entry in by_age[:-MAX_ENTRIES]:
+        by_use = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)
+        for entry in by_use[:-MAX_ENTRIES]:
             entry.unlink()
     except OSError as error:
         logger.info("%s was not kept for the next start: %s", path.name, error)

@@ -117,7 +117,7 @@ class Tokenizer:
         self.response_template: dict[str, Any] | None = known["response_template"]  # how it says that it writes calls
         if self.has_chat_template:
             _chat_renderer()  # now, and not when the first chat waits for it
-        self._spell, self.strips_leading_space = read_spelling(json.loads(self._backend.to_str())["decoder"])
+        self._spell, self.strips_leading_space = read_spelling(known["decoder"])
         self._bytes: dict[int, bytes] = {}  # filled as tokens come: spelling all of a large vocabulary takes a while
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -286,7 +286,8 @@ def _read(folder: Path) -> Json:
     backend, num_left_out = _within(backend, _num_embeddings(folder))
     templates = tokenizer.chat_template
     return {
-        "backend": backend.to_str(),
+        "backend": (text := backend.to_str()),
+        "decoder": json.loads(text)["decoder"],
         "vocab_size": len(tokenizer) - num_left_out,
         "longest_token_chars": max(map(len, backend.get_vocab(with_added_tokens=True))),
         "eos_token_id": tokenizer.eos_token_id,

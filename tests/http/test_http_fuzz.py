@@ -55,8 +55,8 @@ pytestmark = pytest.mark.model
 
 OTHER_NAMES = {"/v1/score": ("/score",), "/v1/rerank": ("/rerank", "/v2/rerank")}  # which are not described
 NUM_BODIES = examples(400)  # of each endpoint, in one run of each test
-NUM_BROKEN = 9 if THOROUGH else 4  # ways that each of them is sent in, besides as it is
-NUM_ODD = examples(240)  # paths, headers and queries of each endpoint
+NUM_BROKEN = 9 if THOROUGH else 2  # ways that each of them is sent in, besides as it is
+NUM_ODD = 240 if THOROUGH else 15  # paths, headers and queries of each endpoint
 GROWTH_BYTES = 100 * 2**20
 
 

@@ -144,22 +144,22 @@ def test_the_model_is_told_of_its_tools(target: Target, generator: ScriptedGener
     assert "user\n<tool_response>\nRain.\n</tool_response>" in told
 
 
-class ThreadedTokenizer(Tokenizer):
-    """Notes the threads in which chats are rendered."""
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that thinks. Read once: a second or so goes into each."""
+    return Tokenizer(thinker_in(tmp_path_factory.mktemp("thinker") / "model"))
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+
+class TemplatedTokenizer(Tokenizer):
+    """Another one with a chat template of its own. Notes the threads in which chats are rendered."""
+
+    def __init__(self, like: Tokenizer, template: str) -> None:
+        vars(self).update(vars(like), _chat_templates={"default": template})
         self.threads: set[threading.Thread] = set()
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> list[int]:
         self.threads.add(threading.current_thread())
         return super().apply_chat_template(*args, **kwargs)
-
-
-def tokenizer_of(template: str, folder: Path) -> ThreadedTokenizer:
-    """The same model's, with another chat template."""
-    replace(thinker_in(folder) / "chat_template.jinja", template)
-    return ThreadedTokenizer(folder)
 
 
 async def prompt_of(messages: list[Any], tokenizer: Tokenizer) -> str:
@@ -230,9 +230,9 @@ IN_TURNS: Final = """{%- if messages[0].role == "system" %}{{ messages[0].conten
 {%- endfor %}"""
 
 
-async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as_one(tmp_path: Path) -> None:
+async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as_one(thinking: Tokenizer) -> None:
     """As Gemma's and Mistral's do, whatever the API. Another one gets the messages as they came."""
-    tokenizer = tokenizer_of(IN_TURNS, tmp_path / "in_turns")
+    tokenizer = TemplatedTokenizer(thinking, IN_TURNS)
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
 
     async def prompt(chat: ChatBody) -> str:
@@ -265,13 +265,13 @@ async def test_a_template_that_takes_roles_in_turns_gets_messages_of_one_role_as
         await prompt(chat(("assistant", "A"), ("user", "1"), ("user", "2")))
 
 
-async def test_a_template_that_takes_one_system_message_gets_the_users_as_they_came(tmp_path: Path) -> None:
+async def test_a_template_that_takes_one_system_message_gets_the_users_as_they_came(thinking: Tokenizer) -> None:
     """A user's messages side by side are joined only where the template refuses them."""
     template = """{%- for message in messages %}
 {%- if message.role == "system" and not loop.first %}{{ raise_exception("System message must be at the beginning.") }}
 {%- endif %}{{- message.role + ": " + message.content + "|" }}
 {%- endfor %}"""
-    tokenizer = tokenizer_of(template, tmp_path / "one_system")
+    tokenizer = TemplatedTokenizer(thinking, template)
     asked = await scripted_api(ScriptedGenerator(tokenizer), tokenizer).find_model(MODEL)
     told = [("system", "S"), ("system", "T"), ("user", "1"), ("user", "2")]
     chat = ChatBody.model_validate(
@@ -299,7 +299,7 @@ NAMED_RESULTS: Final = """{{ tools | length }}<start_function_call>
 {%- endfor %}"""
 
 
-async def test_a_result_has_its_functions_name(tmp_path: Path) -> None:
+async def test_a_result_has_its_functions_name(thinking: Tokenizer) -> None:
     """That of the newest call with this id, or the client's own word."""
     messages = [
         *MESSAGES,
@@ -309,7 +309,7 @@ async def test_a_result_has_its_functions_name(tmp_path: Path) -> None:
         calling(("1", "time")),
         result("1", "dusk"),
     ]
-    prompt = await prompt_of(messages, tokenizer_of(NAMED_RESULTS, tmp_path / "gemma"))
+    prompt = await prompt_of(messages, TemplatedTokenizer(thinking, NAMED_RESULTS))
     assert prompt.endswith("time said noon;sky said rain;time said dusk;")
 
 
@@ -322,7 +322,7 @@ ONE_CALL: Final = """{{ tools | length }}<|python_tag|>
 {%- endfor %}"""
 
 
-async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
+async def test_calls_side_by_side_are_told_one_by_one(thinking: Tokenizer) -> None:
     """Where templates take one in a message, or tell one: each before its results, whatever their order."""
     messages = [
         {"role": "user", "content": "Now?"},
@@ -335,13 +335,13 @@ async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
         calling(("2", "time")),
         result("2", "dusk"),
     ]
-    prompt = await prompt_of(messages, tokenizer_of(ONE_CALL, tmp_path / "llama"))
+    prompt = await prompt_of(messages, TemplatedTokenizer(thinking, ONE_CALL))
     assert prompt == (
         "2<|python_tag|>user Now?;assistant weather;tool rain;assistant time;tool noon;assistant weather;tool what?;"
         "assistant Rain.;tool late;assistant time;tool dusk;"
     )
     messages.remove(result("2", "late"))  # gpt-oss's refuses a result behind the answer
-    prompt = await prompt_of(messages, tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss"))
+    prompt = await prompt_of(messages, TemplatedTokenizer(thinking, HARMONY_TEMPLATE))
     assert told_in_harmony(prompt) == [
         ("weather", "call"), ("weather", "rain"), ("time", "call"), ("time", "noon"), ("weather", "call"),
         ("weather", "what?"), ("time", "call"), ("time", "dusk"),
@@ -362,9 +362,9 @@ async def test_calls_side_by_side_are_told_one_by_one(tmp_path: Path) -> None:
          result("2", "noon")],
     ],
 )  # fmt: skip
-async def test_a_result_stands_behind_its_own_call(tmp_path: Path, messages: list[Any]) -> None:
+async def test_a_result_stands_behind_its_own_call(thinking: Tokenizer, messages: list[Any]) -> None:
     """Where an id comes twice, and where results come behind calls of several messages, too."""
-    prompt = await prompt_of([*MESSAGES, *messages], tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss"))
+    prompt = await prompt_of([*MESSAGES, *messages], TemplatedTokenizer(thinking, HARMONY_TEMPLATE))
     own = {"rain": "weather", "hail": "weather", "noon": "time", "blue": "sky"}
     told = told_in_harmony(prompt)
     results = [(name, text) for name, text in told if text != "call"]
@@ -378,9 +378,9 @@ def told_in_harmony(prompt: str) -> list[tuple[str, str]]:
     return [(of or name, "call" if of else text) for of, name, text in re.findall(f"{call}|{told}", prompt)]
 
 
-async def test_many_calls_of_a_chat_are_told_in_a_thread_or_refused(tmp_path: Path) -> None:
+async def test_many_calls_of_a_chat_are_told_in_a_thread_or_refused(thinking: Tokenizer) -> None:
     """gpt-oss's template looks for each call at all messages behind it, however few characters a client sends."""
-    tokenizer = tokenizer_of(HARMONY_TEMPLATE, tmp_path / "gpt-oss")
+    tokenizer = TemplatedTokenizer(thinking, HARMONY_TEMPLATE)
     say: dict[str, Any] = {"role": "user", "content": "x"}
     await prompt_of([say, calling(("1", "time"))], tokenizer)
     assert tokenizer.threads == {threading.current_thread()}
@@ -539,16 +539,15 @@ def test_strict_functions_in_other_formats(name: str, call: str, tokenizer: Toke
             assert not takes(space + call % ("weather", arguments)), (space, arguments)
 
 
-async def test_strict_functions_of_a_model_that_thinks(tmp_path: Path) -> None:
+async def test_strict_functions_of_a_model_that_thinks(thinking: Tokenizer) -> None:
     """By the marks' own tokens, whoever opens the reasoning; what it thinks of calling is no call."""
-    tokenizer = Tokenizer(thinker_in(tmp_path / "thinker"))
-    api = scripted_api(ScriptedGenerator(tokenizer), tokenizer, reasoning_format="think")
+    api = scripted_api(ScriptedGenerator(thinking), thinking, reasoning_format="think")
     call = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
     good = call % '{"place":"Oslo","days":3}'
     for effort, opening in (("low", ""), (None, "<think>\n")):
         fields = {"model": MODEL, "messages": MESSAGES, "tools": [STRICT], "reasoning_effort": effort}
         job = await prepare_chat(ChatBody.model_validate(fields), await api.find_model(MODEL), TERMS)
-        takes = taken_by(job.choices[0].spec.params.grammar, tokenizer)
+        takes = taken_by(job.choices[0].spec.params.grammar, thinking)
         for text in ("hm</think>Hello.", f"hm\n</think>\n\n{good}", f"{call % '{}'}?</think>It rains. {good}"):
             assert takes(opening + text), text
         assert takes("Hello.") == takes(good) == (effort is None)

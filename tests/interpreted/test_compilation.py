@@ -188,10 +188,11 @@ def test_what_a_model_launches_is_shipped(
     kind = getattr(transformers, architecture).config_class
     kind(num_hidden_layers=_NUM_LAYERS, architectures=[architecture], **also).save_pretrained(tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    for capability in (80, 90):  # tiles of 100 are those of 90
-        monkeypatch.setattr(tiles, "architecture", lambda device, capability=capability: capability)
-        for degree in {1, 2, 8}.intersection(possible_degrees(config)):
-            _launch_all(Shard(0, degree).config(config), batch_invariant)
+    for degree in {1, 2, 8}.intersection(possible_degrees(config)):
+        model, kv_cache = _without_memory(Shard(0, degree).config(config), batch_invariant)
+        for capability in (80, 90):  # tiles of 100 are those of 90
+            monkeypatch.setattr(tiles, "architecture", lambda device, capability=capability: capability)
+            _launch_all(model, kv_cache)
     assert any(name.startswith("prefill_attention") for name in launched)
     assert any(name.startswith("sample_logprobs") for name in launched)
     assert launched - read_record()["kernels"].keys() <= _NOT_SHIPPED
@@ -272,8 +273,7 @@ def test_a_step_with_adapters_asks_the_device_for_nothing(tmp_path: Path, monkey
     model.forward(dataclasses.replace(_batch([1, 1, 3], model.device), adapters=adapters), kv_cache)
 
 
-def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
-    model, kv_cache = _without_memory(config, batch_invariant)
+def _launch_all(model: Model, kv_cache: KVCache) -> None:
     device = model.device
     for queries in ([1, 1, 1], [1 + 4], [700]):  # who share a prefix, one with drafts, a prompt
         hidden = model.forward(_batch(queries, device), kv_cache)
@@ -289,7 +289,7 @@ def _launch_all(config: ModelConfig, batch_invariant: bool) -> None:
             num_top=num_top,
             edits=edits if edited else no_edits(),
         )
-        packed = pack_rows([options] * len(logits), config.vocab_size)
+        packed = pack_rows([options] * len(logits), model.config.vocab_size)
         sample(logits, packed, torch.from_numpy(packed.words).to(device))
 
 

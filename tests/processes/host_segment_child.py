@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from engine.kv.block_pool import BlockKey, BlockPool
 from kv_transfer.tiers.host import segment as host_segment
 from kv_transfer.tiers.host.segment import HostSegment
+from kv_transfer.transports.shared_memory.segment import SegmentError
 
 BLOCK_BYTES = 1 << 16
 NUM_BLOCKS = 8
@@ -95,3 +97,15 @@ def run(role: str, folder: Path, scope: str, pipe: Connection) -> None:
     with contextlib.suppress(EOFError):
         pipe.recv()
     segment.close(unlink=True)
+
+
+def run_under(limit: int, num_bytes: int, folder: Path, scope: str, num_blocks: int, pipe: Connection) -> None:
+    """Sends why a process that may have so many bytes of files, or more of memory than it has, makes no segment of so
+    many blocks of a MiB."""
+    if limit == resource.RLIMIT_AS:
+        num_bytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(limit, (num_bytes, num_bytes))
+    try:
+        HostSegment.open(folder, scope, FINGERPRINT, 1 << 20, num_blocks)
+    except SegmentError as error:
+        pipe.send(str(error))

@@ -7,9 +7,8 @@ import itertools
 import mmap
 import os
 import random
+import resource
 import stat
-import subprocess
-import sys
 import time
 import uuid
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from kv_transfer.tiers.host.segment import HostSegment
 from kv_transfer.tiers.host.segment_files import open_segment as open_file
 from kv_transfer.tiers.host.segment_files import segment_paths, sweep
 from kv_transfer.transports.shared_memory.segment import SegmentError
+from tests.processes import host_segment_child
 from tests.processes.host_segment_child import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -44,6 +44,7 @@ from tests.processes.host_segment_child import (
     words,
 )
 from tests.processes.host_segments import SHARED_MEMORY, Worker, scope
+from tests.support.forked_child import ForkedChild
 from tests.support.host_records import published
 
 __all__ = ["scope"]
@@ -215,33 +216,20 @@ def test_a_segment_that_does_not_fit_is_refused_with_advice(scope: str) -> None:
     assert not segment_paths(SHARED_MEMORY, scope)
 
 
-def refusal_under(limit: str, scope: str, num_blocks: int) -> str:
-    """What a process says that cannot make a segment of so many blocks of a MiB, once it has run the line `limit`."""
-    script = f"""
-import resource
-from pathlib import Path
-from kv_transfer.tiers.host.segment import HostSegment, SegmentError
-mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-{limit}
-try:
-    HostSegment.open(Path("/dev/shm"), "{scope}", "a model", 1 << 20, {num_blocks})
-except SegmentError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    return done.stdout
+def refusal_under(limit: int, num_bytes: int, scope: str, num_blocks: int) -> str:
+    """What a process says that cannot make a segment of so many blocks of a MiB."""
+    with ForkedChild(host_segment_child.run_under, limit, num_bytes, SHARED_MEMORY, scope, num_blocks) as process:
+        return str(process.told())
 
 
 def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_no_signal(scope: str) -> None:
-    told = refusal_under("resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))", scope, 4)
+    told = refusal_under(resource.RLIMIT_FSIZE, 1 << 20, scope, 4)
     assert "bytes cannot be made in /dev/shm: File too large. Give the host tier less memory" in told
     assert not segment_paths(SHARED_MEMORY, scope)
 
 
 def test_a_new_segment_that_cannot_be_mapped_leaves_no_file(scope: str) -> None:
-    told = refusal_under(
-        "resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), mapped + (32 << 20)))", scope, 64
-    )
+    told = refusal_under(resource.RLIMIT_AS, 32 << 20, scope, 64)
     assert "cannot be mapped: [Errno 12] Cannot allocate memory. Give the host tier less memory" in told
     assert not segment_paths(SHARED_MEMORY, scope)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
+import logging
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -14,27 +17,32 @@ import torch
 from kernels.native import library as compiling
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import SWITCH, native_library
-from kernels.native.linear import NativeLinear
-
-WHICH = """
-import logging
-logging.basicConfig()
-import torch
+from kernels.native.linear import NativeLinear, pack_quantised
 from kernels.ops import kernels_for
-print(type(kernels_for(torch.device("cpu"))).__name__)
-try:
-    kernels_for(torch.device("cpu"), batch_invariant=True)
-except ValueError as error:
-    logging.error(error)
-"""
+from kernels.quantised_weight import ActivationBits, QuantisedWeight
+from tests.support.forked_child import ForkedChild
+
+ACTIVATION_BITS: Final[tuple[ActivationBits, ...]] = (8, 16)
 
 
 def kernels_of_a_new_process(**environment: str) -> tuple[str, str]:
     """Which kernels it takes, and what it logs, also of its being asked for batch invariance."""
-    done = subprocess.run(
-        [sys.executable, "-c", WHICH], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip(), done.stderr
+    with ForkedChild(tell_kernels, environment) as process:
+        kernels, log = process.told()
+    return kernels, log
+
+
+def tell_kernels(environment: dict[str, str], pipe: Connection) -> None:
+    assert not native_library.cache_info().currsize, "nobody has chosen for this process"
+    os.environ.update(environment)
+    log = io.StringIO()
+    logging.basicConfig(stream=log, force=True)
+    kernels = type(kernels_for(torch.device("cpu"))).__name__
+    try:
+        kernels_for(torch.device("cpu"), batch_invariant=True)
+    except ValueError as error:
+        logging.error(error)
+    pipe.send((kernels, log.getvalue()))
 
 
 def test_without_a_compiler_torch_computes_and_the_log_says_why(tmp_path: Path) -> None:
@@ -137,37 +145,33 @@ def test_this_machine_compiles_them_if_it_can() -> None:
         assert native_library() is not None
 
 
-PRODUCTS = """
-import hashlib
-import torch
-from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import native_library
-from kernels.quantised_weight import QuantisedWeight
-torch.manual_seed(0)
-library = native_library()
-digest = hashlib.sha256()
-for bits, lowest in [(4, -8), (8, -128)]:
-    for activation_bits in (8, 16):
-        codes = (torch.randint(2**bits, (70, 576)) + lowest).to(torch.int8)
-        scales, minimums = torch.randn(2, 70, 9)
-        weight = QuantisedWeight(codes=codes, scales=scales, minimums=minimums, bits=bits, lowest=lowest)
-        linear = NativeCpuKernels(library, activation_bits).pack_quantised(weight, None, torch.bfloat16)
-        digest.update(linear(torch.randn(50, 576).bfloat16()).view(torch.uint8).numpy().tobytes())
-print(digest.hexdigest())
-"""
+def products(library: ctypes.CDLL) -> bytes:
+    """Of 50 rows by weights of 4 and 8 bits."""
+    torch.manual_seed(0)
+    found = []
+    for bits, lowest in ((4, -8), (8, -128)):
+        for activation_bits in ACTIVATION_BITS:
+            codes = (torch.randint(2**bits, (70, 576)) + lowest).to(torch.int8)
+            scales, minimums = torch.randn(2, 70, 9)
+            weight = QuantisedWeight(codes=codes, scales=scales, minimums=minimums, bits=bits, lowest=lowest)
+            linear = pack_quantised(library, weight, None, activation_bits)
+            found.append(linear(torch.randn(50, 576).bfloat16()))
+    return torch.stack(found).view(torch.uint8).numpy().tobytes()
 
 
-def test_quantised_products_are_the_same_bits_with_and_without_tiles() -> None:
-    if native_library() is None:
+def tell_products(library: Path, pipe: Connection) -> None:
+    pipe.send(products(ctypes.CDLL(str(library))))
+
+
+def test_quantised_products_are_the_same_bits_with_and_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sources the one that has them is compiled without tiles: all of them take half a minute."""
+    library = native_library()
+    if library is None or compiling.processor_instructions() is not compiling.AMX:
         return
-
-    def digest(**environment: str) -> str:
-        command = [sys.executable, "-c", PRODUCTS]
-        return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    assert digest() == digest(**{SWITCH: "avx512"})
+    monkeypatch.setenv(SWITCH, "avx512")
+    monkeypatch.setattr(compiling, "_sources", lambda: [compiling.SOURCE_FOLDER / "quantised.cpp"])
+    with ForkedChild(tell_products, compiling._library()) as process:
+        assert process.told() == products(library)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -149,8 +149,10 @@ LEADER = """
 import sys
 import psutil
 from pathlib import Path
-from tests.support.small_models import runner_of
-runner = runner_of(Path(sys.argv[1]), kv_blocks=40, num_threads=1, tensor_parallel=2)
+from engine.steps.loading import EngineConfig, load_runner
+folder = sys.argv[1]
+config = EngineConfig(model_ref=folder, model_name="small", kv_blocks=40, num_threads=1, tensor_parallel=2)
+runner = load_runner(Path(folder), config)
 print(*(process.pid for process in psutil.Process().children()), flush=True)
 sys.stdin.read()
 """

@@ -11,8 +11,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -166,15 +164,7 @@ def check(delivery: Delivery) -> None:
 
 
 def test_a_process_that_may_not_have_a_segment_says_so() -> None:
-    script = """
-import resource
-from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    make_segment(1 << 30)
-except SegmentError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    assert "A shared-memory segment of 1073741824 bytes cannot be made: [Errno 27] File too large." in done.stdout
-    assert "use the transport 'tcp'" in done.stdout
+    with ForkedChild(transport_child.make_large_segment) as process:
+        told = process.told()
+    assert "A shared-memory segment of 1073741824 bytes cannot be made: [Errno 27] File too large." in told
+    assert "use the transport 'tcp'" in told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import resource
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import cast
@@ -22,6 +23,7 @@ from kv_transfer.transports.base import Identity, Link, Transport
 from kv_transfer.transports.choose import TransportKind, open_transport
 from kv_transfer.transports.cuda_ipc import DeviceCarrier
 from kv_transfer.transports.process_group import DistributedCarrier, DistributedConfig
+from kv_transfer.transports.shared_memory.segment import SegmentError, make_segment
 from kv_transfer.transports.slab_pool import SlabConfig
 from kv_transfer.transports.sockets import LinkConfig, SocketTransport
 from tests.kv_transfer.transports.slab_content import content
@@ -77,3 +79,12 @@ def send(kinds: Sequence[str], endpoints: Sequence[Endpoint], pipe: Connection) 
         await asyncio.gather(*map(send_without_end, kinds, endpoints))
 
     uvloop.run(send_all())
+
+
+def make_large_segment(pipe: Connection) -> None:
+    """Sends why a process whose files may have a MiB cannot make one of a GiB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+    try:
+        make_segment(1 << 30)
+    except SegmentError as error:
+        pipe.send(str(error))

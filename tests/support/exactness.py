@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,7 @@ def hf_reference(
         return key in _known and len(_known[key].token_ids) >= num_tokens
 
     if not all(map(is_known, keys)):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        model.generation_config.eos_token_id = None
+        model = _oracle(folder)
         for key, guess in zip(keys, guesses, strict=False):
             if not is_known(key) and (reference := _confirmed(model, key[1], guess, num_tokens)):
                 _known[key] = reference
@@ -107,6 +105,15 @@ def hf_reference(
             some = left[start : start + batch_size]
             _known.update(zip(some, _generate(model, [prompt for _, prompt in some], num_tokens), strict=True))
     return [_known[key].first(num_tokens) for key in keys]
+
+
+@lru_cache(maxsize=1)  # it takes seconds to load, and who asks it asks again
+def _oracle(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def _confirmed(model: Any, prompt: tuple[int, ...], guess: Sequence[int], num_tokens: int) -> Reference | None:

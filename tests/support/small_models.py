@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,19 @@ class SmallModel:
         self.folder = folder
         self.dtype = dtype
         self._oracle = (build_oracle if family in FAMILIES else build_decoder)(family, folder, **changes)
-        self._generated: dict[tuple[tuple[int, ...], int, str | None], list[int]] = {}  # many ask for the same prompts
+        # Many ask for the same prompts.
+        self._generated: dict[tuple[tuple[int, ...], int, str | None], list[int]] = {}
+        self._local: dict[tuple[tuple[int, ...], str], Generated] = {}
         write_byte_tokenizer(folder)
 
     def local(self, prompt: list[int], params: SamplingParams) -> Generated:
         """What the local engine generates for this request alone."""
-        seq = Sequence(request_id="r", attempt=0, params=params, prompt_token_ids=prompt)
-        emissions = list(self._engine.run([seq]))
-        return Generated([e.token.token_id for e in emissions], emissions[0].prompt_logprobs)
+        key = tuple(prompt), repr(params)
+        if key not in self._local:
+            seq = Sequence(request_id="r", attempt=0, params=params, prompt_token_ids=prompt)
+            emissions = list(self._engine.run([seq]))
+            self._local[key] = Generated([e.token.token_id for e in emissions], emissions[0].prompt_logprobs)
+        return replace(self._local[key], tokens=list(self._local[key].tokens))
 
     def hugging_face(
         self, prompt: list[int], num_tokens: int, grammar: str | None = None, guess: Iterable[int] = ()

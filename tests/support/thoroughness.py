@@ -6,7 +6,7 @@ For tests of seconds: the part has every kind of case, the rest are more of the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +30,12 @@ def in_test_long(*more: T) -> tuple[T, ...]:
     return more if THOROUGH or ON_GPU else ()
 
 
-def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def combined(*, indirect: Sequence[str] = (), **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrises a test with the combinations of two or more axes: all in `make test-long` and on a GPU, else half.
 
     As on a chessboard: with any value of one axis run every second value of each other one. The keys of an axis that is
-    a dictionary name its values.
+    a dictionary name its values. Those of `indirect` are fixtures of a module; who has one value of the last axis runs
+    together.
     """
     named = [axis if isinstance(axis, dict) else {str(value): value for value in axis} for axis in axes.values()]
     squares = itertools.product(*(enumerate(axis.items()) for axis in named))
@@ -43,4 +44,4 @@ def combined(**axes: Iterable[Any]) -> pytest.MarkDecorator:
         for square in squares
         if THOROUGH or ON_GPU or sum(number for number, _ in square) % 2 == 0
     ]
-    return pytest.mark.parametrize(tuple(axes), chosen)
+    return pytest.mark.parametrize(tuple(axes), chosen, indirect=indirect, scope="module" if indirect else None)

@@ -42,6 +42,7 @@ from tests.support.adapters import ALL, ATTENTION, is_what_the_model_says, merge
 from tests.support.model_families import WITH_HEADS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import RecordingSampler, Stepper, recording_runner
+from tests.support.thoroughness import combined
 from tests.support.waiting import HANGS_S, wait_until
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
@@ -198,7 +199,7 @@ def bytes_of(adapter: Adapter, num_layers: int) -> int:
 
 
 @pytest.mark.parametrize("kernels", NATIVE, ids=["native"] * len(NATIVE))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@combined(dtype=[torch.float32, torch.bfloat16], adapted=WITH_HEADS, indirect=["adapted"])
 def test_what_one_call_packs_is_what_is_packed_weight_by_weight(
     adapted: Adapted, tmp_path: Path, kernels: Kernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +306,7 @@ def test_many_in_one_batch_bring_the_merged_models_tokens(adapted: Adapted) -> N
     assert changed == set(found) - {None}, "an adapter that changes nothing shows nothing"
 
 
-@pytest.mark.parametrize("kernels", [cpu, reference], ids=["torch", "reference"])
+@combined(kernels={"torch": cpu, "reference": reference}, adapted=WITH_HEADS, indirect=["adapted"])
 def test_so_does_any_other_set_of_kernels(adapted: Adapted, kernels: ModuleType) -> None:
     stepper, _, found = drive(adapted, torch.float32, kernels)
     seqs = with_adapters(stepper, found, [3, 17, 4, 9, 12])
@@ -332,7 +333,7 @@ def test_a_sequences_bits_are_the_same_in_any_company(adapted: Adapted, library:
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=["native"] * len(LIBRARIES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@combined(dtype=[torch.float32, torch.bfloat16], adapted=WITH_HEADS, indirect=["adapted"])
 def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
     adapted: Adapted, library: object, dtype: torch.dtype
 ) -> None:

@@ -112,3 +112,17 @@ def test_the_oldest_entries_go(sources: list[Path], cache: Path, monkeypatch: py
         for entry in cache.glob(f"kind{number}-*"):
             os.utime(entry, (number, number))
     assert sorted(entry.name.split("-")[0] for entry in cache.iterdir()) == ["kind2", "kind3"]
+
+
+def test_what_is_asked_for_stays(sources: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come: who tries hundreds of small models starts a large one no slower."""
+    monkeypatch.setattr(checkpoint_cache, "MAX_ENTRIES", 2)
+    calls, make = counted()
+    remembered("asked", sources, make)
+    for number in range(4):
+        for entry in cache.iterdir():
+            is_old = entry.name.startswith("asked")
+            os.utime(entry, (0, 0) if is_old else (1, 1))
+        remembered("asked", sources, make)
+        remembered(f"kind{number}", sources, dict)
+    assert len(calls) == 1

@@ -18,6 +18,7 @@ from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
 from tests.support.model_families import FAMILIES, build_oracle
 from tests.support.small_models import SmallModel, greedy, random_prompts
 from tests.support.stepping import Stepper, recording_runner
+from tests.support.thoroughness import combined
 from tests.support.waiting import HANGS_S
 
 NUM_NEW_TOKENS = 4
@@ -35,18 +36,27 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def logits_alone(folder: Path, dtype: torch.dtype, prompt: list[int], chunk: int | None = None) -> Tensor:
-    """Of each token that is sampled, `[n, V]`."""
+def generated(
+    folder: Path, dtype: torch.dtype, prompt: list[int], chunk: int | None = None
+) -> tuple[list[int], Tensor]:
+    """The tokens that are sampled, and the logits of each, `[n, V]`."""
     runner, sampler = recording_runner(folder, dtype=dtype)
     stepper = Stepper(runner)
-    stepper.generate(stepper.add(prompt, "r"), NUM_NEW_TOKENS, chunk)
-    return torch.stack(sampler.sampled["r"])
+    tokens = stepper.generate(stepper.add(prompt, "r"), NUM_NEW_TOKENS, chunk)
+    return tokens, torch.stack(sampler.sampled["r"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_the_same_in_any_chunks_and_any_company(folder: Path, dtype: torch.dtype) -> None:
-    alone = logits_alone(folder, dtype, PROMPT)
-    assert torch.equal(logits_alone(folder, dtype, PROMPT, chunk=9), alone)
+@pytest.fixture(scope="module", params=DTYPES)
+def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[torch.dtype, list[int], Tensor]:
+    """A type, and what the prompt is answered in it, in one step and alone."""
+    return request.param, *generated(folder, request.param, PROMPT)
+
+
+def test_logits_are_the_same_in_any_chunks_and_any_company(
+    whole: tuple[torch.dtype, list[int], Tensor], folder: Path
+) -> None:
+    dtype, _, expected = whole
+    assert torch.equal(generated(folder, dtype, PROMPT, chunk=9)[1], expected)
     runner, sampler = recording_runner(folder, dtype=dtype, block_size=5, layers_per_group=2)
     stepper = Stepper(runner)
     seq, company = stepper.add(PROMPT, "r"), stepper.add(COMPANY, "company")
@@ -54,23 +64,23 @@ def test_logits_are_the_same_in_any_chunks_and_any_company(folder: Path, dtype: 
     stepper.step([(seq, seq.num_uncomputed), (company, company.num_uncomputed)])
     while len(seq.output_token_ids) < NUM_NEW_TOKENS:
         stepper.step([(company, 1), (seq, 1)])
-    assert torch.equal(torch.stack(sampler.sampled["r"]), alone)
+    assert torch.equal(torch.stack(sampler.sampled["r"]), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_the_same_after_a_recovery(folder: Path, dtype: torch.dtype) -> None:
+def test_logits_are_the_same_after_a_recovery(whole: tuple[torch.dtype, list[int], Tensor], folder: Path) -> None:
     """Another worker computes prompt and emitted tokens as one prompt, and goes on."""
-    runner, sampler = recording_runner(folder, dtype=dtype)
-    stepper = Stepper(runner)
-    tokens = stepper.generate(stepper.add(PROMPT, "r"), NUM_NEW_TOKENS)
-    again = logits_alone(folder, dtype, PROMPT + tokens[:2])
-    assert torch.equal(again[: NUM_NEW_TOKENS - 2], torch.stack(sampler.sampled["r"])[2:])
+    dtype, tokens, expected = whole
+    _, again = generated(folder, dtype, PROMPT + tokens[:2])
+    assert torch.equal(again[: NUM_NEW_TOKENS - 2], expected[2:])
 
 
 # --- bfloat16 through workers ---
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "deepseek-v3"])
+IN_BFLOAT16 = ("llama", "qwen3-moe", "deepseek-v3")
+
+
+@pytest.fixture(scope="module", params=IN_BFLOAT16)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16")
 
@@ -87,7 +97,7 @@ async def answer(cluster: MiniCluster, name: str, prompt: list[int], params: Sam
     return [event.token_id for event in await cluster.generate(name, prompt, params)]
 
 
-@pytest.mark.parametrize("num_prefill", [0, 2])
+@combined(num_prefill=[0, 2], model=IN_BFLOAT16, indirect=["model"])
 async def test_answers_in_bfloat16_do_not_change_with_the_company_they_are_in(
     model: SmallModel, num_prefill: int
 ) -> None:

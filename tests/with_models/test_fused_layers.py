@@ -22,6 +22,7 @@ from kernels.reference import PlainLinear
 from tests.support.model_families import VOCAB_SIZE, WITH_FUSED_LAYERS, build_oracle
 from tests.support.small_models import random_prompts
 from tests.support.stepping import Stepper, recording_runner
+from tests.support.thoroughness import combined
 
 LIBRARIES = [library for library in (native_library(),) if library is not None]  # none where torch computes
 NUM_NEW_TOKENS = 5
@@ -114,8 +115,12 @@ def _logits_of_many_rows(
     return torch.stack(sampler.sampled["r"])
 
 
-@pytest.mark.parametrize("lengths", [MANY_ROWS, FEW_ROWS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@combined(
+    dtype=[torch.float32, torch.bfloat16],
+    lengths={"many": MANY_ROWS, "few": FEW_ROWS},
+    folder=WITH_FUSED_LAYERS,
+    indirect=["folder"],
+)
 def test_the_same_bits_where_each_thread_takes_rows_of_its_own(
     library: ctypes.CDLL, folder: Path, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:

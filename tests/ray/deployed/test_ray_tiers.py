@@ -1,7 +1,7 @@
 """A cluster whose KV fits no tier: conversations that come back, a worker that dies, a restart.
 
-A tiny random model, so that a thousand requests take a minute, of which `make test` asks half; real processes, shared
-memory and files.
+A tiny random model, so that a thousand requests take a minute, of which `make test` asks a third; real processes,
+shared memory and files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 NAME = "tiny"
 NUM_CONVERSATIONS = 50 if THOROUGH else 25
-NUM_TURNS = 20
+NUM_TURNS, ROUND_TURNS = (20, 4) if THOROUGH else (12, 3)
 USER_TOKENS = 12
 ANSWER_TOKENS = 8
 CONVERSATION_BYTES = NUM_CONVERSATIONS * NUM_TURNS * (USER_TOKENS + ANSWER_TOKENS) * 1024  # 1 KiB of KV a token
@@ -157,8 +157,8 @@ def test_conversations_that_fit_in_no_tier(newcomer: ServeRun, tmp_path: Path, d
         cluster.wait_for_workers(prefill=1, decode=1)
         first = talk_to_all(cluster, talks[:10], range(NUM_TURNS))
         answers, sizes = [], [worker_bytes(cluster)]
-        for turn in range(0, NUM_TURNS, 4):
-            answers += talk_to_all(cluster, talks, range(turn, turn + 4))
+        for turn in range(0, NUM_TURNS, ROUND_TURNS):
+            answers += talk_to_all(cluster, talks, range(turn, turn + ROUND_TURNS))
             sizes.append(worker_bytes(cluster))
         assert len(answers) == NUM_CONVERSATIONS * NUM_TURNS
         cluster.wait_idle()

@@ -57,6 +57,10 @@ def generate(engine: LocalEngine, prompts: list[list[int]], params: SamplingPara
     return [seq.output_token_ids for seq in seqs]
 
 
+def assert_hugging_faces(llama: SmallModel, prompts: list[list[int]], found: list[list[int]]) -> None:
+    assert found == [llama.hugging_face(prompt, 24, guess=guess) for prompt, guess in zip(prompts, found, strict=True)]
+
+
 def counts_of(engine: LocalEngine) -> DraftCounts:
     return engine.scheduler.draft_counts["model"]
 
@@ -122,7 +126,7 @@ def test_a_long_prompt_is_caught_up_with_in_parts(llama: SmallModel) -> None:
     passes = [call.args[1] for call in run.call_args_list if call.args[0] is drafter_of(model).model.runner]
     assert 32 <= max(plan.num_tokens for plan in passes) <= 32 + 16
     assert counts_of(engine).accepted == counts_of(engine).drafted > 10
-    assert found == [llama.hugging_face(prompt, 24) for prompt in prompts]
+    assert_hugging_faces(llama, prompts, found)
 
 
 def test_who_is_drawn_for_takes_the_room_of_who_is_not(llama: SmallModel) -> None:
@@ -134,7 +138,7 @@ def test_who_is_drawn_for_takes_the_room_of_who_is_not(llama: SmallModel) -> Non
     speculation = Speculation([drafter], model.costs, fixed=3)
     engine = LocalEngine(model, max_num_seqs=2, speculation=speculation)
     prompts = random_prompts([60] * 4)
-    assert generate(engine, prompts, greedy()) == [llama.hugging_face(prompt, 24) for prompt in prompts]
+    assert_hugging_faces(llama, prompts, generate(engine, prompts, greedy()))
     assert counts_of(engine).drafted > 0
     pool.release(held)
     drafter.check_idle()
@@ -174,7 +178,7 @@ def test_a_model_that_fails_costs_its_drafts_and_no_step(llama: SmallModel, capl
     prompts = random_prompts([9, 33])
     with mock.patch.object(drafter_of(model).model.runner, "prepare", side_effect=RuntimeError("out of memory")):
         found = generate(engine, prompts, greedy())
-    assert found == [llama.hugging_face(prompt, 24) for prompt in prompts]
+    assert_hugging_faces(llama, prompts, found)
     assert counts_of(engine).drafted == 0
     assert caplog.text.count("the draft model failed") == 3
     drafter_of(model).check_idle()

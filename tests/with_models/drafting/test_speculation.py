@@ -30,6 +30,7 @@ from engine.steps.memory_profile import StepSize
 from kernels.native.library import native_library
 from tests.support.forked_child import fork_ranks
 from tests.support.small_models import SmallModel, greedy, memorised, random_prompts, shallower
+from tests.support.thoroughness import combined
 
 NUM_TOKENS = 20
 DRAWN = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
@@ -213,7 +214,10 @@ def in_float32(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel("llama", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def model(request: pytest.FixtureRequest, in_float32: SmallModel) -> SmallModel:
     if request.param == "bfloat16" and native_library() is None:
         pytest.skip("in bfloat16 torch's kernels give other logits in other company")
@@ -234,8 +238,7 @@ def check(found: dict[str, Answer], plain: dict[str, Answer]) -> None:
             assert answer.logprobs == plain[name].logprobs, name
 
 
-@pytest.mark.parametrize("place", MEMORY)
-@pytest.mark.parametrize("drafter", MAKERS)
+@combined(drafter=MAKERS.keys(), place=MEMORY.keys(), model=DTYPES, indirect=["model"])
 def test_drafts_change_no_token_and_no_logprob(
     model: SmallModel, plain: dict[str, Answer], drafter: str, place: str
 ) -> None:
@@ -261,7 +264,10 @@ def heads(in_float32: SmallModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.fixture(scope="module", params=["model", "heads"])
+DRAFTS = ("model", "heads")
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
 def draft(
     request: pytest.FixtureRequest, model: SmallModel, heads: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[DrafterName, Path]:
@@ -277,7 +283,7 @@ def known() -> dict[str, dict[str, Answer]]:
     return {}
 
 
-@pytest.mark.parametrize("place", [*MEMORY, "of two ranks"])
+@combined(place=[*MEMORY, "of two ranks"], draft=DRAFTS, model=DTYPES, indirect=["model", "draft"])
 def test_nor_do_those_that_are_drawn(
     model: SmallModel,
     plain: dict[str, Answer],

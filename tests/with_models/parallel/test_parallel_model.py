@@ -27,6 +27,7 @@ from kernels.native.library import native_library
 from kernels.ops import kernels_for
 from tests.support.exactness import hf_reference
 from tests.support.model_families import FAMILIES, VOCAB_SIZE, build_oracle
+from tests.support.thoroughness import combined
 from tests.with_models.parallel.rank_threads import on_ranks
 
 WHOLE_ON_EACH_RANK = (
@@ -108,7 +109,8 @@ def random_tokens(count: int = NUM_TOKENS) -> list[int]:
     return [random.Random(5).randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
-@pytest.mark.parametrize("degree", [2, 4])  # of two key/value heads: one each, then each on two ranks
+# Of two key/value heads: one each, or each on two ranks.
+@combined(degree=[2, 4], family=FAMILIES.keys(), indirect=["family"])
 def test_the_ranks_together_compute_what_hugging_face_does(family: tuple[Path, Any], degree: int) -> None:
     require_hugging_faces_logits(*family, degree)
 
