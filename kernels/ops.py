@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import AMX, NativeUnavailableError, native_library, processor_instructions
+from kernels.native.library import TYPE_NAMES, NativeUnavailableError, native_library, processor_instructions
 from kernels.native.linear import packed_bytes
 from kernels.quantised_weight import ActivationBits
 
@@ -34,14 +34,14 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """By what the kernels of `device` make their sums: machines that say the same give the same bits."""
+    """By what the kernels of `device` make their sums: machines that say other things may give other bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if not isinstance(_cpu_kernels(8), NativeCpuKernels):
+    if dtype not in TYPE_NAMES or not isinstance(_cpu_kernels(8), NativeCpuKernels):
         return "torch"
-    # Of float32 all processors' sums have one order, and of bfloat16 those without tiles.
-    by_tiles = dtype is torch.bfloat16 and processor_instructions() is AMX
-    return f"tiles ({AMX.name})" if by_tiles else "registers"
+    # Of float32 all processors' sums are the same. Of bfloat16 tiles have another order, and AVX-512 takes numbers for
+    # 0 that AVX2 does not.
+    return processor_instructions().name if dtype is torch.bfloat16 else "registers"
 
 
 def packed_bytes_on(device: torch.device) -> PackedBytes:

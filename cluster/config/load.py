@@ -412,10 +412,13 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, but it is {detail['input']!r}"
 
 
+_CLOSE: Final = 0.82  # or a setting that is gone would be taken for another one that only sounds like it
+
+
 def _advice(path: tuple[int | str, ...]) -> str:
     """Words that name the setting that was probably meant, or else all that there are beside it."""
     names = list(_fields_at(path[:-1]))
-    close = difflib.get_close_matches(str(path[-1]), names, n=1)
+    close = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=_CLOSE)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 

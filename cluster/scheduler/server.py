@@ -112,6 +112,7 @@ class SchedulerServer:
         self._gateways: set[Connection] = set()
         self._asked: dict[str, tuple[Connection, GlobalScheduler]] = {}  # by whom, of every request that has not ended
         self._workers: dict[str, tuple[Connection, GlobalScheduler]] = {}  # each one's newest connection, and its model
+        self._told_of: set[frozenset[str]] = set()  # two kinds of arithmetic each
         self._loading: dict[Connection, LoadingReport] = {}  # workers that are yet to register
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -203,10 +204,29 @@ class SchedulerServer:
             connection.close(f"{info.worker_id} has the model {info.model}; there are {', '.join(self.schedulers)}")
             return
         self._workers[info.worker_id] = connection, scheduler
-        _warn_of_other_bits(info, scheduler)
+        self._warn_of_other_bits(info, scheduler)
         scheduler.register(info, snapshot, time.monotonic())
         logger.info("%s worker %s registered (pid %d)", info.role, info.worker_id, info.pid)
         self._broadcast()
+
+    def _warn_of_other_bits(self, info: WorkerInfo, scheduler: GlobalScheduler) -> None:
+        """Once for two kinds: a request that goes from one worker to another goes on exactly only where both sum
+        alike."""
+        known = [other for other, _ in scheduler.ledger.workers() if other.compatibility == info.compatibility]
+        other = next((other for other in known if other.arithmetic not in (info.arithmetic, "")), None)
+        if other is None or not info.arithmetic:
+            return
+        kinds = frozenset((info.arithmetic, other.arithmetic))
+        if kinds not in self._told_of:
+            self._told_of.add(kinds)
+            logger.warning(
+                "worker %s computes by %s and %s by %s: a request that both have a part in may get another token than"
+                " on one of them alone; for the same on CPUs set LEGATO_NATIVE=avx512, or avx2, on all nodes",
+                info.worker_id,
+                info.arithmetic,
+                other.worker_id,
+                other.arithmetic,
+            )
 
     def _on_blocks(self, connection: Connection, message: BlockEvents | BlockIndexSnapshot) -> None:
         newest, scheduler = self._workers.get(message.worker_id, (None, self.scheduler))
@@ -396,21 +416,6 @@ class SchedulerServer:
                 self._exchange.refused(worker_id)
                 for each in self._autoscalers.values():
                     each.refused(worker_id)
-
-
-def _warn_of_other_bits(info: WorkerInfo, scheduler: GlobalScheduler) -> None:
-    """A request that goes from one worker to another goes on exactly only where both sum alike."""
-    others = (known for known, _ in scheduler.ledger.workers() if known.worker_id != info.worker_id)
-    other = next((known for known in others if known.arithmetic != info.arithmetic), None)
-    if other is not None:
-        logger.warning(
-            "worker %s computes by %s and %s by %s: a request that both have a part in may get another token than on"
-            " one of them alone; for the same on CPUs set LEGATO_NATIVE=avx512, or avx2, on all nodes",
-            info.worker_id,
-            info.arithmetic,
-            other.worker_id,
-            other.arithmetic,
-        )
 
 
 def _lines(decision: LoggedDecision) -> list[str]:

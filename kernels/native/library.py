@@ -66,7 +66,7 @@ AMX = Instructions(
 """And products of tiles, of bfloat16 (`src/tiles.h`) and of bytes (`src/quantised_tiles.h`)."""
 AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
-_AT_MOST = {"": (AMX, AVX512, AVX2), "avx512": (AVX512, AVX2), "avx2": (AVX2,)}
+_AT_MOST = {"avx512": (AVX512, AVX2), "avx2": (AVX2,)} | dict.fromkeys(("", "1", "amx"), (AMX, AVX512, AVX2))
 """By the switch's word, best first."""
 
 
@@ -118,7 +118,7 @@ def processor_instructions() -> Instructions:
     if word == "0":
         raise NativeUnavailableError(f"{SWITCH}=0 asks for it")
     if word not in _AT_MOST:
-        raise NativeUnavailableError(f"{SWITCH}={word} is none of avx512, avx2 and 0; unset it for the best there is")
+        raise NativeUnavailableError(f"{SWITCH}={word} is none of amx, avx512, avx2 and 0; leave it out")
     if platform.system() != "Linux":
         raise NativeUnavailableError(f"they are compiled on Linux only, and this is {platform.system()}")
     present = _processor_flags()

@@ -100,6 +100,7 @@ def test_the_switch_leaves_them_to_torch_and_refuses_batch_invariance() -> None:
         (compiling.AMX.flags + compiling.AVX2.flags, "", compiling.AMX),
         (compiling.AMX.flags + compiling.AVX2.flags, "avx512", compiling.AVX512),
         (compiling.AMX.flags + compiling.AVX2.flags, "AVX2", compiling.AVX2),
+        (compiling.AMX.flags + compiling.AVX2.flags, "1", compiling.AMX),
         (compiling.AVX512.flags + compiling.AVX2.flags, "", compiling.AVX512),
         ((*compiling.AVX2.flags, "avx512f"), "", compiling.AVX2),  # without bfloat16
     ],
@@ -114,7 +115,7 @@ def test_a_processor_runs_the_best_that_it_has(
 
 def test_a_word_that_the_switch_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "avx-512")
-    with pytest.raises(compiling.NativeUnavailableError, match=r"LEGATO_NATIVE=avx-512 is none of avx512, avx2 and 0"):
+    with pytest.raises(compiling.NativeUnavailableError, match=r"avx-512 is none of amx, avx512, avx2 and 0"):
         compiling.processor_instructions()
 
 

@@ -226,6 +226,7 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ({"gateway": {"max_body_bytes": "much"}}, ("gateway.max_body_bytes", "512MiB")),
         ({"gateway": {"request_deadline_s": float("nan")}}, ("gateway.request_deadline_s",)),
         ({"transfer": {"lease_ttl_s": 5}}, ("transfer.lease_ttl_s is no setting; there are transport",)),
+        ({"gateway": {"max_unread_bytes": 1}}, ("gateway.max_unread_bytes is no setting; there are replicas",)),
         ({"tuning": {"Config": {}}}, ("tuning names Config", "DecodeWorkerConfig, EngineConfig")),
         (
             {"tuning": {"OrchestratorConfig": {"request_deadline_s": 30}}},

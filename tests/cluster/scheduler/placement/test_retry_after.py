@@ -46,16 +46,21 @@ def test_what_was_reserved_for_the_past_is_forgotten() -> None:
 @given(
     st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.001, 20.0)), max_size=60),
     st.sampled_from([0.3, 1.0, 7.5]),
+    st.lists(st.floats(0.0, 60.0), min_size=1, max_size=5).map(sorted),
 )
-def test_no_second_is_given_more_than_is_done_in_it(wanted: list[tuple[float, float]], per_s: float) -> None:
+def test_no_second_is_given_more_than_is_done_in_it(
+    wanted: list[tuple[float, float]], per_s: float, free_at: list[float]
+) -> None:
     calendar = ReservedWork()
     for earliest, work_s in wanted:
-        at = calendar.reserve(earliest, work_s, per_s, _FREE)
+        at = calendar.reserve(earliest, work_s, per_s, free_at)
         assert at >= earliest
-        # By then, whoever is before it has been done with, or did not fill the time.
-        assert at - earliest <= sum(work for _, work in wanted) / per_s + 1.0
+        # By then all workers are free, and whoever is before it has been done with or did not fill the time.
+        assert at <= max(earliest, free_at[-1]) + sum(work for _, work in wanted) / per_s + 2.0
     assert sum(calendar.taken_s.values()) == pytest.approx(sum(work for _, work in wanted))
-    assert max(calendar.taken_s.values(), default=0.0) <= per_s + 1e-9
+    for second, taken_s in calendar.taken_s.items():
+        num_free = sum(free <= second + 1 for free in free_at)
+        assert taken_s <= per_s * max(1, num_free) / len(free_at) + 1e-9
 
 
 # --- the pace ---
