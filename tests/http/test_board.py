@@ -340,7 +340,7 @@ async def test_a_picture_holds_the_loop_for_short_turns_only(
         await pictures[-1]
     unit_s = turn_s()
     turns = [(max(one.steps_s) / unit_s, sum(one.steps_s) / unit_s) for one in pictures]
-    assert min(longest for longest, _ in turns) < MILLISECOND, turns
+    assert min(longest for longest, _ in turns) < 2 * MILLISECOND, turns  # all at once it takes ten
     assert min(whole for _, whole in turns) * board.PER_S < 0.05 * 1_000 * MILLISECOND, turns
 
 
