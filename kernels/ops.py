@@ -37,7 +37,7 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
     """By what the kernels of `device` make their sums: machines that say other things may give other bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if dtype not in TYPE_NAMES or not isinstance(_cpu_kernels(8), NativeCpuKernels):
+    if dtype not in TYPE_NAMES or native_library() is None:
         return "torch"
     # Of float32 all processors' sums are the same. Of bfloat16 tiles have another order, and AVX-512 takes numbers for
     # 0 that AVX2 does not.
