@@ -51,10 +51,13 @@ def running_cluster(
 
 
 def cluster_document(changes: Json) -> dict[str, Any]:
-    """The YAML file's content: sections are changed setting by setting, all else is replaced."""
+    """The YAML file's content: sections are changed setting by setting, or taken out (None), all else is replaced."""
     document: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     settings = document["applications"][0]["args"]
     for section, values in changes.items():
+        if values is None:
+            settings.pop(section, None)
+            continue
         settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return document
 

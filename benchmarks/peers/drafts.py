@@ -8,16 +8,24 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.part import Json
+from benchmarks.common.cluster_process import cluster_document, running_cluster
+from benchmarks.common.part import Json, commit
+from benchmarks.common.workload import MODEL
 from benchmarks.peers.company import chat_prompt
+from benchmarks.peers.engines.http_asker import HttpAsker
+from benchmarks.peers.engines.installation import model_folder
+from benchmarks.peers.engines.legato import COLOCATED, PLAIN_STEPS
 from benchmarks.peers.peer import Answer, Asker, Draw, Peer, Request
 from benchmarks.texts import CODE, QUESTIONS, TEXT
 
 NUM_ANSWERS, ANSWER_TOKENS = 10, 64
+PLAIN = "without-drafts"  # the served name of the model that makes none
+_OF_A_MODEL = ("model", "kv", "prefill", "decode")
 
 
 def work_of(kind: str) -> str:
@@ -54,7 +62,32 @@ def with_drafts(name: str, drafting: Peer, plain: Peer) -> Peer:
         with plain.start() as without, drafting.start() as drafts:
             yield Both(drafts, without)
 
-    told = f"{drafting.told}; beside the same without drafts, which is started too"
+    return _pair(name, drafting.told, prepare, start)
+
+
+def legato_with_drafts(name: str) -> Peer:
+    """Two models of one application, the same weights: on two cores a second cluster takes from what is measured."""
+
+    def prepare() -> None:
+        model_folder(MODEL)
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Both]:
+        models = [_served(MODEL, COLOCATED), _served(PLAIN, PLAIN_STEPS)]
+        with running_cluster({**dict.fromkeys(_OF_A_MODEL), "models": models}) as port:
+            yield Both(HttpAsker(port, MODEL), HttpAsker(port, PLAIN))
+
+    told = f"Legato {commit()}, one worker for both, over HTTP, bf16"
+    return _pair(name, told, prepare, start)
+
+
+def _served(name: str, settings: Json) -> Json:
+    sections = cluster_document(settings)["applications"][0]["args"]
+    return {section: sections[section] for section in _OF_A_MODEL} | {"model": {"ref": MODEL, "served_name": name}}
+
+
+def _pair(name: str, told: str, prepare: Callable[[], None], start: Callable[[], AbstractContextManager[Both]]) -> Peer:
+    told += "; beside the same without drafts, which is started too"
     return Peer(name=name, told=told, works=("drafts",), prepare=prepare, start=start, is_pair=True)
 
 

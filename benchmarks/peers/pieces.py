@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from benchmarks.peers.drafts import with_drafts
+from benchmarks.peers.drafts import legato_with_drafts, with_drafts
 from benchmarks.peers.engines.installation import MIXTURE
-from benchmarks.peers.engines.legato import APART, COLOCATED, PLAIN_STEPS, in_process, legato, quantised
+from benchmarks.peers.engines.legato import APART, COLOCATED, in_process, legato, quantised
 from benchmarks.peers.engines.llama_cpp import llama_cpp
 from benchmarks.peers.engines.openvino_genai import openvino
 from benchmarks.peers.engines.vllm_cpu import vllm
@@ -27,10 +27,8 @@ VLLM_NGRAM = json.dumps(
 
 
 def peers() -> tuple[Peer, ...]:
-    one_worker = legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SCHEMED, "steady"))
-    without = legato("legato", "the same without drafts", PLAIN_STEPS, ())
     return (
-        one_worker,
+        legato("legato", "one worker for both, over HTTP, bf16", COLOCATED, (*SCHEMED, "steady")),
         legato("legato-1p1d", "1 prefill + 1 decode worker, a core each, over HTTP, bf16", APART, (*SERVED, "steady")),
         in_process("legato-in-process", "legato", "Legato's engine, bf16", ASKED),
         llama_cpp("llama.cpp", "BF16", SERVED),
@@ -44,7 +42,7 @@ def peers() -> tuple[Peer, ...]:
         llama_cpp("llama.cpp-q8_0", "Q8_0", SPEED),
         llama_cpp("llama.cpp-q4_0", "Q4_0", LIGHT),
         openvino("openvino-int8", "int8", SPEED),
-        with_drafts("legato-drafts", one_worker, without),
+        legato_with_drafts("legato-drafts"),
         with_drafts(
             "legato-drafts-in-process",
             in_process("legato", "legato-drafts", f"Legato's engine, bf16, {THREADS} threads", ()),
