@@ -367,7 +367,8 @@ class DecodeSettings(PoolSettings):
         "auto",
         description="`auto`: steps also check tokens that are guessed from a request's `prediction`, from what its"
         " grammar forces, from its own text and from earlier answers to the same client, or are drawn from"
-        " `draft_model`, where that pays; no token is another one. `off`: one token of each sequence a step.",
+        " `draft_model`, where that pays; no token is another one where logits do not depend on the batch. `off`: one"
+        " token of each sequence a step.",
     )
     draft_model: Annotated[str | None, OrNothing] = Field(
         None,
