@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -185,18 +186,28 @@ def _digest(compiler: str, instructions: Instructions) -> str:
 
 
 def compile_library(compiler: str, instructions: Instructions, target: Path) -> None:
-    """Make `target` of all sources, whole or not at all. Raises NativeUnavailableError with what the compiler said."""
+    """Make `target` of all sources, one on each core at a time, whole or not at all. Raises NativeUnavailableError with
+    what the compiler said."""
+    command = [compiler, *_OPTIONS, *instructions.options]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *_OPTIONS, *instructions.options, *map(str, _sources()), *_openmp(), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NativeUnavailableError(f"compiling them failed: {error}") from error
-        if done.returncode:
-            raise NativeUnavailableError(f"compiling them with {compiler} failed: {done.stderr[-2000:]}")
+        sources = sorted(_sources(), key=lambda source: -source.stat().st_size)  # the longest first
+        objects = [str(made.with_name(f"{source.stem}.o")) for source in sources]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(_run, ([*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True))))
+        _run([*command, *objects, *_openmp(), "-o", str(made)])
         made.chmod(0o700)
         made.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    """A compiler. Raises NativeUnavailableError with what it said."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"compiling them failed: {error}") from error
+    if done.returncode:
+        raise NativeUnavailableError(f"compiling them with {command[0]} failed: {done.stderr[-2000:]}")
 
 
 def _openmp() -> list[str]:
