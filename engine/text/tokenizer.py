@@ -18,7 +18,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -127,7 +127,7 @@ class Tokenizer:
         # An id that it lacks, such as a base model's whose vocabulary was cut, ends nothing; grammars refuse it.
         self.eos_token_ids = frozenset(end for end in eos_token_ids(folder) if 0 <= end < self.vocab_size)
 
-    @property
+    @cached_property
     def json(self) -> str:
         """The tokenizer as tokenizer.json writes one, with all added tokens."""
         text: str = self._backend.to_str()
