@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 from typing import Any
 
@@ -40,32 +39,37 @@ def uninterpreted_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
+_FEW_PRODUCTS = 2**17  # which a core's cache holds
+
+
 def _dot(builder: object, a: Any, b: Any, d: Any, *_: object) -> Any:
     """`tl.dot` with each row's products added in their order, as a tensor core does whatever the other rows are. The
     interpreter's own asks numpy's BLAS, which on many CPUs adds a row otherwise according to how many there are."""
-    total = np.zeros(d.data.shape, d.data.dtype)
     left, right = a.data.astype(d.data.dtype, copy=False), b.data.astype(d.data.dtype, copy=False)
-    for k in range(left.shape[-1]):
-        total += left[..., :, k, None] * right[..., None, k, :]
+    if left.size * right.shape[-1] <= _FEW_PRODUCTS:  # at once; in memory k after k, and so added
+        products = np.multiply(np.moveaxis(left, -1, 0)[..., None], np.moveaxis(right, -2, 0)[..., None, :], order="C")
+        total = np.add.reduce(products, axis=0)
+    else:
+        total = np.zeros(d.data.shape, d.data.dtype)
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., None, k, :]
     return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
 
 interpreter.InterpreterBuilder.create_dot = _dot
 
 
-@functools.cache
-def _builtins_of(package: Any) -> list[str]:
-    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+_replaced: set[str] = set()  # modules with kernels in which the language is the interpreter's
+_patch_lang = interpreter._patch_lang
 
 
-def _patch_builtin(package: Any, builder: object, scope: Any) -> None:
-    """The interpreter's own, which puts its builtins in the place of a package's, looks through the whole package for
-    them at each call of any function. Here it is known which ones they are."""
-    for name in _builtins_of(package):
-        member = getattr(package, name)
-        if not tl.core.is_builtin(member):
-            return  # who calls has done it, and will undo it
-        interpreter._patch_attr(package, name, member, builder, scope)
+def _replace_language(function: Any) -> Any:
+    """The interpreter's own does so at each launch, and at each call of a function that a kernel calls, which makes
+    Python look for each attribute of a tensor anew. Nothing in this process needs another language."""
+    if function.__module__ not in _replaced:
+        _replaced.add(function.__module__)
+        _patch_lang(function)
+    return interpreter._LangPatchScope()  # there is nothing to put back
 
 
 _np_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
@@ -104,7 +108,7 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 if not torch.cuda.is_available():  # two thirds of what the interpreter computes are the same each time, or for nothing
-    interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _replace_language
     interpreter._get_np_dtype = _get_np_dtype
     # It asks after each addition whether integers overflow, and does not look at the answer.
     interpreter.interpreter_builder.options = dataclasses.replace(
