@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.peers.aims import AIMS
 from benchmarks.peers.report import Pieces, latest, merged
-from benchmarks.report.plots import plot_peers
 from benchmarks.report.table import write_table
 
 
@@ -31,6 +30,8 @@ class Stored:
         self._pieces = merged(self._pieces, piece)
         text = json.dumps(report(self._pieces), indent=1, ensure_ascii=False)
         (self._folder / f"{self._name}.json").write_text(text + "\n", encoding="utf-8")
+        from benchmarks.report.plots import plot_peers
+
         plot_peers(latest(self._pieces), self._folder / f"{self._name}.svg")
         if self._name == "peers":
             write_table()

@@ -1,4 +1,7 @@
-"""Plots beside the reports, as SVG files: curves against load, and bars of peers with the range of the repeats."""
+"""Plots beside the reports, as SVG files: curves against load, and bars of peers with the range of the repeats.
+
+Who plots imports it then: matplotlib takes a second or two.
+"""
 
 from __future__ import annotations
 

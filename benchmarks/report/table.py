@@ -21,7 +21,6 @@ from benchmarks.report.goodput import (
     swing_table,
 )
 from benchmarks.report.peers import peers_headline, peers_tables
-from benchmarks.report.plots import plot_layerkv
 
 
 def gateway_tables(results: Report) -> str:
@@ -492,6 +491,8 @@ def _layerkv(results: Report) -> str:
     columns = ["requests/s", "LayerKV", "requests", "mean TTFT, ms", "TTFT P50 / P99", "TPOT P50 / P99", "gaps"]
     columns += [*IN_TIME_COLUMNS, "tokens/s"]
     shown = table([*columns, "mean TTFT times lower", "P99 TPOT, ratio", "tokens/s, ratio"], rows)
+    from benchmarks.report.plots import plot_layerkv
+
     plot_layerkv(results, RESULTS / "layerkv.svg")
     return (
         f"{shown}\nLoad {results['load']}; the device holds {results['device_holds_sequences']} sequences at their full"

@@ -17,7 +17,6 @@ from benchmarks.peers.report import latest, merged, piece_of, together
 from benchmarks.peers.stored import Stored, results
 from benchmarks.peers.works import GROUPS, ONE_STREAM, WORKS
 from benchmarks.report.peers import peers_headline, peers_tables
-from benchmarks.report.plots import plot_peers
 
 EIGHT = "8 concurrent 256 -> 128"
 Report = dict[str, Any]
@@ -78,6 +77,8 @@ def test_the_report_sets_medians_with_their_range_beside_each_other(tmp_path: Pa
     headline = peers_headline(found)
     assert headline == {"reached": 3, "aims": len(AIMS), "not_measured": len(AIMS) - 3}
     assert "| 1.5 (openvino, not beside llama.cpp, vllm, transformers) | not measured | not measured |" in page
+    from benchmarks.report.plots import plot_peers
+
     plot_peers(latest(found["pieces"]), tmp_path / "peers.svg")
     assert (tmp_path / "peers.svg").read_text().startswith("<?xml")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -68,11 +69,15 @@ class Gateway:
         self.generator.script = Script(reply="one two three", limits=ServingLimits(max_model_len=64, ready=True))
         settings = GatewaySettings(max_concurrent=8)
         self.app: FastAPI = create_app(scripted_api(self.generator, tokenizer, settings, storage=storage))
-        self.description: dict[str, Any] = self.app.openapi()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self._runner = asyncio.Runner()
         self._running = running_batches(self.app)
         self._runner.run(self._running.__aenter__())
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """By which most bodies and paths are made; it takes a while to write."""
+        return self.app.openapi()
 
     def call(self, method: str, path: str, sent: Sent = NOTHING, query: bytes = b"") -> Answer:
         answer = self._runner.run(call(self.app, method, path, sent, query))

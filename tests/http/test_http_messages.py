@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import anthropic
 import pydantic
 import pytest
 
@@ -23,6 +22,9 @@ from tests.support.openai_conformance import Target
 from tests.support.processor_time import in_loop_turns
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import HANGS_S
+
+if TYPE_CHECKING:
+    import anthropic  # some three thousand modules, which only those import that run these tests
 
 pytestmark = pytest.mark.model
 
@@ -51,6 +53,8 @@ def target(shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> Iterato
 
 @pytest.fixture(scope="module")
 def client(target: Target) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(
         base_url=str(target.http.base_url),
         api_key="a key",
@@ -309,6 +313,8 @@ def test_tokens_are_counted(client: anthropic.Anthropic, generator: ScriptedGene
 
 def test_an_answer_of_a_schema(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     """By the client's own way to ask for one."""
+    import anthropic
+
     generator.script.reply = '{"name":"Paris"}'
     assert client.messages.parse(**asked(output_format=City)).parsed_output == City(name="Paris")
     (request,) = generator.requests
@@ -320,6 +326,7 @@ def test_an_answer_of_a_schema(client: anthropic.Anthropic, generator: ScriptedG
 
 def test_a_tool_runner(client: anthropic.Anthropic, generator: ScriptedGenerator) -> None:
     """It would have the server hold the conversation, and goes on without."""
+    import anthropic
 
     @anthropic.beta_tool
     def weather(place: str) -> str:
@@ -357,6 +364,8 @@ def test_what_asks_for_nothing_is_taken(target: Target, generator: ScriptedGener
 def test_errors_of_the_cluster(
     client: anthropic.Anthropic, generator: ScriptedGenerator, error: Exception, status: int, kind: str
 ) -> None:
+    import anthropic
+
     generator.script.error = error
     generator.script.fail_after = 0
     with pytest.raises(anthropic.APIStatusError) as failed:
