@@ -51,7 +51,7 @@ def post(target: Target, path: str, **body: Any) -> Any:
 def test_openai_s_client_gets_its_vectors(target: Target, tokenizer: Tokenizer) -> None:
     """It asks for base64 where nothing is said."""
     for wishes in ({}, {"encoding_format": "float"}):
-        answer = target.client.embeddings.create(model=MODEL, input=DOCUMENTS, **wishes)  # type: ignore[arg-type]
+        answer = target.client.embeddings.create(model=MODEL, input=DOCUMENTS, **wishes)
         assert answer.object == "list"
         assert answer.model == MODEL
         assert [each.index for each in answer.data] == list(range(len(DOCUMENTS)))

@@ -519,7 +519,7 @@ def test_in_the_background(client: openai.OpenAI, target: Target, generator: Scr
     answer = ended(client, queued.id)
     assert answer.status == "completed" and answer.output_text == whole.output_text and answer.usage == whole.usage
     events = checked(client.responses.retrieve(answer.id, stream=True))
-    assert events[-1].response == answer  # type: ignore[union-attr]
+    assert events[-1].response == answer
     for at in (0, 5, len(events) - 2):
         again = checked(client.responses.retrieve(answer.id, stream=True, starting_after=at), first=at + 1)
         assert again == events[at + 1 :]

@@ -75,7 +75,7 @@ async def completed(client: openai.AsyncOpenAI, name: str, **fields: Any) -> lis
         extra_body={"return_token_ids": True, "ignore_eos": True, **fields},
     )
     assert answer.model == name
-    ids: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    ids: list[int] = answer.choices[0].model_extra["token_ids"]
     return ids
 
 

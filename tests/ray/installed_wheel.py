@@ -238,7 +238,7 @@ def wait_for(pattern: str, process: subprocess.Popen[bytes], log: Path) -> str:
 def show_an_answer(who: str, url: str) -> None:
     client = openai.OpenAI(base_url=url, api_key="unused", timeout=HANGS_S, max_retries=0)
     question = {"role": "user", "content": "What is the capital of France?"}
-    answer = client.chat.completions.create(model=MODEL, messages=[question], temperature=0)  # type: ignore[list-item]
+    answer = client.chat.completions.create(model=MODEL, messages=[question], temperature=0)
     text = answer.choices[0].message.content or ""
     assert "Paris" in text, text
     print(f"{who}: {text}", flush=True)
