@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from cluster.__main__ import main
 from tests.ray.served_cluster import MODEL, config_file
 
 
@@ -35,7 +38,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_file_that_does_not_exist() -> None:
-    result = run("serve", "nowhere.yaml")
-    assert result.returncode == 1
-    assert "nowhere.yaml cannot be read" in result.stderr
+def test_a_file_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["legato", "serve", "nowhere.yaml"])
+    assert main() == 1
+    assert "nowhere.yaml cannot be read" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+import yaml
 
 from cluster.deployment.ray_access import token_path
 from tests.ray.served_cluster import ServedCluster, config_file, end_with_its_children, heed_interrupts, words_of
@@ -84,6 +85,11 @@ class ServeRun:
             self.wait_for_number(SAYS_WHERE, len(said) + 1)
         self.wait_for(SAYS_WHERE)
 
+    def put(self, file: Path) -> None:
+        """Like `deploy`, as the command does it, whose interpreter takes seconds."""
+        self._applications("PUT", json=yaml.safe_load(file.read_text()))
+        self.deployed = file
+
     def delete(self) -> None:
         """End what is served; returns when none of its processes is left."""
         self._applications("PUT", json={"applications": []})
@@ -105,7 +111,9 @@ class ServeRun:
         """Serve an application of these settings and nothing else; end it after the block."""
         if self.deployed:
             self.delete()
-        self.serve(config_file(folder, args, PORT))
+        said = re.findall(SAYS_WHERE, self.printed)
+        self.put(config_file(folder, args, PORT))
+        self.wait_for_number(SAYS_WHERE, len(said) + 1)
         yield ServedCluster(URL, self.process, self._log)
         self.delete()
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from tests.ray.deployed.serve_run import PORT, ServeRun
+from tests.ray.deployed.serve_run import HANGS_S, PORT, ServeRun
 from tests.ray.http_generation import Answer, complete, greedy_body, http_client
 from tests.ray.served_cluster import MODEL, ServedCluster, config_file
 from tests.support.exactness import LONGEST, exactness_prompts
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
 
@@ -69,12 +70,18 @@ def test_a_changed_file_makes_no_pool_smaller_than_it_is(newcomer: ServeRun, tmp
     }
     with newcomer.cluster(args, tmp_path) as cluster:
         cluster.wait_for_workers(decode=2)
-        changed = {**args, "decode": {**args["decode"], "replicas": 1}}
+        scaling = {**args["decode"]["autoscaling"], "max_replicas": 3}
+        changed = {**args, "decode": {**args["decode"], "replicas": 1, "autoscaling": scaling}}
         folder = tmp_path / "changed"
         folder.mkdir()
-        newcomer.serve(config_file(folder, changed, PORT))
-        pool = newcomer.pool("DecodeWorker")
-        assert pool["deployment_config"]["autoscaling_config"]["initial_replicas"] == 2
+        newcomer.put(config_file(folder, changed, PORT))
+
+        def told() -> dict[str, Any]:
+            of_serve: dict[str, Any] = newcomer.pool("DecodeWorker")["deployment_config"]["autoscaling_config"]
+            return of_serve
+
+        wait_until(lambda: told()["max_replicas"] == 3, HANGS_S, "Serve has built it", every_s=0.2)
+        assert told()["initial_replicas"] == 2
 
 
 async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> list[Answer]:
