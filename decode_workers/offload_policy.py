@@ -97,14 +97,22 @@ class OffloadPolicy:
         return not any(seq.host_groups for seq in running) and self._spare(running) >= num_blocks
 
     def select(
-        self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
+        self,
+        running: list[Sequence],
+        now: float,
+        *,
+        limit: int,
+        ring_columns: int,
+        preempt: Callable[[Sequence], None],
+        idle: list[Sequence],
     ) -> StepSelection:
         """Select at most `limit` decodes with `ring_columns` of the ring, and moves for later steps.
 
         `preempt` is called for sequences whose KV is to be computed again: where that is cheaper than moving it, or
-        where nothing could go on. It takes them out of `running`.
+        where nothing could go on. It takes them out of `running`, or of `idle`: those that have blocks, could not go on
+        in any case, and so give way first.
         """
-        selection = self._attempt(running, now, limit, ring_columns, preempt)
+        selection = self._attempt(running, now, limit, ring_columns, preempt, idle)
         is_first = True
         while (
             running
@@ -115,9 +123,9 @@ class OffloadPolicy:
             for seq in selection.moving:
                 self._allocator.complete_move(seq, True)
             if not (selection.moving and is_first):
-                preempt(max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
+                preempt(idle[-1] if idle else max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
             is_first = False
-            selection = self._attempt(running, now, limit, ring_columns, preempt)
+            selection = self._attempt(running, now, limit, ring_columns, preempt, idle)
         return selection
 
     def _attempt(
@@ -127,11 +135,12 @@ class OffloadPolicy:
         limit: int,
         ring_columns: int,
         preempt: Callable[[Sequence], None],
+        idle: list[Sequence],
     ) -> StepSelection:
         selection = StepSelection(ring_columns)
         queue = sorted(running, key=lambda seq: self.pacer.slack_s(seq, now))
         stalled = self._select(selection, queue, now, limit)
-        self._make_headroom(selection, queue, stalled, preempt)
+        self._make_headroom(selection, queue, idle, stalled, preempt)
         if not selection.moving:
             self._restore(selection, queue)
         return selection
@@ -175,12 +184,15 @@ class OffloadPolicy:
         self,
         selection: StepSelection,
         queue: list[Sequence],
+        idle: list[Sequence],
         stalled: list[Sequence],
         preempt: Callable[[Sequence], None],
     ) -> None:
-        """Offload the sequences furthest ahead, ahead of time: until everyone's next column is on the device."""
+        """Offload idle sequences, and then those furthest ahead, ahead of time: until everyone's next column is on the
+        device."""
         shortage = -self._spare(queue)
-        victims = [seq for seq in reversed(queue) if self._num_device_groups(seq) and not self._outgrown(seq)]
+        others = [*reversed(idle), *reversed(queue)]
+        victims = [seq for seq in others if self._num_device_groups(seq) and not self._outgrown(seq)]
         if not stalled and len(victims) < 2:
             return  # alone, and nothing lacks yet
         for seq in victims:
@@ -306,15 +318,22 @@ class NoOffload:
         return num_new * self._allocator.layer_groups <= self._allocator.pool.num_available
 
     def select(
-        self, running: list[Sequence], now: float, *, limit: int, ring_columns: int, preempt: Callable[[Sequence], None]
+        self,
+        running: list[Sequence],
+        now: float,
+        *,
+        limit: int,
+        ring_columns: int,
+        preempt: Callable[[Sequence], None],
+        idle: list[Sequence],
     ) -> StepSelection:
-        """All that can take their next token; preempts the youngest until the others can."""
+        """All that can take their next token; preempts the youngest until the others can, those that are idle first."""
         selection = StepSelection(ring_left=0)
         candidates = deque(running)
         while candidates:
             seq = candidates.popleft()
             while not self._allocator.grow(seq, seq.num_tokens_ahead):
-                victim = candidates.pop() if candidates else seq
+                victim = idle[-1] if idle else candidates.pop() if candidates else seq
                 preempt(victim)
                 if victim is seq:
                     break

@@ -629,7 +629,9 @@ class DecodeScheduler:
         return self.tiers.host_groups_for(num_tokens, self._running)
 
     def _select(self, running: list[Sequence], now: float) -> StepSelection:
-        """Choose who decodes in the next step; whoever is preempted for it is taken out of `running`."""
+        """Choose who decodes in the next step; whoever is preempted for it is taken out of `running`. Who lacks its
+        adapter may lack it for as long as another one's streams last, and keeps no block that one of these needs."""
+        idle = [seq for seq in self._running if not seq.has_adapter]
         limit = min(self._max_num_seqs, self._token_budget)
         reserved_columns = self._columns_for_overdue_prompt()
         if reserved_columns:
@@ -638,9 +640,9 @@ class DecodeScheduler:
 
         def preempt(seq: Sequence) -> None:
             self._preempt(seq)
-            running.remove(seq)
+            (running if seq in running else idle).remove(seq)
 
-        selection = self.tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt)
+        selection = self.tiers.select(running, now, limit=limit, ring_columns=ring_columns, preempt=preempt, idle=idle)
         selection.ring_left += reserved_columns  # which that prompt takes now
         return selection
 

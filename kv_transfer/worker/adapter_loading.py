@@ -86,14 +86,18 @@ class AdapterLoading:
         self._turn_away(self._pool, users)
 
     def _turn_away(self, pool: AdapterPool, users: Iterable[tuple[Sequence, Need]]) -> None:
-        """Turn away those that have waited too long and have no blocks, and look again when the next one will have."""
+        """Turn away those that have waited too long, and look again when the next one will have. Those that wait for KV
+        have a deadline of their own. Who has had a token here stays with its blocks: its gateway looks for a worker
+        that has room for it, and knows whether there is one."""
         now = time.monotonic()
         deadlines: dict[Sequence, float] = {}
-        for seq, _ in users:
+        for seq, need in users:
             slot = seq.adapter
-            if slot is None or seq.has_adapter or seq.lease is not None or slot.waits_at is None:
+            if slot is None or seq.has_adapter or slot.waits_at is None:
                 continue
-            if not pool.is_loading(slot):
+            is_awaited = seq.lease is not None and need is Need.LATER
+            has_begun = seq.lease is not None and len(seq.output_token_ids) > seq.num_prior_output
+            if not (is_awaited or has_begun or pool.is_loading(slot)):
                 deadlines[seq] = max(slot.waits_at, seq.accepted_at) + self._wait_s
         late = [seq for seq, deadline in deadlines.items() if deadline <= now]
         if late:

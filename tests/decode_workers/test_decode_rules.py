@@ -12,10 +12,12 @@ from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from engine.drafting.speculation import Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
-from engine.model.adapters import AdapterSlot
+from engine.model.adapters import AdapterPool, AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from kernels.adapters import Adapter, AdapterLayer
+from kv_transfer.messages.requests import AdapterRef
+from kv_transfer.worker.adapter_loading import AdapterLoading
 from tests.decode_workers.test_decode_scheduler import guesses
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
 
@@ -45,6 +47,13 @@ class Bench:
             eos_token_ids=EOS,
             speculation=speculation,
         )
+
+    def hand_over(self, seq: Sequence) -> Sequence:
+        """Reserved, received and admitted."""
+        self.scheduler.reserve(seq)
+        self.runner.receive(seq)
+        self.scheduler.admit(seq.key, None if seq.num_received else next_token(seq.prompt_token_ids))
+        return seq
 
     def step(self) -> list[Emission]:
         plan = self.scheduler.plan()
@@ -261,6 +270,92 @@ def test_who_lacks_its_adapter_keeps_no_place_from_reservations() -> None:
     bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (2, 2)
     bench.run()
+
+
+def _adapted(name: str, prompt: list[int], slot: AdapterSlot, *, num_received: int = 0, **wishes: int) -> Sequence:
+    seq = _seq(name, prompt, **wishes)
+    seq.adapter, seq.num_received = slot, num_received
+    return seq
+
+
+def test_who_lacks_its_adapter_gives_its_blocks_to_who_has_its_own() -> None:
+    """Its KV came from another worker, and its adapter may be away for as long as streams of others last."""
+    bench, slot = Bench(columns=10), AdapterSlot("digest", Path("folder"))
+    waiting = bench.hand_over(_adapted("waiting", [3] * 16, slot))
+    running = bench.hand_over(_seq("running", [2] * 16, max_tokens=20))
+    assert bench.pool.num_available == 0
+    while bench.scheduler.state(running.key) is not None:
+        assert bench.scheduler.state(running.key) is DecodeState.RUNNING
+        bench.step()
+    assert running.output_token_ids == _expected([2] * 16, 20)
+    assert (bench.scheduler.state(waiting.key), bench.scheduler.num_preemptions) == (DecodeState.WAITING, 1)
+    slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
+    assert waiting.output_token_ids == _expected([3] * 16, 8)
+
+
+def test_who_lacks_its_adapter_keeps_its_blocks_while_nobody_needs_them() -> None:
+    bench, slot = Bench(columns=20), AdapterSlot("digest", Path("folder"))
+    waiting = bench.hand_over(_adapted("waiting", [3] * 16, slot))
+    bench.hand_over(_seq("running", [2] * 16, max_tokens=20))
+    for _ in range(20):
+        bench.step()
+    assert (bench.scheduler.state(waiting.key), bench.scheduler.num_preemptions) == (DecodeState.RUNNING, 0)
+    slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
+
+
+@pytest.mark.parametrize("state", ["RESERVED", "WAITING", "PREFILLING", "RUNNING"])
+def test_who_lacks_its_adapter_can_be_dropped_at_any_time(state: str) -> None:
+    bench, slot = Bench(columns=10), AdapterSlot("digest", Path("folder"))
+    seq = _adapted("dropped", [3] * 16, slot, num_received=4 * (state == "PREFILLING"))
+    if state == "WAITING":
+        bench.scheduler.add(seq)
+    elif state == "RESERVED":
+        bench.scheduler.reserve(seq)
+    else:
+        bench.hand_over(seq)
+    assert bench.scheduler.state(seq.key) is DecodeState[state]
+    bench.step()
+    bench.scheduler.drop(seq.key)
+    assert bench.scheduler.state(seq.key) is None
+    bench.pool.check_idle()
+
+
+async def test_who_was_begun_elsewhere_and_finds_no_place_for_its_adapter_is_turned_away() -> None:
+    """It has blocks, and no token by which its gateway could tell that it is held up. Who has one stays, and so does
+    who waits for its KV."""
+    bench, told = Bench(), list[str]()
+    pool = AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 1)
+
+    def leave(seq: Sequence, retry_after_s: float) -> None:
+        told.append(seq.request_id)
+        bench.scheduler.drop(seq.key)
+
+    loading = AdapterLoading(
+        pool,
+        users=bench.scheduler.adapter_users,
+        on_loaded=lambda: None,
+        on_failed=lambda slot, reason: None,
+        on_late=leave,
+        wait_s=0.0,
+    )
+    theirs = loading.want(AdapterRef(name="theirs", digest="theirs", folder="theirs"))
+    bench.hand_over(_adapted("runs", [2, 3], theirs))
+    assert pool.next_load(bench.scheduler.adapter_users(), 0.0) is theirs
+    pool.has_loaded(theirs, pool.load("theirs", Path("theirs")), 0.0)
+    own = loading.want(AdapterRef(name="own", digest="own", folder="own"))
+    decodes, begun, reserved = (
+        _adapted(name, [4] * 8, own, num_received=4 * (name == "begun")) for name in ("decodes", "begun", "reserved")
+    )
+    bench.hand_over(decodes)
+    bench.hand_over(begun)
+    bench.scheduler.reserve(reserved)
+    loading.retry()
+    assert told == ["begun"]
+    assert bench.scheduler.state(decodes.key) is DecodeState.RUNNING
+    assert bench.scheduler.state(reserved.key) is DecodeState.RESERVED
+    await loading.close()
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:

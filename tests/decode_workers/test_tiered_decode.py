@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,8 +17,10 @@ from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.cost_model.step_cost import StepCost
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
+from engine.model.adapters import AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence, StepPlan
+from kernels.adapters import Adapter, AdapterLayer
 from tests.decode_workers.test_decode_scheduler import (
     BLOCK_SIZE,
     EOS,
@@ -196,6 +199,19 @@ def sequence(name: str, prompt: list[int], max_tokens: int) -> Sequence:
 
 def _names(plan: StepPlan) -> list[str]:
     return [item.seq.request_id for item in plan.items]
+
+
+def test_who_lacks_its_adapter_makes_room_before_who_has_its_own() -> None:
+    bench = Bench(columns=10, host_columns=40, speeds=Speeds())
+    running = bench.hand_over("running", [2] * 16, max_tokens=24)
+    waiting = bench.hand_over("waiting", [3] * 15)
+    waiting.adapter = AdapterSlot("digest", Path("folder"))
+    while running.key in bench.scheduler:
+        assert not running.host_groups
+        bench.step()
+    assert waiting.host_groups and bench.scheduler.num_preemptions == 0
+    waiting.adapter.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
 
 
 def test_a_reservation_lands_on_the_host_where_the_device_is_full() -> None:
