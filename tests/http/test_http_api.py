@@ -33,7 +33,9 @@ from cluster.http.api import HttpLimits, InFlight
 from cluster.http.app import create_app
 from cluster.http.parse import derived_seed
 from cluster.slo.classes import RequestTerms
+from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
+from kv_transfer.messages.requests import RequestSpec
 from tests.support.http_server import MODEL, running_server, scripted_api
 from tests.support.openai_conformance import CHECKS, MESSAGES, PROMPT, Target
 from tests.support.scripted_generator import Script, ScriptedGenerator
@@ -488,6 +490,28 @@ def test_no_more_at_once_than_a_gateway_may(tokenizer: Tokenizer) -> None:
         generator.script = Script()
         # Their places are given back a little after their sequences have ended.
         wait_until(lambda: target.http.post("/v1/completions", json={**SHORT, "n": 4}).status_code == 200)
+
+
+async def test_a_request_follows_the_script_that_it_began_with(tokenizer: Tokenizer) -> None:
+    """Whoever waits for it to be open changes the script in another thread, at once."""
+
+    class Watched(ScriptedGenerator):
+        @property
+        def num_open(self) -> int:
+            return 0
+
+        @num_open.setter
+        def num_open(self, count: int) -> None:
+            if count:
+                self.script = Script(reply="later")
+
+    generator = Watched(tokenizer)
+    generator.script = Script(reply="sooner")
+    request = RequestSpec(
+        request_id="r-0", attempt=0, prompt_token_ids=[1], params=SamplingParams(max_tokens=20, seed=0)
+    )
+    token_ids = [event.token_id async for tokens in generator.generate(request) for event in tokens]
+    assert generator.script.reply == "later" and tokenizer.decode(token_ids, skip_special_tokens=True) == "sooner"
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:

@@ -52,7 +52,7 @@ EMBEDDING_SIZE: Final = 8
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """How the generator behaves; tests change it."""
+    """How the generator behaves; tests change it. A request follows to its end the one that it began with."""
 
     reply: str | tuple[str, ...] | None = (
         None  # a tuple: one for each choice; None: words drawn by the request's seed (greedy: by its prompt)
@@ -150,41 +150,42 @@ class ScriptedGenerator:
     async def generate(
         self, request: RequestSpec, timeline: SequenceTimeline | None = None
     ) -> AsyncGenerator[Tokens, None]:
+        script = self.script
         timeline = timeline or SequenceTimeline()
         self.requests.append(request)
         self.terms.append(timeline.terms)
         timeline.placed(self._placement(request))
         timeline.started()
-        timeline.waited(self.script.waited_s)
+        timeline.waited(script.waited_s)
         self.num_open += 1
         finished = False
         try:
             tokens: Tokens = []
-            for index, token_id in enumerate(self._token_ids(request)):
-                fails, hangs = self.script.fail_after == index, self.script.hang_after == index
-                if tokens and (fails or hangs or index % self.script.burst == 0):
+            for index, token_id in enumerate(self._token_ids(request, script)):
+                fails, hangs = script.fail_after == index, script.hang_after == index
+                if tokens and (fails or hangs or index % script.burst == 0):
                     yield tokens
                     tokens = []
                 if hangs:
                     await asyncio.get_running_loop().create_future()
                 if fails:
-                    if self.script.error is None:
+                    if script.error is None:
                         return
-                    raise self.script.error
-                if index % self.script.burst == 0:
+                    raise script.error
+                if index % script.burst == 0:
                     if index:
-                        await eventually(self.script.until)
-                    await asyncio.sleep(self.script.delay_s)
-                event = self._event(request, index, token_id)
+                        await eventually(script.until)
+                    await asyncio.sleep(script.delay_s)
+                event = self._event(request, script, index, token_id)
                 tokens.append(event)
-                if index == 1 and self.script.handoff_s is not None:
-                    timeline.handed_off(request.attempt, self.script.handoff_s)
+                if index == 1 and script.handoff_s is not None:
+                    timeline.handed_off(request.attempt, script.handoff_s)
                 if event.drafted is not None:
                     timeline.drafted(*event.drafted)
                 timeline.token(time.monotonic())
                 if event.finish_reason is not None:
                     yield tokens
-                    await asyncio.sleep(self.script.tail_s)
+                    await asyncio.sleep(script.tail_s)
                     finished = True
                     return
         except GenerationError:
@@ -202,16 +203,16 @@ class ScriptedGenerator:
             request_id=request.request_id, attempt=request.attempt, prefill="p0", decode="d0", ttft_s=0.001
         )
 
-    def _token_ids(self, request: RequestSpec) -> Iterable[int]:
+    def _token_ids(self, request: RequestSpec, script: Script) -> Iterable[int]:
         params = request.params
-        if params.grammar is not None and self.script.reply is None:
+        if params.grammar is not None and script.reply is None:
             return self._allowed(request)
         if request.pooling is not None:
             return [0]
         forced = [token_id for token_id, bias in params.logit_bias.items() if bias >= 100]
         if forced:
             return forced[:1] * params.max_tokens
-        ids = [*_encoded(self._tokenizer, self._text(request))]
+        ids = [*_encoded(self._tokenizer, _text(request, script))]
         if params.ignore_eos or params.min_tokens > len(ids):
             ids *= 1 + params.max_tokens // len(ids)
         else:
@@ -229,16 +230,7 @@ class ScriptedGenerator:
             yield token_id
             assert matcher.consume_token(token_id), matcher.get_error()
 
-    def _text(self, request: RequestSpec) -> str:
-        if isinstance(self.script.reply, tuple):
-            return self.script.reply[int(request.request_id.rpartition("-")[2])]
-        if self.script.reply is not None:
-            return self.script.reply
-        seed = sum(request.prompt_token_ids) if request.params.is_greedy else request.params.seed
-        words = random.Random(seed).choices(_WORDS, k=30)
-        return " ".join(["So", *words])  # the first token is a word: a part of a character would show nothing
-
-    def _event(self, request: RequestSpec, index: int, token_id: int) -> TokenEvent:
+    def _event(self, request: RequestSpec, script: Script, index: int, token_id: int) -> TokenEvent:
         if request.pooling is not None:
             return TokenEvent(
                 request_id=request.request_id,
@@ -265,7 +257,7 @@ class ScriptedGenerator:
             logprob=None if logprobs is None else logprobs[0],
             top_logprobs=None if logprobs is None else logprobs[1],
             num_cached_tokens=len(request.prompt_token_ids) // 2 if index == 0 else None,
-            drafted=self.script.drafted.get(index),
+            drafted=script.drafted.get(index),
             prompt_logprobs=None
             if asked is None
             else [_opinion(token_id, asked) for token_id in request.prompt_token_ids[1:]],
@@ -273,6 +265,16 @@ class ScriptedGenerator:
 
     def _logprobs(self, token_id: int, num_top: int | None) -> tuple[float, list[tuple[int, float]]] | None:
         return None if num_top is None else _opinion(token_id, num_top)
+
+
+def _text(request: RequestSpec, script: Script) -> str:
+    if isinstance(script.reply, tuple):
+        return script.reply[int(request.request_id.rpartition("-")[2])]
+    if script.reply is not None:
+        return script.reply
+    seed = sum(request.prompt_token_ids) if request.params.is_greedy else request.params.seed
+    words = random.Random(seed).choices(_WORDS, k=30)
+    return " ".join(["So", *words])  # the first token is a word: a part of a character would show nothing
 
 
 def scripted_embedding(token_ids: list[int]) -> npt.NDArray[np.float32]:
