@@ -86,10 +86,23 @@ class Database:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
-        begin, end = "BEGIN", "COMMIT"  # neither of which waits for whoever reads, where nothing is written
         if version < _VERSION:
-            begin, end = "BEGIN IMMEDIATE", f"PRAGMA user_version = {_VERSION};COMMIT"
-        self._connection.executescript(f"{begin};{_TABLES}{end};")
+            self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version = {_VERSION};COMMIT;")
+        else:
+            self._add_indexes(folder)
+
+    def _add_indexes(self, folder: Path) -> None:
+        """Add the indexes that a folder lacks which was made before there were such. Where it takes no writes now it
+        goes without them, which is slower. Where nothing is written, nobody who reads is waited for."""
+        try:
+            self._connection.executescript(f"BEGIN;{_TABLES}COMMIT;")
+        except sqlite3.OperationalError as error:
+            if storage_unavailable(error) is None:
+                raise
+            told = "%s lacks an index, and takes no writes now (%s): without, it is slower; the next start tries again"
+            logger.warning(told, folder, error)
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
 
     async def transact(
         self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs

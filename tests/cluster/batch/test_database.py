@@ -203,6 +203,41 @@ async def test_a_full_disk_keeps_no_gateway_from_starting(tmp_path: Path) -> Non
     database.close()
 
 
+def indexes(connection: sqlite3.Connection) -> set[str]:
+    rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+    return {name for (name,) in rows}
+
+
+async def test_nor_where_an_older_folder_lacks_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is added as soon as the folder takes writes, and no reader is around."""
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+
+    def drop(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM answers")  # counts as a write
+        connection.execute("DROP INDEX answers_by_outcome")
+
+    first = Database(tmp_path)
+    all_of_them = await first.transact(indexes)
+    await first.transact(keep, 1)
+    await first.transact(drop)
+    first.close()
+    with a_full_disk():
+        full = Database(tmp_path)
+    reader = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    assert lines(reader) == []
+    held_up = Database(tmp_path)
+    for database in (full, held_up):
+        assert all_of_them - await database.transact(indexes) == {"answers_by_outcome"}
+    reader.close()
+    await held_up.transact(keep, 2)
+    for database in (full, held_up):
+        database.close()
+    later = Database(tmp_path)
+    assert await later.transact(indexes) == all_of_them and await later.transact(lines) == [2]
+    later.close()
+
+
 @pytest.mark.parametrize(
     ("index", "asked"),
     [
