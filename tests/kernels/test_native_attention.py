@@ -200,6 +200,71 @@ def test_a_broken_key_is_not_hidden(dtype: torch.dtype, softcap: float | None) -
         assert not torch.stack(whole).isnan().any()
 
 
+def put(world: World, token: int, key: Tensor | float, value: Tensor | float) -> None:
+    """Write the key and value of all heads of a token of the last sequence; of latents, which are both, the value."""
+    layout = world.kv_cache.layout
+    slab = torch.empty(layout.slab_shape(1)).to(layout.dtype)
+    slab[0], slab[-1] = key, value
+    world.kv_cache.write_layer(
+        world.layer, world.segments[-1].block_table[world.layer // layout.layers_per_group], token, slab
+    )
+
+
+BROKEN = {
+    "amid a prompt": (Case(segments=((1, 90), (9, 70), (150, 200))), 130),
+    "at a tile's beginning": (Case(segments=((1, 90), (150, 200))), 128),
+    "a few tokens, as drafts": (Case(segments=((1, 90), (3, 130)), num_heads=4, num_kv_heads=2), 128),
+    "heads that fill no tile": (Case(segments=((20, 60),), num_heads=5, num_kv_heads=5, head_dim=34), 50),
+    "over splits": (Case(segments=((1, 90), (70, 1100)), num_heads=4, num_kv_heads=1), 1060),
+    "windowed": (Case(segments=((1, 90), (150, 400)), window=70), 330),
+    "latent": (Case(segments=((1, 90), (40, 300)), num_heads=8, num_kv_heads=1, head_dim=64, latent_dim=40), 280),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("case", "token"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_value_that_is_not_finite_reaches_those_alone_that_see_it(
+    case: Case, token: int, broken: float, dtype: torch.dtype
+) -> None:
+    """Of a token that rows before it do not see, the weight is 0, and 0 times infinity is NaN."""
+    if LIBRARY is None:
+        return
+    world = build_world(case, dtype)
+    segment = world.segments[-1]
+    put(world, token, 1.0, 1.0)
+    clean = attend(case, world, world.segments)
+    put(world, token, 1.0, broken)
+    first = segment.first_row + token - (segment.context_len - segment.num_queries)  # that sees it
+    last = min(first + (case.window or case.segments[-1][1]), len(clean))
+    for num_threads in (1, 2):
+        found = attend(case, world, world.segments, num_threads)
+        assert torch.equal(found[:first], clean[:first])
+        assert not found[first:last].isfinite().any(dim=-1).any()
+        for row in (first - 1, first):  # as it is by itself
+            chunk = cut(segment, [row - segment.first_row, 1])[1]
+            alone = attend(case, world, [chunk], num_threads)[row]
+            torch.testing.assert_close(found[row], alone, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sign_of_a_zero_does_not_depend_on_company(dtype: torch.dtype) -> None:
+    """The first row sees two tiles. Its weights of the first one are 0 beside those of the second, so that a sum below 0
+    becomes -0, and the values of the second leave it so. To other rows the third one brings values above 0."""
+    if LIBRARY is None:
+        return
+    case = Case(segments=((65, 192),), num_heads=1, num_kv_heads=1, head_dim=16)
+    world = build_world(case, dtype)
+    world.q.fill_(1.0)
+    for token in range(192):
+        key, value = ((0.0, -1.0), (1000.0, -0.0), (0.0, 1.0))[token // 64]
+        put(world, token, key, value)
+    together = attend(case, world, world.segments)
+    alone = attend(case, world, cut(world.segments[0], [1])[:1])
+    assert not together[0].any() and not together[0].signbit().any()
+    assert not alone[0].any() and not alone[0].signbit().any()
+
+
 LEFTOVERS = {
     "heads of 34": Case(segments=((1, 1), (1, 79), (3, 130)), num_heads=5, num_kv_heads=5, head_dim=34),
     "17 rows, values of 17": Case(

@@ -127,7 +127,7 @@ void place_sums(const Layer<T>& layer, const Item& item, float* memory, Buffers<
 }
 
 template <typename T>
-void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers) {
+bool compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers) {
   for (int64_t split = item.first_split; split < item.stop_split; ++split) {
     const bool is_first = split == item.first_split;
     place_sums(layer, item, is_first ? buffers.sums : buffers.split_sums, buffers);
@@ -137,13 +137,17 @@ void compute_whole(const Layer<T>& layer, const Item& item, const Item& next, Bu
                layer.width());
   }
   place_sums(layer, item, buffers.sums, buffers);
+  bool are_numbers = true;
   for (const Row& row : buffers.rows) {
-    finish(*row.sums, layer.sink_weight(row.place, *row.sums), layer.plan.value_dim, result_of(layer, item, row.place));
+    const float sink = layer.sink_weight(row.place, *row.sums);
+    are_numbers &= finish(*row.sums, sink, layer.plan.value_dim, result_of(layer, item, row.place));
   }
+  return are_numbers;
 }
 
+// Returns whether all results are numbers, as far as it has any.
 template <typename T>
-void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers, float* partials) {
+bool compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buffers<T>& buffers, float* partials) {
   list_rows(layer, item, buffers);
   const int64_t rows = item.num_queries * layer.heads_per_key_head();
   const Shapes<by_tiles<T>()> shapes(std::min(kTileRows, rows));
@@ -160,18 +164,54 @@ void compute_item(const Layer<T>& layer, const Item& item, const Item& next, Buf
     for (Row& row : buffers.rows) row.sums = &partial(row);
     sum_split(layer, item, next, item.first_split, buffers);
   }
+  return true;
 }
 
-// Adds up the splits of one row.
+// Adds up the splits of one row. Returns whether all results are numbers.
 template <typename T>
-void join_splits(const Layer<T>& layer, Item item, int64_t place, float* partials) {
+bool join_splits(const Layer<T>& layer, Item item, int64_t place, float* partials) {
   const int64_t num_splits = item.stop_split - item.first_split;
   Sums& sums = partial_sums(layer, item, place, partials);
   for (int64_t split = 1; split < num_splits; ++split) {
     item.partial += item.num_queries;
     merge(sums, partial_sums(layer, item, place, partials), layer.width());
   }
-  finish(sums, layer.sink_weight(place, sums), layer.plan.value_dim, result_of(layer, item, place));
+  return finish(sums, layer.sink_weight(place, sums), layer.plan.value_dim, result_of(layer, item, place));
+}
+
+template <typename T>
+bool are_numbers(const T* values, int64_t count) {
+  for (int64_t at = 0; at < count; at += 16) {
+    const __m512 some = load(values + at, first_lanes(count - at));
+    if (_mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q)) return false;
+  }
+  return true;
+}
+
+// Computes again, by itself, each query whose results are not all numbers. The weight of a token that a row does not see
+// is 0, and 0 times infinity is NaN: so what is not finite in a token reaches the rows before it that are computed with
+// one that sees it. Alone a query's rows meet no other tokens than those that they see. After the first one that brings
+// no numbers all the same, it is tokens before them that have broken the rows that follow.
+template <typename T>
+void mend_earlier_rows(const Layer<T>& layer) {
+  const Plan& plan = layer.plan;
+  const int64_t width = layer.num_heads * plan.value_dim;
+  Buffers<T> buffers(layer, std::max(kItemRows, layer.heads_per_key_head()));
+  const auto mend = [&](Item item) {
+    bool is_mended = true;
+    item.num_key_heads = 1;
+    for (; item.first_key_head < plan.num_kv_heads; ++item.first_key_head) {
+      is_mended &= compute_item(layer, item, item, buffers, static_cast<float*>(nullptr));
+    }
+    return is_mended;
+  };
+  for (int64_t s = 0; s < plan.num_segments; ++s) {
+    const Segment& segment = plan.segments[s];
+    for (int64_t query = 0; query < segment.num_queries && segment.num_queries > 1; ++query) {
+      if (are_numbers(layer.out + (segment.first_row + query) * width, width)) continue;
+      if (!mend(tile_of_queries(layer, segment, query, 1))) break;
+    }
+  }
 }
 
 template <typename T>
@@ -181,13 +221,14 @@ void attend(const Layer<T>& layer) {
   auto* partials = reinterpret_cast<float*>(
       scratch.reserve(sizeof(float) * work.num_partial * layer.num_heads * layer.sums_stride()));
   const auto num_items = static_cast<int64_t>(work.items.size()), num_cut = static_cast<int64_t>(work.cut.size());
-#pragma omp parallel if (num_items > 1)
+  bool are_all_numbers = true;
+#pragma omp parallel if (num_items > 1) reduction(&& : are_all_numbers)
   {
     Buffers<T> buffers(layer, std::max(kItemRows, layer.heads_per_key_head()));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_items; ++i) {
       const Item& next = work.items[std::min(i + omp_get_num_threads(), num_items - 1)];
-      compute_item(layer, work.items[i], next, buffers, partials);
+      are_all_numbers &= compute_item(layer, work.items[i], next, buffers, partials);
     }
     if (num_cut) {
 #pragma omp for schedule(dynamic)
@@ -195,11 +236,12 @@ void attend(const Layer<T>& layer) {
         const Item& item = work.cut[i / kPartsToJoin];
         const int64_t num_places = item.num_queries * layer.num_heads;
         for (int64_t place = i % kPartsToJoin; place < num_places; place += kPartsToJoin) {
-          join_splits(layer, item, place, partials);
+          are_all_numbers &= join_splits(layer, item, place, partials);
         }
       }
     }
   }
+  if (!are_all_numbers) mend_earlier_rows(layer);
 }
 
 template <typename T>

@@ -314,14 +314,21 @@ inline void merge_rows(const Row* rows, int64_t count, int64_t to_earlier, int64
   }
 }
 
-// `more`: a weight of nothing.
+// `more`: a weight of nothing. Returns whether all results are numbers. What is too small to be normal becomes 0, without
+// a sign: a tile that a row does not see adds zeros of either sign to its sums, and some products take such a sum for 0.
 template <typename T>
-void finish(const Sums& sums, float more, int64_t value_dim, T* out) {
+bool finish(const Sums& sums, float more, int64_t value_dim, T* out) {
   const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_loadu_ps(sums.weights)) + more);
+  const __m512 least = _mm512_set1_ps(0x1p-126f);
+  __mmask16 are_none = 0;
   for (int64_t at = 0; at < value_dim; at += 16) {
     const __mmask16 lanes = first_lanes(value_dim - at);
-    store(out + at, lanes, _mm512_div_ps(_mm512_loadu_ps(sums.values + at), total));
+    const __m512 mean = _mm512_div_ps(_mm512_loadu_ps(sums.values + at), total);
+    are_none |= _mm512_mask_cmp_ps_mask(lanes, mean, mean, _CMP_UNORD_Q);
+    const __mmask16 are_normal = _mm512_cmp_ps_mask(_mm512_abs_ps(mean), least, _CMP_NLT_UQ);  // or NaN
+    store(out + at, lanes, _mm512_mask_mov_ps(_mm512_setzero_ps(), are_normal, mean));
   }
+  return !are_none;
 }
 
 }  // namespace legato
