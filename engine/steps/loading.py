@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -19,7 +20,7 @@ from engine.checkpoint.adapters import largest_adapter_bytes
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.shared_weights import Sharing, packing_memory
 from engine.checkpoint.store import resolve_model
-from engine.checkpoint.weights import LoadProgress, Weights, load_weights, require_roundable
+from engine.checkpoint.weights import LoadProgress, Weights, is_projection, load_weights, require_roundable
 from engine.cost_model.costs import StepCosts
 from engine.cost_model.roofline import CPU_CORE, H100_SXM, ModelShape, roofline_cost
 from engine.cost_model.step_cost import StepCost
@@ -47,8 +48,9 @@ from kernels.cpu.huge_pages import PackingMemory
 from kernels.cpu.thread_team import dissolve_team
 from kernels.interface import GraphKernels, Kernels, PackedBytes
 from kernels.native.kernels import NativeCpuKernels
+from kernels.native.linear import can_pack_quantised
 from kernels.ops import kernels_for
-from kernels.quantised_weight import ActivationBits
+from kernels.quantised_weight import ActivationBits, QuantisedWeight
 
 if TYPE_CHECKING:
     from engine.model.hugging_face import HuggingFaceConfig, HuggingFaceModel
@@ -226,24 +228,26 @@ class _Loading:
         sampler = sampler_for(self.device, self.config.vocab_size, self.config.eos_token_ids, masks)
         if not isinstance(sampler, Sampler):
             sampler.compile_on(self.device)
+        weights = self._weights(group)
         return ModelRunner(
             self.config,
-            self._weights(group),
+            weights,
             kv_cache,
             sampler=sampler,
             host_cache=self._host_cache(sizes.host_blocks),
             ring=sizes.ring,
             group=group,
             kernels=self.kernels,
-            threads=self._threads(group),
+            threads=self._threads(group, weights),
             logit_rows=self.engine.largest_step.num_rows,
         )
 
-    def _threads(self, group: GroupLeader | None) -> StepThreads | None:
-        kernels = self.kernels
-        if group is not None or not (isinstance(kernels, NativeCpuKernels) and isinstance(self.config, ModelConfig)):
+    def _threads(self, group: GroupLeader | None, weights: Weights | HuggingFaceModel) -> StepThreads | None:
+        kernels, dtype = self.kernels, self.layout.dtype
+        if group is not None or not (isinstance(kernels, NativeCpuKernels) and isinstance(weights, dict)):
             return None  # or results would depend on them
-        return StepThreads(torch.get_num_threads(), kernels.few_rows(self.layout.dtype))
+        few_rows = kernels.few_rows(dtype, are_quantised=_are_multiplied_as_codes(weights, dtype))
+        return StepThreads(torch.get_num_threads(), few_rows)
 
     def _weights(self, group: GroupLeader | None) -> Weights | HuggingFaceModel:
         """Or the whole model, where its own code lays them out."""
@@ -276,6 +280,17 @@ class _Loading:
         pin = pinning_for(self.device)
         memory = None if pin is None else map_private_memory(num_blocks * self.layout.block_bytes, pin)
         return KVCache(self.layout, num_blocks, memory=memory)
+
+
+def _are_multiplied_as_codes(weights: Weights, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels multiply by more codes than numbers of `dtype`."""
+    codes = numbers = 0
+    for name, weight in weights.items():
+        if is_projection(name):
+            is_packed = isinstance(weight, QuantisedWeight) and can_pack_quantised(weight, dtype)
+            codes += is_packed * prod(weight.shape)
+            numbers += (not is_packed) * prod(weight.shape)
+    return codes > numbers
 
 
 def _with_ends(config: ModelConfig | HuggingFaceConfig, folder: Path) -> DecoderConfig:

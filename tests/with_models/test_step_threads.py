@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint.quantisation import Quantisation, QuantisationName
+from engine.steps.loading import DtypeName
 from engine.steps.threads import FastestCount, StepThreads
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import AMX, native_library, processor_instructions
@@ -121,3 +123,24 @@ def test_steps_of_more_tokens_are_few_where_tiles_multiply_them() -> None:
     kernels = NativeCpuKernels(library)
     by_tiles = processor_instructions() is AMX
     assert (kernels.few_rows(torch.bfloat16) > kernels.few_rows(torch.float32)) == by_tiles
+    assert kernels.few_rows(torch.bfloat16, are_quantised=True) == kernels.few_rows(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantisation"), [("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", None), ("float32", "int8")]
+)
+@native
+def test_a_loaded_model_takes_for_few_what_is_few_for_its_weights(
+    dtype: DtypeName, quantisation: QuantisationName | None, tmp_path: Path
+) -> None:
+    """In float32 the values of a quantised weight are computed with."""
+    library = native_library()
+    assert library is not None
+    build_oracle("llama", tmp_path)
+    runner = runner_of(
+        tmp_path, kv_blocks=100, num_threads=2, dtype=dtype, quantisation=Quantisation.of(quantisation), block_size=16
+    )
+    are_quantised = dtype == "bfloat16" and quantisation is not None
+    few_rows = NativeCpuKernels(library).few_rows(runner.kv_cache.layout.dtype, are_quantised=are_quantised)
+    assert runner._threads is not None and runner._threads.few_tokens == few_rows
+    runner.close()
