@@ -33,15 +33,18 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
     return kernels
 
 
-def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """By what the kernels of `device` make their sums: machines that say other things may give other bits."""
+def arithmetic(device: torch.device, dtype: torch.dtype, *, beside_torch: bool = False) -> str:
+    """By what the kernels of `device` make their sums: machines that say other things may give other bits.
+    `beside_torch`: torch makes some of a model's sums by operators of its own."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    by_torch = f"torch ({torch.backends.cpu.get_cpu_capability()})"
     if dtype not in TYPE_NAMES or native_library() is None:
-        return "torch"
+        return by_torch
     # Of float32 all processors' sums are the same. Of bfloat16 tiles have another order, and AVX-512 takes numbers for
     # 0 that AVX2 does not.
-    return processor_instructions().name if dtype is torch.bfloat16 else "registers"
+    own = processor_instructions().name if dtype is torch.bfloat16 else "registers"
+    return f"{own} and {by_torch}" if beside_torch else own
 
 
 def packed_bytes_on(device: torch.device) -> PackedBytes:

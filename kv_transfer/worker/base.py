@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol
 from engine.kv.allocation import BlockAllocator
 from engine.memory.streams import queued_on
 from engine.model.adapters import AdapterSlot, Need
+from engine.model.config import ModelConfig
 from engine.sampling.grammar import GrammarError
 from engine.sequence import FinishReason, SampledToken, Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.calibration import calibrate, is_calibrated
@@ -377,7 +378,11 @@ class Worker(ABC):
             models=list(self.parts.models),
             load_s=self.parts.load_s,
             keeps_prefixes=model.prefix_caching,
-            arithmetic=arithmetic(model.kv_cache.device, model.layout.dtype),
+            arithmetic=arithmetic(
+                model.kv_cache.device,
+                model.layout.dtype,
+                beside_torch=not isinstance(model.runner.config, ModelConfig),  # norms, say, of transformers' code
+            ),
         )
 
     def _tiers_report(self) -> TiersReport:

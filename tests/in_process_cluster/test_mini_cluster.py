@@ -22,6 +22,13 @@ from tests.support.waiting import HANGS_S, eventually
 # --- exact tokens ---
 
 
+async def test_workers_tell_that_torch_has_a_part_in_what_transformers_code_computes(llama: SmallModel) -> None:
+    """Its norms and activations, say: to the bit they are not those of a native model."""
+    async with cluster_of(llama, decode_engine={"backend": "transformers"}) as cluster:
+        native, by_transformers = cluster.prefills[0].info.arithmetic, cluster.decodes[0].info.arithmetic
+        assert "torch" in by_transformers and by_transformers != native or native.startswith("torch")
+
+
 async def test_a_cached_prefix_is_reported_and_handed_over(llama: SmallModel) -> None:
     async with cluster_of(llama) as cluster:
         for n, (prompt, cached) in enumerate([(PROMPT, 0), (PROMPT, 144), (PROMPT[:100] + [5] * 30, 96)]):

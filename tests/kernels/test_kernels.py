@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.kv.cache import KVCache, KVLayout
-from kernels import reference
+from kernels import ops, reference
 from kernels.cpu import kernels as cpu
 from kernels.interface import Activation, Kernels, Segment
 from kernels.native.kernels import NativeCpuKernels
-from kernels.native.library import native_library
+from kernels.native.library import AMX, AVX2, AVX512, Instructions, native_library
 from kernels.ops import kernels_for
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -248,3 +248,19 @@ def test_gated_activation(kernels: Kernels, dtype: torch.dtype, activation: Acti
 def test_a_cpu_has_the_fastest_kernels_that_it_can_run() -> None:
     on_cpu = kernels_for(torch.device("cpu"))
     assert isinstance(on_cpu, type(cpu) if native_library() is None else NativeCpuKernels)
+
+
+@pytest.mark.parametrize("instructions", [AMX, AVX512, AVX2])
+def test_what_sums_are_made_by_is_told_as_far_as_bits_depend_on_it(
+    instructions: Instructions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_device = torch.device("cpu")
+    monkeypatch.setattr(ops, "native_library", object)
+    monkeypatch.setattr(ops, "processor_instructions", lambda: instructions)
+    assert ops.arithmetic(cpu_device, torch.bfloat16) == instructions.name
+    assert ops.arithmetic(cpu_device, torch.float32) == "registers", "whatever the processor"
+    by_torch = f"torch ({torch.backends.cpu.get_cpu_capability()})"
+    assert ops.arithmetic(cpu_device, torch.bfloat16, beside_torch=True) == f"{instructions.name} and {by_torch}"
+    assert ops.arithmetic(cpu_device, torch.float16) == by_torch, "the C++ kernels have none of these"
+    monkeypatch.setattr(ops, "native_library", lambda: None)
+    assert ops.arithmetic(cpu_device, torch.float32) == by_torch
