@@ -162,10 +162,10 @@ def frame(picture: Picture) -> list[Line]:
     pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for worker in workers:
         pools.setdefault((worker["role"], worker.get("model", "")), []).append(worker)
-    models, wanted = {model for _, model in pools}, picture.cluster.get("wanted", {})
+    models, wanted, nodes = {model for _, model in pools}, picture.cluster.get("wanted", {}), _nodes(workers)
     for (role, model), pool in pools.items():
         whose = f" of {model}" if len(models) > 1 else ""
-        lines += [*_pool(f"{role.upper()}{whose}", pool, wanted.get(model, wanted).get(role)), []]
+        lines += [*_pool(f"{role.upper()}{whose}", pool, wanted.get(model, wanted).get(role), nodes), []]
     if not workers:
         lines += [[("No worker is there: none has come up yet, or all are gone.", "warn")], []]
     lines += _classes(picture.slo)
@@ -181,18 +181,39 @@ def _head(picture: Picture, num_workers: int) -> Line:
     ]
 
 
-_WORKER: Final = "{:<24.24} {:>7} {:>7} {:>9} {:>7}  "
+def _nodes(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
+    """By worker, what its node is called: by its address, or by Ray's id where that is another node's, too. None where
+    all workers are on one node."""
+    places = {worker["worker_id"]: worker["endpoint"] for worker in workers if "endpoint" in worker}
+    ids_at: dict[str, set[str]] = {}
+    for place in places.values():
+        ids_at.setdefault(place["host"], set()).add(place["node_id"])
+    if len(set[str]().union(*ids_at.values())) < 2:
+        return {}
+    return {
+        worker_id: place["host"] if len(ids_at[place["host"]]) == 1 else place["node_id"]
+        for worker_id, place in places.items()
+    }
 
 
-def _pool(title: str, workers: Sequence[Mapping[str, Any]], wanted: int | None) -> Iterator[Line]:
-    """Yields a title and a line for each worker of a pool. `wanted`: how many there should be, if that is known."""
+_WORKER: Final = "{:<24.24} {:>7} {:>7} {:>10} {:>7}  "
+_NODE: Final = "{:<15.15}  "
+
+
+def _pool(
+    title: str, workers: Sequence[Mapping[str, Any]], wanted: int | None, nodes: Mapping[str, str]
+) -> Iterator[Line]:
+    """Yields a title and a line for each worker of a pool. `wanted`: how many there should be, if that is known.
+    `nodes`: see `_nodes`."""
     told = f"{len(workers)}" if wanted is None else f"{len(workers)} of {wanted} wanted"
     yield [(f"{title} ", "title"), (told, "")]
-    yield [(_WORKER.format("worker", "running", "waiting", "to prefill", "leases") + "held of KV", "dim")]
+    head = _WORKER.format("worker", "running", "waiting", "to prefill", "leases")
+    yield [(head + (_NODE.format("node") if nodes else "") + "held of KV", "dim")]
     for worker in workers:
         style, state = _state(worker)
+        node = _NODE.format(nodes.get(worker["worker_id"], "-")) if nodes else ""
         yield [
-            (_WORKER.format(_short(str(worker["worker_id"])), *(_load(worker))), ""),
+            (_WORKER.format(_short(str(worker["worker_id"])), *(_load(worker))) + node, ""),
             *_tiers(worker),
             (state, style),
         ]

@@ -64,6 +64,24 @@ def test_pools_with_their_workers() -> None:
     assert "PREFILL 2 of 2 wanted" in lines and "DECODE 1" in lines
 
 
+def endpoint(host: str, node_id: str) -> dict[str, Any]:
+    return {"endpoint": {"host": host, "port": 1, "node_id": node_id, "offers": []}}
+
+
+def test_of_several_nodes_each_worker_s_is_named() -> None:
+    """By its address, or where several have the same, as on one machine, by Ray's id."""
+    places = {"p-1": ("10.0.0.1", "a" * 56), "d-1": ("127.0.0.1", "b" * 56), "d-2": ("127.0.0.1", "c" * 56)}
+    workers = [worker(name, "prefill" if name[0] == "p" else "decode", **endpoint(*at)) for name, at in places.items()]
+    lines = text(drawn([*workers, worker("d-3", "decode")]))
+    named = {line.split()[0]: line.split()[5] for line in lines if line[:2] in ("p-", "d-")}
+    assert named == {"p-1": "10.0.0.1", "d-1": "b" * 15, "d-2": "c" * 15, "d-3": "-"}
+    heads = [line for line in lines if line.startswith("worker")]
+    (row,) = [line for line in lines if line.startswith("p-1")]
+    assert {line.index("node") for line in heads} == {row.index("10.0.0.1")}
+    assert {line.index("held of KV") for line in heads} == {row.index("device")}
+    assert not any("node" in line or "127.0.0.1" in line for line in text(drawn(workers[1:2])))
+
+
 @pytest.mark.parametrize(("field", "told"), [("suspect", "suspect"), ("draining", "draining")])
 def test_a_worker_that_is_not_well(field: str, told: str) -> None:
     (row,) = [line for line in text(drawn([worker("d-1", "decode", **{field: True})])) if line.startswith("d-1")]
