@@ -138,13 +138,15 @@ class LocalNodes:
         return {node["NodeID"]: by_address[node["NodeManagerAddress"]] for node in ray.nodes() if node["Alive"]}
 
     def stop(self) -> None:
-        """End all nodes, the head last. Whatever does not end by itself is killed, by its id."""
+        """End all nodes, side by side, and then the head. Whatever does not end by itself is killed, by its id."""
         started = [child for process in self._processes for child in _family(process)]
-        for process in reversed(self._processes):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+        for processes in (self._processes[1:], self._processes[:1]):
+            for process in processes:
+                process.send_signal(signal.SIGTERM)  # which is nothing to one that is gone
+            deadline = time.monotonic() + _STOP_S
+            for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_STOP_S)
+                    process.wait(max(0.0, deadline - time.monotonic()))
         for child in psutil.wait_procs(started, timeout=_STOP_S)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

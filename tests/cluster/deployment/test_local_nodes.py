@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cluster.config.build_scheduler import scheduler_policy
 from cluster.config.load import LegatoConfig, load_config
+from cluster.deployment import local_nodes
 from cluster.deployment.capacity import require_room
 from cluster.deployment.local_cluster import StartError
 from cluster.deployment.local_nodes import (
@@ -20,6 +23,7 @@ from cluster.deployment.local_nodes import (
 )
 from tests.cluster.config.test_config import ROOT
 from tests.support.threaded_server import QuietHandler, threaded_server
+from tests.support.waiting import HANGS_S, wait_until
 
 QUICKSTART = load_config(ROOT / "ray_configs" / "quickstart.yaml")
 
@@ -74,6 +78,43 @@ def test_it_says_what_runs_where_and_where_to_look(monkeypatch: pytest.MonkeyPat
         f"  logs: {tmp_path}/NODE/session_latest/logs/serve",
         f"  Ray:  RAY_AUTH_MODE=token ray status --address={nodes.address}",
     ]
+
+
+_ENDS_BESIDE_OTHERS = """
+import signal, sys, time
+from pathlib import Path
+
+folder, name, *awaited = sys.argv[1:]
+
+
+def end(*_):
+    (folder / f"{name} ends").touch()
+    while not all((folder / other).exists() for other in awaited):
+        time.sleep(0.005)
+    (folder / f"{name} has ended").touch()
+    sys.exit()
+
+
+folder = Path(folder)
+signal.signal(signal.SIGTERM, end)
+(folder / f"{name} is there").touch()
+while True:
+    time.sleep(60)
+"""
+
+
+def test_nodes_end_side_by_side_and_the_head_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes seconds. Each of the others waits for the other to be told, and the head for neither to be there."""
+    monkeypatch.setattr(local_nodes, "_STOP_S", HANGS_S)
+    nodes = LocalNodes(plan_nodes(3, QUICKSTART), tmp_path)
+    awaited = {"head": ["a has ended", "b has ended"], "a": ["b ends"], "b": ["a ends"]}
+    for name, others in awaited.items():
+        command = [sys.executable, "-c", _ENDS_BESIDE_OTHERS, str(tmp_path), name, *others]
+        nodes._processes.append(subprocess.Popen(command))
+    for name in awaited:
+        wait_until((tmp_path / f"{name} is there").exists)
+    nodes.stop()
+    assert [process.poll() for process in nodes._processes] == [0, 0, 0]
 
 
 def test_a_model_that_refused_the_first_question_is_served_all_the_same(tmp_path: Path) -> None:
