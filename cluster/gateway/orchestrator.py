@@ -52,7 +52,7 @@ from kv_transfer.messages.requests import (
     StepOverdue,
     TokenEvent,
 )
-from kv_transfer.messages.scheduling import StandingRequest
+from kv_transfer.messages.scheduling import Placement, StandingRequest
 from kv_transfer.messages.workers import WorkerInfo
 from kv_transfer.transports.base import Identity
 
@@ -174,6 +174,7 @@ class Orchestrator:
         if another attempt may follow, GenerationError if none may."""
         await self._quarantine.admit(run)
         placement = await self._placer.place(run)
+        self._leave_reservations(run, placement)
         # Decode computes for others only with a ticket. Asked now: it may be off the list for a moment later.
         needs_ticket = placement.prefill is None or not self._placer.is_prefill(placement.prefill)
         spec = run.spec()
@@ -195,6 +196,13 @@ class Orchestrator:
                 elif not needs_ticket:
                     await self._start(run, placement.prefill, Start(request=computed, ticket=None))
             await self._arrival(run)
+
+    def _leave_reservations(self, run: RequestRun, placement: Placement) -> None:
+        """Give back what earlier attempts have reserved at workers that have no part in this one, as where the last one
+        was late when this was placed: it would be kept until it lapses, or the request ends."""
+        for worker_id in run.touched - {placement.decode, placement.prefill}:
+            self.connections.post(worker_id, Cancel(request_id=run.request_id, attempt=run.attempt - 1))
+            run.touched.discard(worker_id)
 
     async def _start(self, run: RequestRun, worker_id: str, start: Start) -> None:
         """Tell a worker to compute the prompt; or, if it has computed it already, to hand it over."""

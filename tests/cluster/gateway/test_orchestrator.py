@@ -21,6 +21,7 @@ from kv_transfer.messages import Message
 from kv_transfer.messages.requests import (
     Cancel,
     Endpoint,
+    FailureEvent,
     Fence,
     RequestSpec,
     Reserve,
@@ -48,6 +49,17 @@ def asked(request_id: str, num_tokens: int) -> RequestSpec:
     tokens = [70_000] * num_tokens
     return RequestSpec(
         request_id=request_id, attempt=0, prompt_token_ids=tokens, params=SamplingParams(max_tokens=1, seed=0)
+    )
+
+
+def ticket_of(request: RequestSpec) -> Ticket:
+    return Ticket(
+        request_id=request.request_id,
+        fence=Fence(epoch=1, lease=1, generation=request.attempt),
+        endpoint=NOWHERE,
+        worker_id="d1",
+        num_tokens=request.num_tokens,
+        ttl_s=9.0,
     )
 
 
@@ -128,6 +140,40 @@ async def test_who_has_taken_over_is_told_that_its_attempt_is_over() -> None:
         assert Cancel(request_id="r", attempt=0) in heard
 
 
+async def test_a_reservation_is_given_back_where_the_next_attempt_is_placed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would hand KV over to it any more, and its blocks were kept until it lapsed. The other worker answers once
+    that is so."""
+    given_back = asyncio.Event()
+
+    async def reserve(gateway: Connection) -> None:
+        async for message in gateway:
+            if isinstance(message, Reserve):
+                gateway.post(Reserved(attempt=message.request.attempt, ticket=ticket_of(message.request)))
+            elif message == Cancel(request_id="r", attempt=0):
+                given_back.set()
+
+    async def fail(gateway: Connection) -> None:
+        async for message in gateway:
+            if isinstance(message, Start):
+                failure = FailureEvent(request_id="r", attempt=0, reason="it cannot", retryable=True)
+                gateway.post(StepFrame(tokens=[], failures=[failure]))
+
+    async def answer_then(gateway: Connection) -> None:
+        await given_back.wait()
+        await answer(gateway)
+
+    async def place(place: Place) -> Placement:
+        prefill, decode = ("p1", "d1") if place.attempt == 0 else (None, "d2")
+        return Placement(request_id="r", attempt=place.attempt, prefill=prefill, decode=decode)
+
+    async with gateway_of(d1=reserve, d2=answer_then, p1=fail) as orchestrator, asyncio.timeout(HANGS_S):
+        monkeypatch.setattr(orchestrator.scheduler, "place", place)
+        found = await anext(one_by_one(orchestrator.generate(asked("r", 10))))
+        assert (found.token_id, found.attempt) == (7, 1)
+
+
 @pytest.mark.parametrize(("computing", "begins_early"), [("p2", True), ("d2", False)])
 async def test_only_who_prefills_begins_without_a_ticket(
     computing: str, begins_early: bool, monkeypatch: pytest.MonkeyPatch
@@ -141,15 +187,7 @@ async def test_only_who_prefills_begins_without_a_ticket(
             if isinstance(message, Reserve):
                 known.pop(computing)
                 gateway.post(RoomAwaited(request_id="r", attempt=0))
-                ticket = Ticket(
-                    request_id="r",
-                    fence=Fence(epoch=1, lease=1, generation=0),
-                    endpoint=NOWHERE,
-                    worker_id="d1",
-                    num_tokens=10,
-                    ttl_s=9.0,
-                )
-                gateway.post(Reserved(attempt=0, ticket=ticket))
+                gateway.post(Reserved(attempt=0, ticket=ticket_of(message.request)))
 
     async def compute(gateway: Connection) -> None:
         async for message in gateway:
