@@ -129,10 +129,13 @@ class AdapterPool:
         loses the adapter that it is computed with, and nobody who waits for something else keeps others from theirs.
         One that waits for long has others drain, which give way when the sequences that they have are through.
         """
-        if self._loading is not None or not self.is_contended:
+        if not self.is_contended:
             return None
         needing = [(user, user.adapter, need) for user, need in users if user.adapter is not None]
         asked_for = {slot for user, slot, need in needing if need is not Need.LATER and not slot.serves(user)}
+        if self._loading is not None:
+            self._note_waits(asked_for, now)  # it may take for ever
+            return None
         needs = self._needs(needing)
         for slot in [slot for slot in self._slots.values() if slot.loaded is None and slot not in needs]:
             del self._slots[slot.digest]

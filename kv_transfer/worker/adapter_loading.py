@@ -47,6 +47,7 @@ class AdapterLoading:
         self._task: asyncio.Task[None] | None = None
         self._timer: DeadlineTimer | None = None
         self._last_load_s = 0.0
+        self._load_began = 0.0
         self._turns_away = False
         if pool is not None:
             pool.on_open = on_loaded
@@ -79,10 +80,10 @@ class AdapterLoading:
         if self._pool is None or self._turns_away:  # each that leaves brings another call, and hundreds leave at once
             return
         users = list(self._users()) if self._pool.is_contended else []
-        if self._task is None:
-            slot = self._pool.next_load(users, time.monotonic())
-            if slot is not None:
-                self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
+        slot = self._pool.next_load(users, time.monotonic())
+        if slot is not None:
+            self._load_began = time.monotonic()
+            self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
         self._turn_away(self._pool, users)
 
     def _turn_away(self, pool: AdapterPool, users: Iterable[tuple[Sequence, Need]]) -> None:
@@ -97,8 +98,9 @@ class AdapterLoading:
                 continue
             is_awaited = seq.lease is not None and need is Need.LATER
             has_begun = seq.lease is not None and len(seq.output_token_ids) > seq.num_prior_output
-            if not (is_awaited or has_begun or pool.is_loading(slot)):
-                deadlines[seq] = max(slot.waits_at, seq.accepted_at) + self._wait_s
+            if not (is_awaited or has_begun):
+                begins_at = self._load_began if pool.is_loading(slot) else slot.waits_at  # a file may never be read
+                deadlines[seq] = max(begins_at, seq.accepted_at) + self._wait_s
         late = [seq for seq, deadline in deadlines.items() if deadline <= now]
         if late:
             place_in_s = pool.place_in_s(now)  # as if they asked again now, behind the others
@@ -126,7 +128,6 @@ class AdapterLoading:
             await self._task
 
     async def _load(self, pool: AdapterPool, slot: AdapterSlot) -> None:
-        began = time.monotonic()
         try:
             adapter = await asyncio.to_thread(pool.load, slot.digest, slot.folder)
         except Exception as error:  # the boundary of the thread: one bad adapter must not keep others from loading
@@ -138,6 +139,6 @@ class AdapterLoading:
         else:
             pool.has_loaded(slot, adapter, time.monotonic())
             self._task = None
-            self._last_load_s = time.monotonic() - began
+            self._last_load_s = time.monotonic() - self._load_began
             self._on_loaded()
         self.retry()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kv_transfer.messages.requests import AdapterRef
 from kv_transfer.worker.adapter_loading import AdapterLoading
 from tests.decode_workers.test_decode_scheduler import guesses
 from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
+from tests.support.waiting import eventually
 
 EOS = frozenset({0, 1})
 BLOCK_SIZE = 4
@@ -356,6 +358,36 @@ async def test_who_was_begun_elsewhere_and_finds_no_place_for_its_adapter_is_tur
     assert bench.scheduler.state(decodes.key) is DecodeState.RUNNING
     assert bench.scheduler.state(reserved.key) is DecodeState.RESERVED
     await loading.close()
+
+
+async def test_nobody_waits_for_ever_for_an_adapter_that_is_never_read() -> None:
+    """Its folder may be of a server that does not answer. One is loaded at a time, so others wait behind it."""
+    bench, told, is_read = Bench(), list[str](), threading.Event()
+
+    def load(digest: str, folder: Path) -> Adapter:
+        is_read.wait()
+        return Adapter(lambda _: AdapterLayer(), 0)
+
+    def leave(seq: Sequence, retry_after_s: float) -> None:
+        told.append(seq.request_id)
+        bench.scheduler.drop(seq.key)
+
+    loading = AdapterLoading(
+        AdapterPool(load, 2),
+        users=bench.scheduler.adapter_users,
+        on_loaded=lambda: None,
+        on_failed=lambda slot, reason: None,
+        on_late=leave,
+        wait_s=0.01,
+    )
+    try:
+        for name in ("hangs", "waits"):
+            slot = loading.want(AdapterRef(name=name, digest=name, folder=name))
+            bench.scheduler.add(_adapted(name, [2, 3], slot))
+        await eventually(lambda: sorted(told) == ["hangs", "waits"])
+    finally:
+        is_read.set()
+        await loading.close()
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
