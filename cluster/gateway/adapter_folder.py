@@ -7,12 +7,16 @@ it, or a link to one elsewhere, which is what `register` makes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from engine.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterReader, adapter_digest
 from engine.model.config import Backend, ModelConfig, read_config
@@ -20,8 +24,12 @@ from kv_transfer.messages.requests import AdapterRef
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_NAME: Final = 200  # bytes: names of files have at most 255
 _MOST_KNOWN: Final = 10_000  # digests that are remembered
+_THREADS: Final = 4  # for a folder's calls
 
 _Identity = tuple[tuple[int, int, int, int], ...]
 """Of an adapter's files, as far as can be told without reading them."""
@@ -36,7 +44,8 @@ class ListedAdapter(NamedTuple):
 
 
 class AdapterFolder:
-    """Adapters of one model. May be used by several threads: all of it waits for a disk."""
+    """Adapters of one model. May be used by several threads: all of it waits for a disk. `in_thread` does so for an
+    event loop."""
 
     def __init__(self, folder: Path, model: ModelConfig, *, max_rank: int) -> None:
         """Makes the folder where there is none. Raises OSError."""
@@ -44,6 +53,7 @@ class AdapterFolder:
         self._reader = AdapterReader(model, max_rank)
         self._known: dict[Path, tuple[_Identity, str]] = {}  # what was checked, with its digest
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="adapters")
         folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
@@ -56,6 +66,11 @@ class AdapterFolder:
                 " not built; leave adapters.folder out, or use a model with the backend native"
             )
         return cls(Path(folder).expanduser().absolute(), config, max_rank=max_rank)
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call one of the methods below in a thread. The threads are this folder's own: where it lies on a server that
+        does not answer, each call takes one for ever, and requests that name no adapter need threads, too."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def find(self, name: str) -> AdapterRef | None:
         """The adapter of this name as it is now; None: there is none. Raises ValueError for one that cannot be

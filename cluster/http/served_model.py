@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -57,17 +56,17 @@ class ServedModel:
         if self.adapters is None:
             return None
         try:
-            return await asyncio.to_thread(self.adapters.find, name)
+            return await self.adapters.in_thread(self.adapters.find, name)
         except (ValueError, OSError) as error:
             raise InvalidRequestError(f"The model {name!r} cannot be used: {error}.", param="model") from error
 
     async def listed_adapters(self) -> list[ListedAdapter]:
         """The adapters that there are."""
-        return [] if self.adapters is None else await asyncio.to_thread(self.adapters.listed)
+        return [] if self.adapters is None else await self.adapters.in_thread(self.adapters.listed)
 
     async def listed_adapter(self, name: str) -> ListedAdapter | None:
         """The one of that name, whether or not it can be computed; None: there is none."""
-        return None if self.adapters is None else await asyncio.to_thread(self.adapters.look, name)
+        return None if self.adapters is None else await self.adapters.in_thread(self.adapters.look, name)
 
     def require_limits(self) -> ServingLimits:
         """What its live workers can do together. Raises UnavailableError while none is known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +33,7 @@ async def load(body: LoadAdapterBody, api: ApiOf) -> PlainTextResponse:
             )
     folder = Path(body.lora_path)
     try:
-        await asyncio.to_thread(adapters.register, body.lora_name, folder, replace=body.load_inplace)
+        await adapters.in_thread(adapters.register, body.lora_name, folder, replace=body.load_inplace)
     except (ValueError, OSError) as error:
         raise InvalidRequestError(f"The adapter is not loaded: {error}.", param="lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -57,7 +56,7 @@ async def delete(
 async def _unload(name: str, model: str | None, api: Api) -> PlainTextResponse:
     adapters = _adapters_of(model, api) if model else await _adapters_with(name, api)
     try:
-        was_there = adapters is not None and await asyncio.to_thread(adapters.unregister, name)
+        was_there = adapters is not None and await adapters.in_thread(adapters.unregister, name)
     except (ValueError, OSError) as error:
         raise ConflictError(f"The adapter stays: {error}.", param="lora_name", code="adapter_not_unloaded") from error
     if was_there:
@@ -71,7 +70,7 @@ async def _adapters_with(name: str, api: Api) -> AdapterFolder | None:
     """The adapters of the only model that has one of that name, whatever lies there; None: none has. Raises
     InvalidRequestError where several have: which one would go is not to depend on their order."""
     folders = _all_adapters(api)
-    having = [model for model, adapters in folders.items() if await asyncio.to_thread(adapters.has, name)]
+    having = [model for model, adapters in folders.items() if await adapters.in_thread(adapters.has, name)]
     if len(having) > 1:
         raise InvalidRequestError(
             f"Adapters of several models have the name {name[:200]!r}. Say whose goes: {_choices(having)}.",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from cluster.gateway.adapter_folder import AdapterFolder
+from cluster.http.served_model import ServedModel
 from engine.checkpoint.adapters import adapter_digest
 from tests.engine.checkpoint.test_adapter_folders import LAYER, MODEL, write
+from tests.support.waiting import HANGS_S
 
 
 def test_what_it_knows_of_a_recipe_it_finds_out_once(tmp_path: Path) -> None:
@@ -25,6 +33,24 @@ def test_what_it_knows_of_a_recipe_it_finds_out_once(tmp_path: Path) -> None:
     assert [ref and ref.digest for ref in refs] == list(map(adapter_digest, paths))
     other = write(tmp_path / "other", modules=modules, lora_alpha=3)
     assert calls(partial(folder.find, other.name)) > 400, "its scales are its own"
+
+
+async def test_a_folder_that_does_not_answer_takes_no_thread_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that name no adapter need threads, too: for long prompts, files and batches."""
+    folder, answers = AdapterFolder(tmp_path, MODEL, max_rank=64), threading.Event()
+    monkeypatch.setattr(folder, "find", lambda name: answers.wait())
+    served = cast(ServedModel, SimpleNamespace(adapters=folder))
+    hanging = [asyncio.create_task(ServedModel.adapter(served, "any")) for _ in range(100)]
+    await asyncio.sleep(0)  # all have asked
+    try:
+        async with asyncio.timeout(HANGS_S):
+            await asyncio.to_thread(lambda: None)
+        assert not any(task.done() for task in hanging)
+    finally:
+        answers.set()
+        await asyncio.gather(*hanging)
 
 
 def calls(function: Callable[[], object]) -> int:
