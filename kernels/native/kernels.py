@@ -60,8 +60,8 @@ _PARAMETERS: dict[str, list[Any]] = {
     "gated_activation": [Size, Pointer, Size, Size, Pointer],
 }
 
-# While memory brings a core a weight, the core multiplies some 20 rows by it with registers, and 150 with tiles. Of 8 or
-# 4 bits it comes sooner, and takes longer: with tiles some 14 rows, and 6 to 11.
+# While memory brings a core a weight, the core multiplies some 20 rows by it with registers, and 150 with tiles. One of
+# 8 or 4 bits comes sooner, and takes longer: with tiles it is some 14 rows, and 6 to 11.
 _FEW_ROWS, _FEW_ROWS_BY_TILES = 16, 128
 
 

@@ -79,7 +79,7 @@ class WorkerConfig:
     0: they are learnt from requests.
     `overdue_s`: see `StepLoop`; gateways are told.
     `kept_s`: how long a prompt is kept that was computed here while its reservation waits for room at decode.
-    `adapter_wait_s`: what waits so long for a place of its adapter, without blocks or before its first token, is refused.
+    `adapter_wait_s`: what waits so long for its adapter, without blocks or before its first token, is refused.
     """
 
     max_waiting: int = 256

@@ -249,8 +249,8 @@ def test_a_value_that_is_not_finite_reaches_those_alone_that_see_it(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sign_of_a_zero_does_not_depend_on_company(dtype: torch.dtype) -> None:
-    """The first row sees two tiles. Its weights of the first one are 0 beside those of the second, so that a sum below 0
-    becomes -0, and the values of the second leave it so. To other rows the third one brings values above 0."""
+    """The first row sees two tiles. Its weights of the first one are 0 beside those of the second, so that a sum below
+    0 becomes -0, and the values of the second leave it so. To other rows the third one brings values above 0."""
     if LIBRARY is None:
         return
     case = Case(segments=((65, 192),), num_heads=1, num_kv_heads=1, head_dim=16)

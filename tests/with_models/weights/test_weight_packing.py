@@ -4,6 +4,7 @@ say, and loaded by the engine."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -383,9 +384,13 @@ def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
     config = ModelConfig.from_folder(tmp_path)
     shards = shards_of(config, num_ranks)
     weights = [load_weights(tmp_path, config, rounding, dtype=torch.bfloat16, shard=shard) for shard in shards]
-    values, num_values = set(), 0
+    values, num_values, kept = set(), 0, Counter[str]()
     for name, weight in ((name, weight) for of_rank in weights for name, weight in of_rank.items()):
-        if isinstance(weight, QuantisedWeight) and not can_pack_quantised(weight, torch.bfloat16):
+        if not isinstance(weight, QuantisedWeight):
+            continue
+        if can_pack_quantised(weight, torch.bfloat16):
+            kept[name] += weight.nbytes
+        else:
             values.add(name)
             num_values += weight.codes.numel()
     expanded = expanded_on_cpus(tmp_path, config, rounding, shards)
@@ -393,6 +398,14 @@ def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
     told = weight_sizes(tmp_path, config, torch.bfloat16, rounding, shards=shards)
     of_values = {name: size for name, size in told.items() if f"{name.rpartition('.')[0]}.weight" in values}
     assert of_values.keys() == values and sum(of_values.values()) == 2 * num_values
+    told_of_kept = Counter[str]()
+    for name, size in told.items():
+        module, _, part = name.rpartition(".")
+        if f"{module}.weight" in kept and part != "bias":
+            told_of_kept[f"{module}.weight"] += size
+    assert told_of_kept.keys() == kept.keys() and not kept.keys() & values
+    # Zero points take more as minimums than in their file.
+    assert all(0.9 <= size / told_of_kept[name] < 1.15 for name, size in kept.items())
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = {"ref": str(tmp_path), "dtype": "bfloat16", "quantization": quantization if rounding else None}
     tree = load_config({"model": settings, "prefill": {"replicas": 0}, "decode": {"tensor_parallel": num_ranks}})
