@@ -188,10 +188,10 @@ bool are_numbers(const T* values, int64_t count) {
   return true;
 }
 
-// Computes again, by itself, each query whose results are not all numbers. The weight of a token that a row does not see
-// is 0, and 0 times infinity is NaN: so what is not finite in a token reaches the rows before it that are computed with
-// one that sees it. Alone a query's rows meet no other tokens than those that they see. After the first one that brings
-// no numbers all the same, it is tokens before them that have broken the rows that follow.
+// Computes again, by itself, each query whose results are not all numbers. The weight of a token that a row does not
+// see is 0, and 0 times infinity is NaN: so what is not finite in a token reaches the rows before it that are computed
+// with one that sees it. Alone a query's rows meet no other tokens than those that they see. After the first one that
+// brings no numbers all the same, it is tokens before them that have broken the rows that follow.
 template <typename T>
 void mend_earlier_rows(const Layer<T>& layer) {
   const Plan& plan = layer.plan;
